@@ -1,0 +1,130 @@
+"""snapstore: an incremental snapshot store for training state.
+
+    with SnapshotManager("/data/snaps", run="exp1", save_interval_steps=100, keep=[KeepLast(3)]) as snapshots:
+        ...
+        if snapshots.should_save(step):
+            snapshots.save(step, {"model": model, "optimizer": optimizer})
+
+The data path, and the modules that are its stages:
+
+    save     state.py flatten -> staging.py copy -> chunking.py split -> digest.py -> delta.py known? base?
+             -> planes.py -> codecs/ -> blob.py -> pack.py -> storage/ put -> manifest.py -> records.py -> index.py
+    restore  records.py -> manifest.py -> pack.py get ranges -> blob.py decode, patch the chain in plane space, verify
+             -> state.py unflatten
+
+`save.py` and `restore.py` tell these two stories; `writer.py` and `fetch.py` run their middles in batches on an engine
+(`engine.py`). `session.py` and `gc.py` are the protocol that keeps saves and deletions apart, `retention.py` says what
+to keep, `check.py` what is damaged, `inspection.py` what is in it. `Repository` and `SnapshotManager` are the faces.
+
+Importing this package imports neither torch nor any GPU library; saving and restoring do when they meet a tensor.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        AlreadyExistsError,
+        CapabilityError,
+        ConflictError,
+        FormatError,
+        IntegrityError,
+        InvalidInputError,
+        NotFoundError,
+        SnapstoreError,
+        StorageError,
+        StorageFullError,
+        UnsupportedLeafError,
+    )
+    from .manager import SaveHandle, SnapshotManager
+    from .records import Snapshot
+    from .repository import Repository, SaveOptions
+    from .retention import (
+        KeepBest,
+        KeepDaily,
+        KeepEvery,
+        KeepHourly,
+        KeepLast,
+        KeepMonthly,
+        KeepSteps,
+        KeepWeekly,
+        KeepWithin,
+        KeepYearly,
+    )
+    from .state import RngState
+
+_HOME = {
+    "AlreadyExistsError": "errors",
+    "CapabilityError": "errors",
+    "ConflictError": "errors",
+    "FormatError": "errors",
+    "IntegrityError": "errors",
+    "InvalidInputError": "errors",
+    "KeepBest": "retention",
+    "KeepDaily": "retention",
+    "KeepEvery": "retention",
+    "KeepHourly": "retention",
+    "KeepLast": "retention",
+    "KeepMonthly": "retention",
+    "KeepSteps": "retention",
+    "KeepWeekly": "retention",
+    "KeepWithin": "retention",
+    "KeepYearly": "retention",
+    "NotFoundError": "errors",
+    "Repository": "repository",
+    "RngState": "state",
+    "SaveHandle": "manager",
+    "SaveOptions": "repository",
+    "Snapshot": "records",
+    "SnapshotManager": "manager",
+    "SnapstoreError": "errors",
+    "StorageError": "errors",
+    "StorageFullError": "errors",
+    "UnsupportedLeafError": "errors",
+}
+
+__all__ = [
+    "AlreadyExistsError",
+    "CapabilityError",
+    "ConflictError",
+    "FormatError",
+    "IntegrityError",
+    "InvalidInputError",
+    "KeepBest",
+    "KeepDaily",
+    "KeepEvery",
+    "KeepHourly",
+    "KeepLast",
+    "KeepMonthly",
+    "KeepSteps",
+    "KeepWeekly",
+    "KeepWithin",
+    "KeepYearly",
+    "NotFoundError",
+    "Repository",
+    "RngState",
+    "SaveHandle",
+    "SaveOptions",
+    "Snapshot",
+    "SnapshotManager",
+    "SnapstoreError",
+    "StorageError",
+    "StorageFullError",
+    "UnsupportedLeafError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the shell's `--help` needs none of them."""
+    if name == "__version__":
+        return import_module(".records", __name__).VERSION
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,256 @@
+"""Blob: one chunk as stored, header + encoded planes (docs/format.md, "Blob").
+
+In: a chunk (r,) uint8 and maybe its base; out: one bytes-like blob; and back, a chain of blobs into one chunk. The
+checksum of stored bytes is looked at before any decoder sees them, the digest of the chunk after the last one.
+
+    off size field               off size field
+      0    4 magic SNBL           24    4 payload length
+      4    2 version              28    4 block size
+      6    2 zero                 32    8 codec of every plane
+      8    8 XXH3-64 of [16, end) 40    4 number of block lengths n
+     16    1 transform            44    4 zero
+     17    1 element size         48   16 digest
+     18    1 plane layout         64   16 digest of the base
+     19    1 zero                 80   4n block lengths
+     20    4 raw length        80+4n      payload
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import codecs, planes
+from .codecs import deflate, zstd
+from .digest import Bytes, checksum, digest
+from .errors import FormatError, IntegrityError
+
+HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
+MAGIC = b"SNBL"
+VERSION = 1
+FULL, XOR = 0, 1
+TRANSFORMS = {FULL: "full", XOR: "xor"}
+NO_BASE = bytes(16)
+ALIGNMENT = 8
+#: A plane with more bits per byte than this is stored raw: a Huffman table costs more than it saves.
+RAW_ABOVE_BITS = 7.93
+#: A plane whose most frequent byte has at least this share is coded by its runs.
+RUNS_ABOVE_SHARE = 0.80
+#: Stored bytes that a coded block costs beyond its entropy: frame header, Huffman table, jump table.
+BLOCK_OVERHEAD_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A blob's header, checked."""
+
+    transform: int
+    element_size: int
+    raw_bytes: int
+    payload_bytes: int
+    block_bytes: int
+    codecs: bytes
+    digest: bytes
+    base: bytes
+    block_lengths: tuple[int, ...]
+
+    @property
+    def payload_start(self) -> int:
+        """Offset of the payload in the blob."""
+        return HEADER.size + 4 * len(self.block_lengths)
+
+
+def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
+    """What planes of these entropies [bits per byte] will take when stored."""
+    overhead = BLOCK_OVERHEAD_BYTES * -(-plane_bytes // codecs.BLOCK_BYTES)
+    return sum(plane_bytes if b > RAW_ABOVE_BITS else min(plane_bytes, plane_bytes * b / 8 + overhead) for b in bits)
+
+
+def encode(
+    source: Bytes, element_size: int, statistics: planes.Statistics, chunk_digest: bytes, base: bytes | None
+) -> bytearray:
+    """One blob, padded to ALIGNMENT.
+
+    Args:
+        source: (r,) uint8, the chunk, or chunk XOR base.
+        element_size: 1, 2, 4 or 8; divides r.
+        statistics: of the planes of `source`; they choose each plane's codec.
+        chunk_digest: of the chunk itself.
+        base: digest of the base when `source` is a delta, else None.
+    """
+    chosen: list[int] = []
+    lengths: list[int] = []
+    payload: list[bytes | memoryview] = []
+    for k, plane in enumerate(planes.split(source, element_size)):
+        codec, blocks = _encode_plane(plane, float(statistics.bits[k]), float(statistics.top_share[k]))
+        chosen.append(codec)
+        payload.extend(blocks)
+        if codec != codecs.RAW:
+            lengths.extend(map(len, blocks))
+    table = struct.pack(f"<{len(lengths)}I", *lengths)
+    payload_bytes = sum(map(len, payload))
+    head = HEADER.pack(
+        MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, 0, 0, source.size, payload_bytes,
+        codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest, base or NO_BASE,
+    )  # fmt: skip
+    blob = bytearray().join([head, table, *payload])
+    struct.pack_into("<Q", blob, 8, checksum(memoryview(blob)[16:]))
+    return blob
+
+
+def _encode_plane(plane: Bytes, bits: float, top_share: float) -> tuple[int, list[bytes] | list[memoryview]]:
+    """(codec, stored blocks): raw if it would not shrink, runs if mostly one value, else entropy only."""
+    if bits <= RAW_ABOVE_BITS and plane.size:
+        if top_share >= RUNS_ABOVE_SHARE:
+            codec, blocks = codecs.DEFLATE, deflate.encode_runs(plane, codecs.BLOCK_BYTES)
+        else:
+            codec, blocks = codecs.ZSTD, zstd.encode_entropy(plane, codecs.BLOCK_BYTES)
+        if sum(map(len, blocks)) + 4 * len(blocks) < plane.size:
+            return codec, blocks
+    return codecs.RAW, [np.ascontiguousarray(plane).data]
+
+
+def parse(blob: memoryview, where: str) -> Header:
+    """Check a blob's frame and read its header; `blob` may be longer than the blob (padding).
+
+    Raises:
+        FormatError: not a blob, or of an unknown version, transform or layout.
+        IntegrityError: its checksum does not hold, or its lengths disagree.
+    """
+    if len(blob) < HEADER.size:
+        raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
+    (
+        magic, version, _, check, transform, element_size, layout, _, raw_bytes, payload_bytes, block_bytes, codec_ids,
+        count, _, chunk_digest, base,
+    ) = HEADER.unpack_from(blob)  # fmt: skip
+    if magic != MAGIC:
+        raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
+    if version != VERSION:
+        raise FormatError(f"{where}: blob version {version}, this snapstore reads {VERSION}")
+    length = HEADER.size + 4 * count + payload_bytes
+    if length > len(blob):
+        raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
+    if checksum(blob[16:length]) != check:
+        raise IntegrityError(f"{where}: checksum mismatch in stored bytes; run 'snapstore check --read-data'")
+    if transform not in TRANSFORMS or layout != 0:
+        raise FormatError(f"{where}: transform {transform}, layout {layout}: a newer snapstore wrote this blob")
+    if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
+        raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
+    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
+    return Header(
+        transform, element_size, raw_bytes, payload_bytes, block_bytes, codec_ids, chunk_digest, base, lengths
+    )
+
+
+def length_of(header: Header) -> int:
+    """Bytes of a blob, without padding."""
+    return header.payload_start + header.payload_bytes
+
+
+def stored_plane_bytes(blob: bytearray) -> list[int]:
+    """Stored length of plane 0 to 7 of a blob that `encode` has made, zero beyond its element size."""
+    _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
+    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
+    plane_bytes = raw_bytes // element_size
+    blocks = -(-plane_bytes // block_bytes)
+    stored, entry = [0] * 8, 0
+    for k in range(element_size):
+        if codec_ids[k] == codecs.RAW:
+            stored[k] = plane_bytes
+        else:
+            stored[k] = sum(lengths[entry : entry + blocks])
+            entry += blocks
+    return stored
+
+
+def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tuple[int, list[memoryview]]]:
+    """(codec, stored blocks) of every plane; a raw plane is its one block."""
+    plane_bytes = header.raw_bytes // header.element_size
+    blocks_per_plane = -(-plane_bytes // header.block_bytes)
+    at, entry = header.payload_start, 0
+    end = length_of(header)
+    for k in range(header.element_size):
+        lengths: tuple[int, ...] = (plane_bytes,)
+        if header.codecs[k] != codecs.RAW:
+            lengths = header.block_lengths[entry : entry + blocks_per_plane]
+            entry += blocks_per_plane
+            if len(lengths) != blocks_per_plane:
+                raise IntegrityError(f"{where}: plane {k} lacks block lengths")
+        blocks = []
+        for length in lengths:
+            blocks.append(blob[at : at + length])
+            at += length
+        if at > end:
+            raise IntegrityError(f"{where}: plane {k} ends at {at}, the blob at {end}")
+        yield header.codecs[k], blocks
+    if at != end or entry != len(header.block_lengths):
+        raise IntegrityError(f"{where}: planes end at {at}, the blob at {end}")
+
+
+def _patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
+    """Decode a blob's planes into, or XOR them onto, planes_out (e, n) uint8."""
+    scratch: Bytes | None = None
+    for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
+        if codec == codecs.RAW:
+            plane = np.frombuffer(blocks[0], np.uint8)
+        else:
+            if fresh:
+                plane = planes_out[k]
+            else:
+                plane = scratch = np.empty(planes_out.shape[1], np.uint8) if scratch is None else scratch
+            try:
+                codecs.decoder(codec, where)(blocks, plane, header.block_bytes)
+            except IntegrityError as error:
+                raise IntegrityError(f"{where}: plane {k}: {error}") from error
+        if not fresh:
+            np.bitwise_xor(planes_out[k], plane, out=planes_out[k])
+        elif codec == codecs.RAW:
+            planes_out[k] = plane
+
+
+def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes) -> None:
+    """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
+
+    Args:
+        blobs: the stored blobs; all but the last are xor, each one's base is the next.
+        wheres: how to name each blob in an error.
+        chunk_digest: of the chunk wanted.
+        out: (r,) uint8, filled.
+
+    Raises:
+        FormatError, IntegrityError: `out` is then garbage.
+    """
+    by_element_size: dict[int, Bytes] = {}  # a chain that crosses a reinterpretation (a dedup) has two
+    wanted = chunk_digest
+    for blob, where in zip(blobs, wheres, strict=True):
+        header = parse(blob, where)
+        if header.digest != wanted or header.raw_bytes != out.size:
+            raise IntegrityError(
+                f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
+                f"expected {wanted.hex()} ({out.size} bytes); run 'snapstore check'"
+            )
+        fresh = header.element_size not in by_element_size
+        if fresh:
+            by_element_size[header.element_size] = np.empty(
+                (header.element_size, out.size // header.element_size), np.uint8
+            )
+        _patch_planes(blob, header, by_element_size[header.element_size], fresh, where)
+        wanted = header.base
+    if wanted != NO_BASE:
+        raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")
+    for i, merged in enumerate(by_element_size.values()):
+        if i == 0:
+            planes.merge(merged, out)
+        else:
+            other = np.empty_like(out)
+            planes.merge(merged, other)
+            np.bitwise_xor(out, other, out=out)
+    got = digest(out)
+    if got != chunk_digest:
+        raise IntegrityError(
+            f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "
+            "run 'snapstore check --restore'"
+        )

@@ -1,0 +1,40 @@
+"""Codecs: blocks of a plane to stored bytes and back; every function takes a whole plane, a batch of blocks.
+
+Codec ids and streams are those of docs/format.md, "Blob". Encoders may run in any thread; each call makes its own
+compression context or takes its thread's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..digest import Bytes
+from ..errors import FormatError
+from . import deflate, zstd
+
+RAW = 0
+ZSTD = zstd.ID
+DEFLATE = deflate.ID
+NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate"}
+BLOCK_BYTES = 64 * 1024
+
+
+class Decoder(Protocol):
+    """Decodes the blocks of one plane."""
+
+    def __call__(self, blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
+        """Fill `out` (n,) uint8 from its blocks; IntegrityError when a block gives other than its length."""
+        ...
+
+
+_DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode}
+
+
+def decoder(codec: int, where: str) -> Decoder:
+    """The decoder of a codec id; FormatError for one that this release does not know."""
+    try:
+        return _DECODERS[codec]
+    except KeyError:
+        hint = f"nvCOMP {codec - 64}'s own format" if codec >= 64 else "unknown"
+        raise FormatError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None

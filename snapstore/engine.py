@@ -1,0 +1,157 @@
+"""Engines: the stages between plain chunks and blobs, in batches. The CPU engine runs them on all cores.
+
+In: lists of chunks (r,) uint8 in host memory. Out: digests, blobs, rebuilt chunks. An engine holds no state of a
+save; its methods may be called from one thread at a time each. A GPU engine takes the same jobs with device arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from . import blob, delta, planes
+from .digest import Bytes, digest
+from .errors import InvalidInputError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """One new chunk to store."""
+
+    chunk: Bytes  # (r,) uint8
+    digest: bytes
+    element_size: int
+    base: Bytes | None = None  # (r,) uint8, the candidate base's plain bytes
+    base_digest: bytes = b""
+    base_chain_bytes: int = 0  # stored bytes of every blob that the base needs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """One chunk to rebuild."""
+
+    blobs: Sequence[memoryview]  # newest first
+    wheres: Sequence[str]
+    digest: bytes
+    out: Bytes  # (r,) uint8, filled
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One new blob."""
+
+    data: bytearray
+    is_delta: bool
+
+
+class Engine(Protocol):
+    """Batches of chunks to blobs and back. `start_*` returns at once; the call it returns waits for the result."""
+
+    def digests(self, chunks: Sequence[Bytes]) -> list[bytes]:
+        """XXH3-128 of every chunk, in order."""
+        ...
+
+    def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
+        """Begin to encode a batch: delta or full, planes, codecs."""
+        ...
+
+    def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
+        """Begin to rebuild a batch of chunks; the call raises the first FormatError or IntegrityError."""
+        ...
+
+    def close(self) -> None:
+        """Give threads and memory back; the engine may be used again."""
+        ...
+
+
+class Threads:
+    """A pool of threads, made at first use and again after a fork.
+
+    Threads of a `multiprocessing.pool.ThreadPool` are daemons: a save that runs while the interpreter exits still
+    finds them, where concurrent.futures refuses work from that moment on.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: ThreadPool | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def start(self, function: Callable[[T], R], items: Sequence[T]) -> Callable[[], list[R]]:
+        """Begin `function` of every item; the call it returns waits for the results, in order."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool, self._pid = ThreadPool(self.count), os.getpid()
+            result: AsyncResult[Any] = self._pool.map_async(function, items, chunksize=max(1, len(items) // 64))
+        return result.get
+
+    def close(self) -> None:
+        """End the threads once they are idle."""
+        with self._lock:
+            if self._pool is not None and self._pid == os.getpid():
+                self._pool.close()
+                self._pool.join()
+            self._pool = None
+
+
+class CpuEngine:
+    """NumPy, xxhash, zstandard and zlib over a pool of threads; all of them release the GIL."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = Threads(threads or default_threads())
+
+    def digests(self, chunks: Sequence[Bytes]) -> list[bytes]:
+        """XXH3-128 of every chunk, in order."""
+        return self._threads.start(digest, chunks)()
+
+    def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
+        """Begin to encode a batch."""
+        return self._threads.start(encode_chunk, jobs)
+
+    def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
+        """Begin to rebuild a batch."""
+        return self._threads.start(_decode_chunk, jobs)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+
+def default_threads() -> int:
+    """SNAPSTORE_THREADS, else the cores that this process may use.
+
+    Raises:
+        InvalidInputError: the variable is no positive number.
+    """
+    value = os.environ.get("SNAPSTORE_THREADS")
+    if value is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not value.isdecimal() or not 1 <= int(value) <= 1024:
+        raise InvalidInputError(f"SNAPSTORE_THREADS={value!r}: expected a number of threads from 1 to 1024")
+    return int(value)
+
+
+def encode_chunk(job: EncodeJob) -> Encoded:
+    """Delta or full by their sampled histograms, then the blob."""
+    full = planes.statistics(planes.histograms(planes.sample(job.chunk, job.element_size)))
+    if job.base is not None:
+        difference = np.bitwise_xor(job.chunk, job.base)
+        xor = planes.statistics(planes.histograms(planes.sample(difference, job.element_size)))
+        plane_bytes = job.chunk.size // job.element_size
+        full_bytes = blob.estimate_bytes(full.bits.tolist(), plane_bytes)
+        if delta.pays(blob.estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
+            return Encoded(blob.encode(difference, job.element_size, xor, job.digest, job.base_digest), True)
+    return Encoded(blob.encode(job.chunk, job.element_size, full, job.digest, None), False)
+
+
+def _decode_chunk(job: DecodeJob) -> None:
+    blob.decode_chain(job.blobs, job.wheres, job.digest, job.out)

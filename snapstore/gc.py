@@ -1,0 +1,302 @@
+"""gc: forget snapshots, then delete what no committed snapshot needs: mark, wait, sweep.
+
+    mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
+            records need; candidates = 1 minus 2  (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
+    sweep   every session of .wait has ended or is fenced; live again from scratch; `swept` revisions for forgotten
+            records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark and wait, PUT .done
+
+Why this order (the models that explore it are described in docs/design/protocol.md): a save that began before the
+listing of sessions is waited for; one that began after it has seen the mark, and will not build on its candidates. A
+gc that finds another's mark completes it, dead or alive; looking for the mark after recomputing keeps the two apart.
+Nothing here trusts a clock, except to give up a session of another host.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from . import records
+from .engine import Threads
+from .errors import AlreadyExistsError, ConflictError, IntegrityError, NotFoundError
+from .index import Index, View
+from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
+from .session import MARK_LIMIT_BYTES, needed_keys, read_marks
+from .storage import ObjectStore
+
+log = logging.getLogger("snapstore")
+DEFAULT_FENCE_AFTER_S = 3600.0
+#: Each revision is one small durable put: they wait for the disk, not for a core.
+FORGET_THREADS = 8
+
+
+@dataclass(slots=True)
+class GcResult:
+    """What a gc did, or would do.
+
+    Attributes:
+        deleted_objects, deleted_bytes: packs and manifests removed (in a dry run: that would be).
+        stored_bytes: packs and manifests left [bytes].
+        waiting_for: sessions of live saves; while there are any, nothing is deleted: run gc again later.
+        fenced: sessions of dead saves that were given up.
+    """
+
+    deleted_objects: int = 0
+    deleted_bytes: int = 0
+    stored_bytes: int = 0
+    waiting_for: list[str] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+
+def collect(
+    store: ObjectStore, index: Index, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S
+) -> GcResult:
+    """Delete every pack and manifest that no committed snapshot needs.
+
+    Raises:
+        IntegrityError: a manifest is unreadable, a live object is missing, or the listing lacks known records; nothing
+            was deleted.
+        StorageError: a listing failed; nothing was deleted.
+    """
+    result = GcResult(dry_run=dry_run)
+    if dry_run:
+        candidates, sizes = _candidates(store, index)
+        result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
+        result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
+        return result
+    store.clean()
+    for mark in list(read_marks(store)):  # of gcs that died, or run beside us
+        _sweep(store, index, mark, fence_after_s, result)
+    mark_now = _mark(store, index)
+    if mark_now is not None:
+        _sweep(store, index, mark_now, fence_after_s, result)
+    else:
+        _fence_dead(store, fence_after_s, result)
+    _forget_done(store)
+    result.stored_bytes = sum(_sizes(store).values())
+    return result
+
+
+def _sizes(store: ObjectStore) -> dict[str, int]:
+    """Size of every pack and manifest, by key."""
+    return {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in store.list(prefix)}
+
+
+def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[str]) -> set[str]:
+    """Everything that ruling committed records need.
+
+    Raises:
+        IntegrityError: what is live cannot be told, or is not all there.
+    """
+    if view.damaged:
+        key, why = next(iter(view.damaged.items()))
+        raise IntegrityError(f"gc: {why} ({key}); nothing was deleted; run 'snapstore check'")
+    if view.vanished:
+        raise IntegrityError(
+            f"gc: the listing lacks {len(view.vanished)} known records, first {view.vanished[0]}; nothing was deleted; "
+            "if they were removed on purpose, run 'snapstore index rebuild' first"
+        )
+    live: set[str] = set()
+    for snapshot in view.snapshots():
+        try:
+            live |= needed_keys(index, snapshot)
+        except NotFoundError as error:
+            raise IntegrityError(f"gc: {snapshot.ref}: {error}; nothing was deleted; run 'snapstore check'") from error
+    missing = [key for key in sorted(live.difference(present)) if not _exists(store, key)]
+    if missing:
+        raise IntegrityError(
+            f"gc: {missing[0]} and {len(missing) - 1} more live objects are missing; nothing was deleted; "
+            "run 'snapstore check'"
+        )
+    return live
+
+
+def _exists(store: ObjectStore, key: str) -> bool:
+    """Objects of a save that committed after our listing are there, though the listing lacks them."""
+    try:
+        store.stat(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _settled_view(store: ObjectStore, index: Index) -> View:
+    """The records, on a listing that a power cut cannot take back."""
+    for run in {key.split("/")[1] for key in (info.key for info in store.list("snapshots/"))}:
+        store.settle(f"snapshots/{run}/")
+    return index.refresh()
+
+
+def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, int]]:
+    """(keys that nothing live needs, sizes of all): objects are listed before records."""
+    sizes = _sizes(store)
+    live = live_keys(store, index, _settled_view(store, index), sizes)
+    return sizes.keys() - live, sizes
+
+
+def _mark(store: ObjectStore, index: Index) -> Mark | None:
+    """Steps 1 to 3; None when there is nothing to delete."""
+    candidates, _ = _candidates(store, index)
+    if not candidates:
+        return None
+    names = {"packs": bytearray(), "manifests": bytearray()}
+    for key in sorted(candidates):
+        kind, _, name = key.split("/")
+        names[kind] += bytes.fromhex(name)
+    mark = Mark(
+        id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
+    )
+    store.put(f"gc/{mark.id}.mark", records.encode(mark))
+    return mark
+
+
+def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
+    """Step 4: the sessions listed after the mark was put; the first such list stands."""
+    key = f"gc/{mark.id}.wait"
+    sessions = [info.key.split("/")[1] for info in store.list("sessions/")]
+    wait = Wait(id=mark.id, sessions=sessions)
+    try:
+        store.put(key, records.encode(wait))
+    except AlreadyExistsError:
+        try:
+            return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
+        except NotFoundError:  # the gc that wrote it is done; our own list is as good
+            return wait
+    return wait
+
+
+def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> None:
+    """Complete a mark, or find out that it must wait."""
+    wait = _wait_list(store, mark)
+    waiting = [session for session in wait.sessions if not _ended(store, session, fence_after_s, result)]
+    if waiting:
+        result.waiting_for.extend(waiting)
+        return
+    sizes = _sizes(store)
+    doomed = mark.keys() & sizes.keys()
+    while True:  # until no un-forget has slipped in between
+        view = _settled_view(store, index)
+        doomed -= live_keys(store, index, view, sizes)
+        if _write_swept(store, index, view, doomed):
+            break
+    try:
+        store.stat(f"gc/{mark.id}.mark")
+    except NotFoundError:
+        return  # another gc has completed this mark; what it left may have come alive since
+    store.delete(sorted(doomed))
+    result.deleted_objects += len(doomed)
+    result.deleted_bytes += sum(sizes[key] for key in doomed)
+    store.delete([f"gc/{mark.id}.mark"])
+    store.delete([f"gc/{mark.id}.wait"])
+    done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=sum(sizes[key] for key in doomed))
+    try:
+        store.put(f"gc/{mark.id}.done", records.encode(done))
+    except AlreadyExistsError:
+        pass  # two gcs completed it
+
+
+def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
+    """A `swept` revision for every forgotten record that loses bytes; False when one was revised under us."""
+    for snapshot in view.snapshots(states=(FORGOTTEN,)):
+        try:
+            loses = not needed_keys(index, snapshot).isdisjoint(doomed)
+        except (NotFoundError, IntegrityError):
+            loses = True  # its manifest is gone: an earlier sweep died between deleting and here
+        if loses:
+            try:
+                revise(store, index, snapshot, state=SWEPT)
+            except ConflictError:
+                return False
+    return True
+
+
+def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: GcResult) -> bool:
+    """Whether a session has ended, by itself or because we fence it now."""
+    key = f"sessions/{session_id}"
+    try:
+        info = store.stat(key)
+        session = records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
+    except NotFoundError:
+        return True
+    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
+    held = store.is_held(key) if same_boot else None
+    if held is True or (held is None and store.now_s() - info.modified_s < fence_after_s):
+        return False
+    _fence(store, session)
+    result.fenced.append(session_id)
+    return True
+
+
+def _fence(store: ObjectStore, session: Session) -> None:
+    """Create the dead save's record as aborted, so that it can never commit; if it has committed, that stands."""
+    parsed = records.parse_record_key(session.key)
+    if parsed is not None:
+        run, step, snapshot_id, _ = parsed
+        aborted = Snapshot(
+            id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(),
+            created=time.time(), reason="gc gave this save up as dead",
+        )  # fmt: skip
+        try:
+            store.put(aborted.key, records.encode(aborted))
+        except AlreadyExistsError:
+            pass
+    store.release(f"sessions/{session.id}")
+
+
+def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> None:
+    """Tidy up sessions of the dead when there is nothing to sweep."""
+    for info in list(store.list("sessions/")):
+        _ended(store, info.key.split("/")[1], fence_after_s, result)
+
+
+def _forget_done(store: ObjectStore, keep: int = 10) -> None:
+    """Notes of finished gcs are for people; the last few do."""
+    done = sorted((i for i in store.list("gc/") if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
+    store.delete([info.key for info in done[:-keep]])
+
+
+def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:
+    """Create the next revision of a record.
+
+    Raises:
+        ConflictError: somebody else created it; read again and decide again.
+    """
+    revision = snapshot.revised(**changes)
+    try:
+        store.put(revision.key, records.encode(revision))
+    except AlreadyExistsError as error:
+        found = records.decode(store.get(revision.key), Snapshot, revision.key)
+        if found.write_id != revision.write_id:
+            raise ConflictError(f"{snapshot.ref}: another process revised it first; try again") from error
+    index.add(revision)
+    return revision
+
+
+def forget(
+    store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str
+) -> list[Snapshot]:
+    """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
+
+    Returns:
+        The new revisions.
+    """
+    threads = Threads(min(FORGET_THREADS, max(1, len(chosen))))
+    try:
+        done = threads.start(lambda s: _forget_one(store, index, s, policy, reason), chosen)()
+    finally:
+        threads.close()
+    return [snapshot for snapshot in done if snapshot is not None]
+
+
+def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
+    current: Snapshot | None = snapshot
+    while current is not None and current.state == COMMITTED and not current.tags:
+        try:
+            return revise(store, index, current, state=FORGOTTEN, policy=policy, reason=reason)
+        except ConflictError:
+            current = index.refresh().get(snapshot.id)
+    return None

@@ -1,0 +1,411 @@
+"""Index: the repository's records and manifest headers, cached in LMDB; and View, the answer to who descends from whom.
+
+Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store, reads
+only what is new, and answers from memory. An index that is missing, foreign, damaged, full or unwritable costs time,
+nothing else.
+
+LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
+fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
+can kill the process; so behind every write the XXH3-64 of the file's used pages goes into `verified`, under a lock that
+openers share, and a file that does not match it is built anew before LMDB sees it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from . import manifest, records
+from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
+from .manifest import ManifestHeader
+from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
+from .storage import ObjectStore
+
+log = logging.getLogger("snapstore")
+
+#: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB.
+MAP_BYTES = 64 * 1024 * 1024 * 1024
+SCHEMA = b"1"
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.")
+
+
+class View:
+    """What one listing showed: the ruling revision of every snapshot.
+
+    Attributes:
+        damaged: key -> why its record cannot be read.
+        vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
+    """
+
+    def __init__(self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[str]) -> None:
+        self._by_id = {snapshot.id: snapshot for snapshot in ruling}
+        self.damaged = damaged
+        self.vanished = list(vanished)
+
+    def snapshots(
+        self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)
+    ) -> list[Snapshot]:
+        """Snapshots of a run (of all runs) in these states (in any), by run and seq."""
+        chosen = (
+            s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
+        )
+        return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
+
+    def get(self, snapshot_id: str) -> Snapshot | None:
+        """The snapshot of this full id, in whatever state."""
+        return self._by_id.get(snapshot_id)
+
+    def newest(self, run: str) -> Snapshot | None:
+        """The committed snapshot of the highest seq."""
+        return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
+
+    def children(self, snapshot_id: str) -> list[Snapshot]:
+        """Committed snapshots whose parent this is."""
+        return [s for s in self.snapshots() if s.parent == snapshot_id]
+
+    def runs(self) -> list[str]:
+        """Runs with a committed snapshot, sorted."""
+        return sorted({s.run for s in self.snapshots()})
+
+    def superseded(self) -> set[str]:
+        """Ids of committed snapshots whose (run, step) has a committed one of higher seq."""
+        last: dict[tuple[str, int], Snapshot] = {}
+        old: set[str] = set()
+        for snapshot in self.snapshots():
+            before = last.get((snapshot.run, snapshot.step))
+            if before is not None:
+                old.add(before.id)
+            last[snapshot.run, snapshot.step] = snapshot
+        return old
+
+    def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
+        """The snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+
+        A forgotten snapshot is found by step or id as long as no committed one answers; `latest` and tags name
+        committed ones only.
+
+        Raises:
+            InvalidInputError: not a reference, or an ambiguous prefix.
+            NotFoundError: names nothing; the message lists what there is.
+        """
+        if not isinstance(ref, str):
+            raise InvalidInputError(f"reference {ref!r}: expected a str, got {type(ref).__name__}")
+        if ref.startswith("id:"):
+            return self._resolve_id(ref, states)
+        run, at, name = ref.rpartition("@")
+        if not at or not run or not name:
+            raise InvalidInputError(f"reference {ref!r}: expected run@step, run@latest, run@tag or id:<prefix>")
+        of_run = self.snapshots(run, states)
+        if not of_run:
+            there = ", ".join(self.runs()) or "none"
+            raise NotFoundError(f"reference {ref!r}: no run {run!r} in this repository; runs: {there}")
+        committed = [s for s in of_run if s.state == COMMITTED]
+        if name == "latest":
+            found = committed
+        else:
+            found = [s for s in committed if name in s.tags]
+            if not found and name.isdecimal():
+                found = [s for s in committed if s.step == int(name)] or [s for s in of_run if s.step == int(name)]
+        if not found:
+            steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
+            tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
+            raise NotFoundError(f"reference {ref!r}: no such step or tag in run {run!r}; last steps: {steps}; tags: {tags}")
+        return max(found, key=lambda s: s.seq)
+
+    def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
+        prefix = ref[3:].lower()
+        if not prefix or not set(prefix) <= set("0123456789abcdef"):
+            raise InvalidInputError(f"reference {ref!r}: expected id: and hexadecimal digits")
+        found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
+        if not found:
+            raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
+        if len(found) > 1:
+            ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
+            raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
+        return found[0]
+
+
+class Index:
+    """The cache of one repository, and the way to a View. Safe to use from several threads."""
+
+    def __init__(self, store: ObjectStore, uuid: str, folder: Path) -> None:
+        self._store, self._uuid, self.folder = store, uuid, folder
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._snapshots: dict[str, Snapshot] = {}
+        self._environment: _Environment | None = None
+        try:
+            self._environment = _Environment.open(folder, uuid)
+            self._load()
+        except (lmdb.Error, OSError) as error:
+            log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
+
+    def _load(self) -> None:
+        assert self._environment is not None
+        for key, data in self._environment.items(b"records"):
+            try:
+                self._snapshots[key.decode()] = records.decode(data, Snapshot, key.decode())
+            except (FormatError, IntegrityError):
+                continue  # read again from the store
+
+    def refresh(self) -> View:
+        """List the store, read the records that are new, and answer.
+
+        Raises:
+            StorageError: the listing failed.
+        """
+        with self._lock:
+            self._check_process()
+            listed = {}
+            for info in self._store.list("snapshots/"):
+                parsed = records.parse_record_key(info.key)
+                if parsed is not None:
+                    listed[info.key] = parsed
+            damaged: dict[str, str] = {}
+            fresh: dict[str, bytes] = {}
+            for key in listed.keys() - self._snapshots.keys():
+                try:
+                    fresh[key] = self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
+                    self._snapshots[key] = self._read(key, fresh[key], listed[key])
+                except (FormatError, IntegrityError, NotFoundError) as error:
+                    fresh.pop(key, None)
+                    damaged[key] = str(error)
+            vanished = sorted(self._snapshots.keys() - listed.keys())
+            self._store_all(b"records", fresh)
+            return View(self._ruling(listed, damaged), damaged, vanished)
+
+    @staticmethod
+    def _read(key: str, data: bytes, parsed: tuple[str, int, str, int]) -> Snapshot:
+        snapshot = records.decode(data, Snapshot, key)
+        if (snapshot.run, snapshot.step, snapshot.id, snapshot.revision) != parsed:
+            raise IntegrityError(f"{key}: holds the record of {snapshot.key}; it was moved or altered")
+        return snapshot
+
+    def _ruling(self, listed: dict[str, tuple[str, int, str, int]], damaged: dict[str, str]) -> Iterator[Snapshot]:
+        """The highest revision of every id; none for an id whose highest revision is unreadable."""
+        highest: dict[str, tuple[int, str]] = {}
+        for key, (_, _, snapshot_id, revision) in listed.items():
+            highest[snapshot_id] = max(highest.get(snapshot_id, (-1, "")), (revision, key))
+        return (self._snapshots[key] for _, key in highest.values() if key not in damaged)
+
+    def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
+        """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
+        with self._lock:
+            self._snapshots[snapshot.key] = snapshot
+            self._store_all(b"records", {snapshot.key: records.encode(snapshot)})
+            if headers:
+                self._store_all(b"manifests", headers)
+
+    def header(self, ref: ManifestRef) -> ManifestHeader:
+        """A manifest's header, from the cache or the store.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError: the manifest is missing or damaged.
+        """
+        return next(self.headers([ref]))[1]
+
+    def headers(self, refs: Iterable[ManifestRef]) -> Iterator[tuple[ManifestRef, ManifestHeader]]:
+        """Every header in turn; those that had to be read are cached together."""
+        self._check_process()
+        fresh: dict[str, bytes] = {}
+        try:
+            for ref in refs:
+                data = self._environment.get(b"manifests", ref.sha256) if self._environment else None
+                if data is None:
+                    data = fresh[ref.sha256] = manifest.read_header(self._store, ref)
+                yield ref, manifest.decode_header(data, ref.key)
+        finally:
+            self._store_all(b"manifests", fresh)
+
+    def rebuild(self) -> View:
+        """Forget everything cached and read it anew from the objects."""
+        with self._lock:
+            self._check_process()
+            self._snapshots.clear()
+            try:
+                if self._environment is None:
+                    self._environment = _Environment.open(self.folder, self._uuid)
+                self._environment.wipe()
+            except (lmdb.Error, OSError) as error:
+                log.warning("index %s cannot be rebuilt: %s", self.folder, error)
+            view = self.refresh()
+            return view
+
+    def forget_keys(self, keys: Iterable[str]) -> None:
+        """Drop records that are gone from the store on purpose (an operator removed them)."""
+        with self._lock:
+            for key in keys:
+                self._snapshots.pop(key, None)
+            if self._environment:
+                self._environment.delete(b"records", keys)
+
+    def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
+        """Cache; a cache that cannot be written is no failure."""
+        if not items or self._environment is None:
+            return
+        try:
+            self._environment.put(database, items)
+        except (lmdb.Error, OSError) as error:
+            log.warning("index %s cannot be written (%s); it will be caught up later", self.folder, error)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidInputError("this repository was opened before a fork; open it again in the child process")
+
+    def close(self) -> None:
+        """Let go of the environment; the last of the process closes it."""
+        with self._lock:
+            if self._environment is not None and os.getpid() == self._pid:
+                self._environment.release()
+            self._environment = None
+
+
+class _Environment:
+    """The one LMDB environment of a folder in this process, and the seal on its file."""
+
+    _open: dict[tuple[int, str], _Environment] = {}
+    _open_lock = threading.Lock()
+
+    def __init__(self, folder: Path, uuid: str) -> None:
+        self._folder, self._uuid = folder, uuid
+        self._users = 0
+        self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            if not self._seal_holds():
+                self._remove()
+            self._open_lmdb()
+
+    @classmethod
+    def open(cls, folder: Path, uuid: str) -> _Environment:
+        """The environment of a folder; opened once a process."""
+        name = (os.getpid(), str(folder.resolve()))
+        with cls._open_lock:
+            environment = cls._open.get(name) or cls(folder, uuid)
+            cls._open[name] = environment
+            environment._users += 1
+            return environment
+
+    def release(self) -> None:
+        """One user less; the last closes."""
+        with self._open_lock:
+            self._users -= 1
+            if self._users == 0:
+                self._open.pop((os.getpid(), str(self._folder.resolve())), None)
+                self._env.close()
+
+    def _open_lmdb(self) -> None:
+        self._env = lmdb.open(
+            str(self._folder), map_size=MAP_BYTES, max_dbs=3, readahead=False, sync=False, metasync=False
+        )
+        self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
+        with self._env.begin(write=True) as transaction:
+            identity = SCHEMA + b" " + self._uuid.encode()
+            if transaction.get(b"identity", db=self._databases[b"meta"]) != identity:
+                for database in self._databases.values():
+                    transaction.drop(database, delete=False)
+                transaction.put(b"identity", identity, db=self._databases[b"meta"])
+        self._seal()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The file lock that keeps a reader of `verified` away from a half-written index."""
+        with self._lock:
+            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(descriptor)
+
+    def _digest(self, used_bytes: int) -> str:
+        """XXH3-64 of the first bytes of the data file."""
+        state = xxhash.xxh3_64()
+        with (self._folder / "data.mdb").open("rb") as file:
+            left = used_bytes
+            while left > 0 and (piece := file.read(min(left, 4 * 1024 * 1024))):
+                state.update(piece)
+                left -= len(piece)
+        return f"{used_bytes} {state.hexdigest()}"
+
+    def _seal(self) -> None:
+        used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        (self._folder / "verified").write_text(self._digest(used_bytes))
+
+    def _seal_holds(self) -> bool:
+        data = self._folder / "data.mdb"
+        if not data.exists():
+            return False
+        try:
+            seal = (self._folder / "verified").read_text()
+            used_bytes = int(seal.split()[0])
+            holds = data.stat().st_size >= used_bytes and self._digest(used_bytes) == seal
+        except (OSError, ValueError, IndexError):
+            holds = False
+        if not holds:
+            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
+        return holds
+
+    def _remove(self) -> None:
+        for name in ("data.mdb", "lock.mdb", "verified"):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def wipe(self) -> None:
+        """Start again with an empty index."""
+        with self._locked():
+            self._env.close()
+            self._remove()
+            self._open_lmdb()
+
+    def put(self, database: bytes, items: dict[str, bytes]) -> None:
+        """Store all items in one transaction."""
+        with self._locked():
+            with self._env.begin(write=True) as transaction:
+                for key, data in items.items():
+                    transaction.put(key.encode(), data, db=self._databases[database])
+            self._seal()
+
+    def delete(self, database: bytes, keys: Iterable[str]) -> None:
+        """Remove items."""
+        with self._locked():
+            with self._env.begin(write=True) as transaction:
+                for key in keys:
+                    transaction.delete(key.encode(), db=self._databases[database])
+            self._seal()
+
+    def get(self, database: bytes, key: str) -> bytes | None:
+        """One item."""
+        with self._lock, self._env.begin() as transaction:
+            value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
+            return value
+
+    def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
+        """All items, copied out so that no reader stays open."""
+        with self._lock, self._env.begin() as transaction:
+            return list(transaction.cursor(db=self._databases[database]))
+
+
+def on_network(folder: Path) -> bool:
+    """Whether a folder lies on a network file system, where LMDB must not be used (Linux: /proc/mounts)."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    resolved = str(folder.resolve())
+    best = max((m for m in mounts if resolved == m[0] or resolved.startswith(m[0].rstrip("/") + "/")),
+               key=lambda m: len(m[0]), default=("", ""))  # fmt: skip
+    return best[1].startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def remove(folder: Path) -> None:
+    """Delete an index folder that no process uses."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,289 @@
+"""SnapshotManager: the training loop's face. Snapshot every N steps, keep by policy, wait for nothing but the copy.
+
+The caller's thread flattens the state and copies it (staging.py); one thread per save does the rest: digest, encode,
+put, commit, then forget and gc by policy. One save at a time: the next one waits for it, or is skipped. A failure in
+the background is raised at the next call. The names are Orbax's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from . import retention
+from .errors import IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .records import SaveRequest, Snapshot, check_name, check_step
+from .repository import Repository, SaveOptions
+from .storage import ObjectStore
+
+log = logging.getLogger("snapstore")
+
+
+class SaveHandle:
+    """One save on its way. `skipped` says that none was begun: the step is off the interval, or the store was busy."""
+
+    def __init__(self, *, skipped: bool = False) -> None:
+        self.skipped = skipped
+        self._finished = threading.Event()
+        self._snapshot: Snapshot | None = None
+        self._error: BaseException | None = None
+        if skipped:
+            self._finished.set()
+
+    def wait_staged(self) -> None:
+        """Return once the state may change. `save` has seen to that already; kept for engines that stage later."""
+
+    def done(self) -> bool:
+        """Whether the save has committed, failed, or was skipped."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> Snapshot | None:
+        """The committed snapshot; None for a skipped save. Waits up to `timeout` seconds.
+
+        Raises:
+            TimeoutError: not finished by then.
+            SnapstoreError: the save failed.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the save has not finished within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._snapshot
+
+    def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
+        self._snapshot, self._error = snapshot, error
+        self._finished.set()
+
+
+class SnapshotManager:
+    """Snapshots of one run, from its training loop.
+
+    Args:
+        repository: a URL or path (made if it is not there), a store, or an open Repository.
+        run: the run's name.
+        save_interval_steps: `should_save` says yes at multiples of this.
+        keep: retention policies, ORed; after every commit the rest is forgotten and collected in the background.
+            They are stored, so that `snapstore forget --run` knows them.
+        async_save: save in the background; else `save` returns when the snapshot is committed.
+        on_busy: what `save` does while the last one is running: "wait" for it, or "skip".
+        keep_base: hold the last snapshot's bytes in host memory, as bases for the next (once the state's size); else
+            bases are read back from the store.
+        read_only: never write; for evaluation jobs.
+        options: how saves are stored, when the repository is opened here.
+
+    Not for use from several threads at once, nor across a fork.
+    """
+
+    def __init__(
+        self, repository: str | Path | ObjectStore | Repository, *, run: str, save_interval_steps: int = 1,
+        keep: Sequence[retention.Policy] = (), async_save: bool = True, on_busy: Literal["wait", "skip"] = "wait",
+        keep_base: bool = True, read_only: bool = False, options: SaveOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.run = check_name("run", run)
+        if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
+            raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
+        if on_busy not in ("wait", "skip"):
+            raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
+        self.save_interval_steps = save_interval_steps
+        self.keep = list(keep)
+        if self.keep:
+            retention.check(self.keep)
+        self.read_only = read_only
+        self._async, self._skip_busy = async_save, on_busy == "skip"
+        self._owned = not isinstance(repository, Repository)
+        self.repository = repository if isinstance(repository, Repository) else self._open(repository, options)
+        from .staging import Staging
+
+        self._staging = Staging(keep_base=keep_base)
+        self._thread: threading.Thread | None = None
+        self._errors: list[BaseException] = []
+        self._closed = False
+        if self.keep and not read_only:
+            self.repository.set_policies(self.run, self.keep)
+
+    def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
+        try:
+            return Repository.open(url, options=options)
+        except NotFoundError:
+            if self.read_only:
+                raise
+            return Repository.create(url, options=options)
+
+    # -- save
+
+    def should_save(self, step: int) -> bool:
+        """Whether `step` is a multiple of the interval."""
+        return not self.read_only and check_step(step) % self.save_interval_steps == 0
+
+    def save(
+        self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, metadata: Any = None,
+        tags: Sequence[str] = (), force: bool = False,
+    ) -> SaveHandle:  # fmt: skip
+        """Snapshot the state; returns as soon as it may change again.
+
+        Args:
+            step: a step off the interval is skipped unless `force`.
+            state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+            metrics, metadata, tags: see `Repository.save`.
+
+        Raises:
+            InvalidInputError: the state or an argument cannot be saved.
+            SnapstoreError: an earlier save failed in the background (this one was not begun).
+        """
+        self._check_open()
+        if self.read_only:
+            raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
+        self.check_for_errors()
+        if not (force or self.should_save(step)):
+            return SaveHandle(skipped=True)
+        started = time.monotonic()
+        if self._thread is not None and self._thread.is_alive() and self._skip_busy:
+            log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
+            return SaveHandle(skipped=True)
+        self._join()
+        self.check_for_errors()
+        full = retention.keeps_for_long(self.keep, step)
+        request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
+        return self._begin(request, state, started)
+
+    def _begin(self, request: SaveRequest, state: Any, started: float) -> SaveHandle:
+        from . import chunking
+        from .state import flatten
+
+        parts = flatten(state)
+        handle = SaveHandle()
+        if not self._async:
+            self._run(handle, request, parts, None, started, None)
+            handle.result()
+            return handle
+        copies = self._staging.copy(parts, chunking.INLINE_BYTES)
+        for part in parts:
+            part.values.clear()  # the state itself is no business of the background
+        stall_s = time.monotonic() - started
+        # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
+        self._thread = threading.Thread(
+            target=self._run, args=(handle, request, parts, copies, started, stall_s), name=f"snapstore-{self.run}"
+        )
+        self._thread.start()
+        return handle
+
+    def _run(
+        self, handle: SaveHandle, request: SaveRequest, parts: Any, copies: Any, started: float, stall_s: float | None
+    ) -> None:
+        """The save and, once it is durable, what the policies ask for."""
+        try:
+            snapshot = self.repository.write(
+                request, parts, staging=self._staging, copies=copies, started=started, stall_s=stall_s
+            )
+        except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
+            if copies is not None:
+                self._errors.append(error)
+                log.error("run=%s step=%d save failed: %s", self.run, request.step, error)
+            handle._finish(None, error)
+            return
+        handle._finish(snapshot, None)
+        if self.keep:
+            self._retain()
+
+    def _retain(self) -> None:
+        """Forget and collect. What fails here costs space, not snapshots: only damage is raised."""
+        try:
+            if self.repository.forget(self.keep, run=self.run, force=True).forgotten:
+                self.repository.gc()
+        except IntegrityError as error:
+            log.error("run=%s retention stopped: %s", self.run, error)
+            self._errors.append(error)
+        except SnapstoreError as error:
+            log.warning("run=%s retention failed, the next save tries again: %s", self.run, error)
+
+    # -- wait
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is running, and raise what failed in the background."""
+        self._join()
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raise what failed in the background since the last call; does not wait."""
+        if self._errors:
+            error, self._errors = self._errors[0], []
+            raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait for the running save, let go of memory and repository, and raise what failed in the background."""
+        if self._closed:
+            return
+        self._join()
+        self._closed = True
+        self._staging.clear()
+        if self._owned:
+            self.repository.close()
+        self.check_for_errors()
+
+    def __enter__(self) -> SnapshotManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:  # noqa: BLE001
+            if error is None:
+                raise
+            log.error("run=%s a save failed as well: %s", self.run, failure)  # the first error is the one to see
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError("this SnapshotManager is closed")
+
+    # -- look and restore
+
+    def all_steps(self) -> list[int]:
+        """Steps with a committed snapshot, ascending, each once."""
+        return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
+
+    def latest_step(self) -> int | None:
+        """Step of the newest committed snapshot; None when there is none."""
+        newest = self.repository.view().newest(self.run)
+        return newest.step if newest else None
+
+    def best_step(self) -> int | None:
+        """Step of the best committed snapshot by the first KeepBest policy; None when no snapshot has its metric.
+
+        Raises:
+            InvalidInputError: no KeepBest among the policies.
+        """
+        for policy in self.keep:
+            if isinstance(policy, retention.KeepBest):
+                ranked = policy.ranked(self.repository.snapshots(self.run))
+                return ranked[0].step if ranked else None
+        raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
+
+    def restore(
+        self, step: int | str | None = None, *, into: Any = None, keys: str | Sequence[str] | None = None,
+        device: Any = None,
+    ) -> Any:  # fmt: skip
+        """The state of a step (or tag; None: the newest), or `into` filled with it (then the Snapshot is returned).
+
+        Waits for the save that is running. See `Repository.restore`.
+        """
+        self._check_open()
+        self._join()
+        if step is None:
+            newest = self.repository.view().newest(self.run)
+            if newest is None:
+                raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
+            return self.repository.restore(f"id:{newest.id}", into=into, keys=keys, device=device)
+        name = step if isinstance(step, str) else str(check_step(step))
+        return self.repository.restore(f"{self.run}@{name}", into=into, keys=keys, device=device)

@@ -1,0 +1,359 @@
+"""Manifest: which tensors a snapshot's part holds and, per chunk, where its bytes and its bases' lie.
+
+In: tensor entries and a columnar chunk table (NumPy, no object a chunk). Out: one immutable object named by its
+SHA-256; and back (docs/format.md, "Manifest"). A million chunks encode and decode in under a second each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from .digest import Bytes, checksum
+from .errors import FormatError, IntegrityError, NotFoundError
+from .records import ManifestRef, sha256_names
+from .storage import ObjectStore
+
+PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
+MAGIC = b"SNAPMANI"
+VERSION = 1
+MAX_CHAIN = 255
+#: A section unpacks to at most this, or to the size of the manifest: no column is larger than the digests beside it,
+#: which are stored as they are, so only a hostile manifest is refused.
+MAX_SECTION_BYTES = 256 * 1024 * 1024
+#: The first read of a header takes this much; most headers fit.
+HEADER_READ_BYTES = 64 * 1024
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A sub-array stored as a run of chunks; a plain tensor is one box."""
+
+    offsets: list[int]
+    sizes: list[int]
+    first_chunk: int
+    chunks: int
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor (docs/format.md, "Tensor entry")."""
+
+    path: list[str | int]
+    kind: str
+    dtype: str
+    shape: list[int]
+    requires_grad: bool
+    tie: tuple[str, int] | None
+    boxes: list[Box]
+    inline: tuple[int, int] | None
+
+
+class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What gc and listings need: who wrote it, its sizes and every pack it uses."""
+
+    save_id: bytes
+    rank: int
+    sequence: int
+    part: str
+    chunk_bytes: int
+    tensors: int
+    chunks: int
+    refs: int
+    logical_bytes: int
+    depth: int
+    packs: bytes
+    pack_sizes: bytes
+    sections: list[tuple[str, int, int, int, int]]
+
+    @property
+    def pack_names(self) -> list[str]:
+        """SHA-256 of every pack, hex, in the order that `ref_packs` counts."""
+        return sha256_names(self.packs)
+
+    @property
+    def pack_size_list(self) -> list[int]:
+        """Size of every pack [bytes]."""
+        return list(np.frombuffer(self.pack_sizes, "<u8").tolist())
+
+
+@dataclass(slots=True)
+class ChunkTable:
+    """Columns over chunks, and one flat table of references (CSR), newest first within a chunk."""
+
+    digests: Bytes  # (n, 16) uint8
+    ref_counts: npt.NDArray[np.uint16]  # (n,)
+    ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.XOR
+    ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
+    ref_offsets: npt.NDArray[np.uint64]  # (m,)
+    ref_lengths: npt.NDArray[np.uint32]  # (m,)
+    ref_digests: Bytes  # (m, 16) uint8
+    ref_starts: npt.NDArray[np.uint32]  # (m,)
+    ref_sizes: npt.NDArray[np.uint32]  # (m,)
+    starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) first reference of every chunk
+
+    def __post_init__(self) -> None:
+        self.starts = np.zeros(len(self.ref_counts) + 1, np.int64)
+        np.cumsum(self.ref_counts, out=self.starts[1:])
+
+    @classmethod
+    def empty(cls) -> ChunkTable:
+        """A table of no chunks."""
+        return cls(**{name: np.empty((0, *shape), dtype) for name, (dtype, shape) in COLUMNS.items()})
+
+    def __len__(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.uint32]:
+        """Plain bytes of every chunk, (n,)."""
+        return self.ref_sizes[self.starts[:-1]]
+
+    @property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """Deltas in every chunk's chain, (n,)."""
+        return self.ref_counts.astype(np.int64) - 1
+
+    @property
+    def chain_bytes(self) -> npt.NDArray[np.int64]:
+        """Stored bytes that rebuilding every chunk reads, (n,)."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(self.ref_lengths.astype(np.int64), self.starts[:-1])
+
+    def refs_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Indices of all references of `rows`, chunk after chunk."""
+        counts = self.ref_counts[rows].astype(np.int64)
+        ends = np.cumsum(counts)
+        return np.repeat(self.starts[rows] - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> ChunkTable:
+        """The table of these chunks."""
+        refs = self.refs_of(rows)
+        per_chunk = {"digests", "ref_counts"}
+        return ChunkTable(**{name: getattr(self, name)[rows if name in per_chunk else refs] for name in COLUMNS})
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """One table after the other; `ref_packs` must count in one list of packs already."""
+        if not tables:
+            return cls.empty()
+        return cls(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS})
+
+
+#: dtype and shape beyond the row of every column, in the order in which they are stored.
+COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "digests": ("u1", (16,)),
+    "ref_counts": ("<u2", ()),
+    "ref_kinds": ("u1", ()),
+    "ref_packs": ("<u4", ()),
+    "ref_offsets": ("<u8", ()),
+    "ref_lengths": ("<u4", ()),
+    "ref_digests": ("u1", (16,)),
+    "ref_starts": ("<u4", ()),
+    "ref_sizes": ("<u4", ()),
+}
+
+
+@dataclass(slots=True)
+class Manifest:
+    """A whole manifest in memory."""
+
+    header: ManifestHeader
+    tree: Any
+    tensors: list[TensorEntry]
+    inline: bytes
+    table: ChunkTable
+
+
+def encode(
+    *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, tree: Any, tensors: list[TensorEntry],
+    inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int], logical_bytes: int,
+) -> bytes:  # fmt: skip
+    """A manifest's bytes. `packs` are hex SHA-256 names, in the order that `table.ref_packs` counts."""
+    raw: dict[str, bytes | memoryview] = {
+        "tree": msgspec.msgpack.encode(tree),
+        "tensors": msgspec.msgpack.encode(tensors),
+        "inline": inline,
+    }
+    for name, (dtype, _) in COLUMNS.items():
+        column = np.ascontiguousarray(getattr(table, name), dtype)
+        raw[name] = column.reshape(-1).view(np.uint8).data if column.size else b""
+    compressor = zstandard.ZstdCompressor(level=1)
+    body: list[bytes | memoryview] = []
+    sections: list[tuple[str, int, int, int, int]] = []
+    at = 0
+    for name, data in raw.items():
+        stored = data if name.endswith("digests") else compressor.compress(data)
+        codec = int(len(stored) < len(data) and stored is not data)
+        stored = stored if codec else data
+        sections.append((name, at, len(stored), len(data), codec))
+        body.append(stored)
+        at += len(stored)
+    header = msgspec.msgpack.encode(
+        ManifestHeader(
+            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes, tensors=len(tensors),
+            chunks=len(table), refs=len(table.ref_kinds), logical_bytes=logical_bytes,
+            depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
+            pack_sizes=np.asarray(pack_sizes, "<u8").tobytes(), sections=sections,
+        )
+    )  # fmt: skip
+    return b"".join([PREFIX.pack(MAGIC, VERSION, 0, len(header), checksum(header)), header, *body])
+
+
+def _prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
+    """(length, checksum) of the header."""
+    if len(data) < PREFIX.size:
+        raise IntegrityError(f"{where}: {len(data)} bytes, expected at least {PREFIX.size}")
+    magic, version, _, length, check = PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise FormatError(f"{where}: no manifest: magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise FormatError(f"{where}: manifest version {version}, this snapstore reads {VERSION}")
+    return length, check
+
+
+def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
+    """The header, from a manifest's beginning.
+
+    Raises:
+        FormatError, IntegrityError: not a manifest, damaged, or inconsistent.
+    """
+    length, check = _prefix(data, where)
+    packed = memoryview(data)[PREFIX.size : PREFIX.size + length]
+    if len(packed) != length or checksum(packed) != check:
+        raise IntegrityError(f"{where}: manifest header damaged or cut short; run 'snapstore check'")
+    try:
+        header = msgspec.msgpack.decode(packed, type=ManifestHeader)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{where}: manifest header does not decode: {error}") from error
+    if len(header.packs) % 32 or len(header.pack_sizes) != len(header.packs) // 4:
+        raise FormatError(f"{where}: {len(header.packs)} bytes of pack names, {len(header.pack_sizes)} of sizes")
+    return header
+
+
+def header_bytes(data: bytes) -> bytes:
+    """A manifest's bytes up to the end of its header, fit for `decode_header`."""
+    return data[: PREFIX.size + _prefix(data, "manifest")[0]]
+
+
+def read_header(store: ObjectStore, ref: ManifestRef) -> bytes:
+    """The bytes of a manifest up to the end of its header, fit for `decode_header`, with one or two ranged reads."""
+    (data,) = store.get_ranges(ref.key, [(0, min(HEADER_READ_BYTES, ref.size_bytes))])
+    length, _ = _prefix(data, ref.key)
+    if PREFIX.size + length > ref.size_bytes:
+        raise IntegrityError(f"{ref.key}: header of {length} bytes in a manifest of {ref.size_bytes}")
+    if PREFIX.size + length > len(data):
+        (data,) = store.get_ranges(ref.key, [(0, PREFIX.size + length)])
+    return bytes(data[: PREFIX.size + length])
+
+
+def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
+    """A whole manifest, checked against its name.
+
+    Raises:
+        IntegrityError: missing, cut short or altered.
+        FormatError: of another version, or inconsistent.
+    """
+    try:
+        data = store.get(ref.key, limit_bytes=ref.size_bytes)
+    except NotFoundError as error:
+        raise IntegrityError(f"{ref.key}: manifest is missing; run 'snapstore check'") from error
+    except FormatError as error:
+        raise IntegrityError(f"{ref.key}: larger than the {ref.size_bytes} bytes recorded") from error
+    got = hashlib.sha256(data).hexdigest()
+    if got != ref.sha256:
+        raise IntegrityError(f"{ref.key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
+    return decode(data, ref.key)
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """The inverse of `encode`; every count is checked against the bytes that are there before it is believed."""
+    header = decode_header(data, where)
+    start = PREFIX.size + _prefix(data, where)[0]
+    raw = {section[0]: _section(data, start, section, where) for section in header.sections}
+    try:
+        table = ChunkTable(**{name: _column(raw[name], name, where) for name in COLUMNS})
+        tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
+        tree = msgspec.msgpack.decode(raw["tree"])
+        inline = raw["inline"]
+    except KeyError as error:
+        raise FormatError(f"{where}: section {error} is missing") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{where}: manifest does not decode: {error}") from error
+    _validate(header, table, tensors, len(inline), where)
+    return Manifest(header, tree, tensors, inline, table)
+
+
+def _section(data: bytes, start: int, section: tuple[str, int, int, int, int], where: str) -> bytes:
+    name, offset, stored_bytes, raw_bytes, codec = section
+    stored = memoryview(data)[start + offset : start + offset + stored_bytes]
+    if len(stored) != stored_bytes or codec not in (0, 1) or min(offset, raw_bytes) < 0:
+        raise FormatError(f"{where}: section {name!r} lies outside the manifest or has an unknown codec {codec}")
+    if raw_bytes > max(MAX_SECTION_BYTES, len(data)):
+        raise FormatError(f"{where}: section {name!r} declares {raw_bytes} bytes, more than it can hold")
+    if codec == 0:
+        return bytes(stored)
+    try:
+        if zstandard.frame_content_size(stored) != raw_bytes:
+            raise FormatError(f"{where}: section {name!r} does not hold {raw_bytes} bytes")
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{where}: section {name!r}: {error}") from error
+
+
+def _column(raw: bytes, name: str, where: str) -> npt.NDArray[Any]:
+    dtype, shape = COLUMNS[name]
+    row = np.dtype(dtype).itemsize * (16 if shape else 1)
+    if len(raw) % row:
+        raise FormatError(f"{where}: column {name!r} of {len(raw)} bytes, expected a multiple of {row}")
+    return np.frombuffer(raw, dtype).reshape(-1, *shape)
+
+
+def _validate(header: ManifestHeader, table: ChunkTable, tensors: list[TensorEntry], inline: int, where: str) -> None:
+    """Everything that readers rely on, so that a damaged or hostile manifest cannot lead them out of bounds."""
+    refs = int(table.starts[-1])
+    per_ref: list[npt.NDArray[Any]] = [table.ref_kinds, table.ref_packs, table.ref_offsets, table.ref_lengths, table.ref_digests,
+               table.ref_starts, table.ref_sizes]  # fmt: skip
+    if len(table.digests) != len(table) or len(table) != header.chunks or any(len(c) != refs for c in per_ref):
+        raise FormatError(f"{where}: columns of {[len(getattr(table, f.name)) for f in fields(table)]} rows disagree")
+    if len(table):
+        first, last = table.starts[:-1], table.starts[1:] - 1
+        if table.ref_counts.min() < 1 or table.ref_counts.max() > MAX_CHAIN:
+            raise FormatError(f"{where}: a chain of {table.ref_counts.max()} references, expected 1 to {MAX_CHAIN}")
+        if table.ref_kinds.max() > 1 or table.ref_kinds[last].any() or table.ref_kinds.sum() != refs - len(table):
+            raise FormatError(f"{where}: a chain is not xor, ..., xor, full")
+        if table.ref_packs.max() >= max(1, len(header.packs) // 32) or not header.packs:
+            raise FormatError(f"{where}: a reference to a pack that the header does not name")
+        if table.ref_starts.any() or table.ref_sizes.max() > header.chunk_bytes or table.ref_sizes.min() < 1:
+            raise FormatError(f"{where}: a reference to part of a chunk, or to a chunk beyond {header.chunk_bytes} bytes")
+        if (table.ref_sizes != np.repeat(table.ref_sizes[first], table.ref_counts)).any():
+            raise FormatError(f"{where}: a chain over chunks of different lengths")
+        ends = table.ref_offsets + table.ref_lengths
+        if (ends > np.frombuffer(header.pack_sizes, "<u8")[table.ref_packs]).any() or (ends < table.ref_offsets).any():
+            raise FormatError(f"{where}: a reference beyond the end of its pack")
+    if len(tensors) != header.tensors:
+        raise FormatError(f"{where}: {len(tensors)} tensors, header says {header.tensors}")
+    for entry in tensors:
+        _validate_entry(entry, len(table), inline, where)
+
+
+def _validate_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> None:
+    name = ".".join(map(str, entry.path))
+    for box in entry.boxes:
+        if box.first_chunk < 0 or box.chunks < 0 or box.first_chunk + box.chunks > chunks:
+            raise FormatError(f"{where}: {name}: chunks {box.first_chunk}+{box.chunks} of {chunks}")
+        if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
+            raise FormatError(f"{where}: {name}: a box of other rank than the tensor")
+    if entry.inline and not 0 <= entry.inline[0] <= sum(entry.inline) <= inline:
+        raise FormatError(f"{where}: {name}: inline bytes {entry.inline} of {inline}")
+    if entry.inline and entry.boxes:
+        raise FormatError(f"{where}: {name}: both inline and in chunks")
+    if any(size < 0 for size in entry.shape):
+        raise FormatError(f"{where}: {name}: shape {entry.shape}")

@@ -1,0 +1,299 @@
+"""The small objects: config, snapshot records, sessions, policies, gc marks; their envelope and their keys.
+
+In: typed structs. Out: checksummed bytes, and back (docs/format.md, "Envelope"). Nothing here touches a store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from .errors import FormatError, IntegrityError, InvalidInputError
+
+VERSION = "0.1.0"
+FORMAT_VERSION = 1
+MAX_OBJECT_BYTES = 64 * 1024 * 1024
+MAX_STEP = 10**12 - 1
+ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
+
+COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a folder or bucket prefix a repository."""
+
+    uuid: str
+    version: int
+    chunk_bytes: int
+    features: list[str]
+    created: float
+    writer: str
+
+
+class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One manifest of a snapshot: that of one writing rank and part."""
+
+    part: str
+    rank: int
+    sha256: str
+    size_bytes: int
+    logical_bytes: int
+
+    @property
+    def key(self) -> str:
+        """The manifest's key in the store."""
+        return manifest_key(self.sha256)
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One snapshot: the record that commits it, with the ruling revision's state, tags and reason.
+
+    Attributes:
+        id: 32 hex digits, random.
+        run, step: the lineage it belongs to and its place there.
+        seq: order of snapshots within the run (clocks lie).
+        state: "committed", "aborted", "forgotten" or "swept".
+        parent: id of the snapshot that this process restored or last committed, in any run.
+        bases: ids of the snapshots whose packs this one uses.
+        created: seconds since the epoch, by the writer's clock.
+        generation: 0, or one more than the first base's.
+        depth: length of the longest delta chain.
+        logical_bytes: bytes of all tensors.
+        stored_bytes: pack and manifest bytes that this save added to the repository.
+        stall_s: seconds that the caller of `save` waited until the state was safe to change.
+        total_s: seconds until the commit.
+    """
+
+    id: str
+    run: str
+    step: int
+    seq: int
+    state: str
+    write_id: str
+    revision: int = 0
+    parent: str | None = None
+    bases: list[str] = []
+    manifests: list[ManifestRef] = []
+    tags: list[str] = []
+    metrics: dict[str, float] = {}
+    metadata: Any = None
+    created: float = 0.0
+    generation: int = 0
+    depth: int = 0
+    chunks: int = 0
+    new_chunks: int = 0
+    logical_bytes: int = 0
+    stored_bytes: int = 0
+    stall_s: float = 0.0
+    total_s: float = 0.0
+    policy: str = ""
+    reason: str = ""
+
+    @property
+    def key(self) -> str:
+        """The key of this revision in the store."""
+        return record_key(self.run, self.step, self.id, self.revision)
+
+    @property
+    def ref(self) -> str:
+        """How people name it: `run@step`."""
+        return f"{self.run}@{self.step}"
+
+    @property
+    def ratio(self) -> float:
+        """Logical over stored bytes of this save."""
+        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    def revised(self, **changes: Any) -> Snapshot:
+        """The next revision with `changes`, under a new write id."""
+        return msgspec.structs.replace(self, revision=self.revision + 1, write_id=new_id(), **changes)
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The checked arguments of one save; never stored as such."""
+
+    run: str
+    step: int
+    parent: str | None
+    bases: list[str]
+    metrics: dict[str, float]
+    metadata: Any  # a node of docs/format.md, "Tree"
+    tags: list[str]
+    full: bool
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """A save in flight, as gc sees it."""
+
+    id: str
+    key: str
+    host: str
+    boot_id: str
+    pid: int
+    started: float
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The retention policies of a run."""
+
+    run: str
+    policies: list[dict[str, Any]]
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gc means to delete: SHA-256 of packs and manifests, 32 bytes each, one after the other."""
+
+    id: str
+    started: float
+    packs: bytes
+    manifests: bytes
+
+    def keys(self) -> set[str]:
+        """The candidates' keys in the store."""
+        return {pack_key(name) for name in sha256_names(self.packs)} | {
+            manifest_key(name) for name in sha256_names(self.manifests)
+        }
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """The sessions that a sweep must outlive."""
+
+    id: str
+    sessions: list[str]
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished gc."""
+
+    id: str
+    deleted_objects: int
+    deleted_bytes: int
+
+
+_KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7}
+_ENCODER = msgspec.msgpack.Encoder()
+T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done)
+
+
+def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done) -> bytes:
+    """The object's bytes as stored."""
+    payload = _ENCODER.encode(value)
+    head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
+    return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
+
+
+def decode(data: bytes, kind: type[T], key: str) -> T:
+    """The inverse of `encode`.
+
+    Raises:
+        FormatError: not this kind of object, or of another format version.
+        IntegrityError: cut short or altered.
+    """
+    if len(data) < ENVELOPE.size:
+        raise IntegrityError(f"{key}: {len(data)} bytes, expected at least {ENVELOPE.size}: the object is cut short")
+    magic, got_kind, version, _, length, checksum = ENVELOPE.unpack_from(data)
+    if magic != b"SNAP":
+        raise FormatError(f"{key}: not a snapstore object: magic {magic!r}, expected b'SNAP'")
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"{key}: format version {version}, this snapstore reads version {FORMAT_VERSION}; "
+            f"use the release of snapstore that writes version {version}"
+        )
+    payload = data[ENVELOPE.size :]
+    if len(payload) != length:
+        raise IntegrityError(f"{key}: payload of {len(payload)} bytes, expected {length}: the object is cut short")
+    if xxhash.xxh3_64_intdigest(data[:16] + payload) != checksum:
+        raise IntegrityError(f"{key}: checksum mismatch: the object is damaged; run 'snapstore check'")
+    if got_kind != _KINDS[kind]:
+        raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+
+
+def new_id() -> str:
+    """32 random hex digits."""
+    return secrets.token_hex(16)
+
+
+def this_session(save_id: str, key: str) -> Session:
+    """A session of this process."""
+    return Session(
+        id=save_id, key=key, host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), started=time.time()
+    )
+
+
+def boot_id() -> str:
+    """Names this boot of this kernel, so that a lock that is free proves a process dead; empty where unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def check_name(what: str, name: object) -> str:
+    """`name` if it can name a run or a tag, else InvalidInputError."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
+        raise InvalidInputError(
+            f"{what} {shown}: expected 1 to 128 characters of A-Z a-z 0-9 . _ - that start with a letter or digit"
+        )
+    return name
+
+
+def check_step(step: object) -> int:
+    """`step` if it is a step number, else InvalidInputError."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise InvalidInputError(f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}")
+    number = int(step.__index__())
+    if not 0 <= number <= MAX_STEP:
+        raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
+    return number
+
+
+def pack_key(sha256: str) -> str:
+    """Key of a pack."""
+    return f"packs/{sha256[:2]}/{sha256}"
+
+
+def manifest_key(sha256: str) -> str:
+    """Key of a manifest."""
+    return f"manifests/{sha256[:2]}/{sha256}"
+
+
+def record_key(run: str, step: int, snapshot_id: str, revision: int) -> str:
+    """Key of a revision of a record."""
+    return f"snapshots/{run}/{step:012d}-{snapshot_id}.{revision}"
+
+
+def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
+    """(run, step, id, revision) of a record's key, None for any other key."""
+    match = _RECORD_KEY.fullmatch(key)
+    return (match[1], int(match[2]), match[3], int(match[4])) if match else None
+
+
+def sha256_names(joined: bytes) -> list[str]:
+    """The hex names in a run of raw 32-byte SHA-256 values."""
+    text = joined.hex()
+    return [text[i : i + 64] for i in range(0, len(text), 64)]
+
+
+def human_bytes(count: float) -> str:
+    """`count` bytes in the largest unit that keeps it above one: 999B, 3.2GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.1f}TB"

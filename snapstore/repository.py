@@ -1,0 +1,537 @@
+"""Repository: all data under one URL, and everything one can do with it. A facade: each verb is a module of its own.
+
+A Repository may be used from several threads; a save holds a lock of its run. It must not be used across a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import chunking, gc, index, records, retention
+from .delta import DEFAULT_MAX_DEPTH
+from .engine import CpuEngine
+from .errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+)
+from .gc import GcResult
+from .index import Index, View
+from .pack import DEFAULT_PACK_BYTES
+from .records import COMMITTED, FORGOTTEN, SWEPT, Config, Policy, SaveRequest, Snapshot, check_name, check_step
+from .storage import ObjectStore, open_store
+from .storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from .check import CheckResult
+    from .inspection import Diff, Stats
+    from .manifest import Manifest
+    from .digest import Bytes
+    from .staging import Staging
+    from .state import Part
+
+log = logging.getLogger("snapstore")
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetResult:
+    """What a forget did, or would do.
+
+    Attributes:
+        kept: (snapshot, reasons) of every snapshot that stays.
+        forgotten: the others.
+    """
+
+    kept: list[tuple[Snapshot, tuple[str, ...]]]
+    forgotten: list[Snapshot]
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How saves of a repository are stored; every default is a measured one (docs/design/).
+
+    Attributes:
+        max_depth: longest chain of deltas; 0 stores every chunk full.
+        pack_bytes: a pack is closed at this size.
+        threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
+    """
+
+    max_depth: int = DEFAULT_MAX_DEPTH
+    pack_bytes: int = DEFAULT_PACK_BYTES
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_depth <= 250:
+            raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
+        if not 4096 <= self.pack_bytes <= 1024**3:
+            raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
+
+
+@dataclass(slots=True)
+class _Lineage:
+    """What this process restored or committed last: the parents of its next saves."""
+
+    committed: dict[str, str] = field(default_factory=dict)  # run -> id
+    restored: str | None = None
+    restored_for: set[str] = field(default_factory=set)  # runs that have saved since
+
+
+class Repository:
+    """All data under one URL. Make one with `create` or `open`, close it with `close` or a `with` block."""
+
+    def __init__(self, store: ObjectStore, config: Config, options: SaveOptions) -> None:
+        self.store, self.config, self.options = store, config, options
+        self.url = store.url
+        self._engine = CpuEngine(options.threads)
+        folder, temporary = _index_folder(store, config.uuid)
+        self._index = Index(store, config.uuid, folder)
+        self._finalizer = weakref.finalize(self, _clean_up, self._index, temporary)
+        self._lock = threading.RLock()
+        self._lineage = _Lineage()
+        self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
+        self._manifests: dict[str, Manifest] = {}  # all of these, by SHA-256
+
+    # -- open and close
+
+    @classmethod
+    def create(
+        cls, url: str | Path | ObjectStore, *, chunk_bytes: int = chunking.DEFAULT_CHUNK_BYTES,
+        options: SaveOptions | None = None,
+    ) -> Repository:  # fmt: skip
+        """Make a repository under a URL.
+
+        Raises:
+            AlreadyExistsError: there is one.
+            InvalidInputError: the place holds other things, or the chunk size cannot be used.
+            StorageError, CapabilityError: the place cannot be written, or is not safe to use.
+        """
+        chunking.check_chunk_bytes(chunk_bytes)
+        store = open_store(str(url), create=True) if isinstance(url, str | Path) else url
+        config = Config(
+            uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
+            created=time.time(), writer=f"snapstore {records.VERSION}",
+        )  # fmt: skip
+        if isinstance(store, LocalStore) and any(store.root.iterdir()):
+            try:
+                store.stat("config")
+            except NotFoundError:
+                raise InvalidInputError(
+                    f"{store.url}: is not empty and no repository; choose an empty or a new place"
+                ) from None
+        try:
+            store.put("config", records.encode(config))
+        except AlreadyExistsError as error:
+            raise AlreadyExistsError(f"{store.url}: is a snapstore repository already; open it instead") from error
+        return cls(store, config, options or SaveOptions())
+
+    @classmethod
+    def open(cls, url: str | Path | ObjectStore, *, options: SaveOptions | None = None) -> Repository:
+        """Open the repository under a URL.
+
+        Raises:
+            NotFoundError: there is none.
+            FormatError: it is of a format or has a feature that this release does not know.
+            IntegrityError: its config is damaged.
+        """
+        store = open_store(str(url)) if isinstance(url, str | Path) else url
+        try:
+            config = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
+                "or Repository.create"
+            ) from error
+        unknown = sorted(set(config.features) - KNOWN_FEATURES)
+        if config.version != records.FORMAT_VERSION or unknown:
+            raise FormatError(
+                f"{store.url}: format version {config.version} with features {unknown or 'none'}, this snapstore "
+                f"({records.VERSION}) reads version {records.FORMAT_VERSION}; it was made by {config.writer}: use that or newer"
+            )
+        if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
+            raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
+        return cls(store, config, options or SaveOptions())
+
+    def close(self) -> None:
+        """Let go of threads, index and temporary files. Closing twice is fine."""
+        self._engine.close()
+        self._finalizer()
+
+    def __enter__(self) -> Repository:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"
+
+    # -- look
+
+    def view(self) -> View:
+        """Everything that is there now, in one listing."""
+        return self._index.refresh()
+
+    def snapshots(self, run: str | None = None) -> list[Snapshot]:
+        """Committed snapshots of a run (of all runs), in the order in which they were saved."""
+        return self.view().snapshots(run)
+
+    def snapshot(self, ref: str) -> Snapshot:
+        """The snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+
+        Raises:
+            NotFoundError, InvalidInputError: see `View.resolve`.
+        """
+        return self.view().resolve(ref)
+
+    def children(self, ref: str) -> list[Snapshot]:
+        """Committed snapshots that go on from this one, in any run."""
+        view = self.view()
+        return view.children(view.resolve(ref).id)
+
+    # -- save and restore
+
+    def save(
+        self, state: Any, *, run: str, step: int, parent: str | None = None, bases: Sequence[str] = (),
+        metrics: Mapping[str, float] | None = None, metadata: Any = None, tags: Sequence[str] = (), full: bool = False,
+    ) -> Snapshot:  # fmt: skip
+        """Save a state and wait until it is committed.
+
+        Args:
+            state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+            run, step: where it goes. A step may be saved again; the newest save of a step is what `run@step` means.
+            parent: reference of the snapshot that this one goes on from; by default what this Repository restored or
+                committed last, else the newest of the run.
+            bases: references of further snapshots to dedup against.
+            metrics: numbers that policies and people choose by.
+            metadata: plain values to keep beside it.
+            tags: names; a tagged snapshot is never forgotten.
+            full: store no deltas, for a snapshot that is kept for long.
+
+        Raises:
+            InvalidInputError: a name, step, metric or leaf cannot be saved; nothing was written.
+            StorageError: the store failed; nothing was committed.
+            ConflictError: a gc gave this save up as dead; save again.
+        """
+        request = self.request(run, step, parent, bases, metrics, metadata, tags, full)
+        from .staging import Staging
+        from .state import flatten
+
+        started = time.monotonic()
+        return self.write(request, flatten(state), staging=Staging(keep_base=False), copies=None, started=started)
+
+    def request(
+        self, run: str, step: int, parent: str | None, bases: Sequence[str], metrics: Mapping[str, float] | None,
+        metadata: Any, tags: Sequence[str], full: bool,
+    ) -> SaveRequest:  # fmt: skip
+        """Check the arguments of a save before anything is done."""
+        check_name("run", run)
+        view = self.view() if parent or bases else None
+        return SaveRequest(
+            run=run, step=check_step(step), tags=sorted({check_name("tag", tag) for tag in tags}),
+            parent=view.resolve(parent).id if parent and view else self._parent(run),
+            bases=[view.resolve(ref).id for ref in bases] if view else [],
+            metrics=_check_metrics(metrics or {}), metadata=_encode_metadata(metadata), full=full or bool(tags),
+        )  # fmt: skip
+
+    def write(
+        self, request: SaveRequest, parts: list[Part], *, staging: Staging, copies: list[list[Bytes]] | None,
+        started: float, stall_s: float | None = None,
+    ) -> Snapshot:  # fmt: skip
+        """Run the write path (save.py); SnapshotManager calls it from its own thread."""
+        from .save import save
+        from .writer import Plan
+
+        plan = Plan(self.config.chunk_bytes, self.options.pack_bytes, self.options.max_depth, request.full)
+        snapshot, manifests = save(
+            self.store, self._index, self._engine, request, parts, plan, staging=staging, copies=copies,
+            at_hand=self._manifests, started=started, stall_s=stall_s,
+        )  # fmt: skip
+        with self._lock:
+            self._at_hand[request.run] = manifests
+            self._lineage.committed[request.run] = snapshot.id
+            self._lineage.restored_for.add(request.run)
+            self._manifests = {name: m for of_run in self._at_hand.values() for name, m in of_run.items()}
+        return snapshot
+
+    def restore(
+        self, ref: str, *, into: Any = None, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Any:
+        """The state of a snapshot as a nested dict, or `into` filled in place (then the Snapshot is returned).
+
+        Args:
+            ref: of any run; saving into another run afterwards forks from it.
+            into: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
+            keys: glob or globs over dotted paths, such as "model.*"; only the bytes they need are read.
+            device: where new tensors go.
+
+        Raises:
+            NotFoundError: the reference or a key names nothing.
+            InvalidInputError: `into` does not fit; every difference is listed, nothing was written.
+            IntegrityError: damage was found; `into` may be half written.
+        """
+        from .restore import restore
+
+        snapshot = self.snapshot(ref)
+        state = restore(self.store, self._engine, snapshot, into=into, keys=keys, device=device)
+        with self._lock:
+            self._lineage.restored, self._lineage.restored_for = snapshot.id, set()
+        return snapshot if into is not None else state
+
+    def _parent(self, run: str) -> str | None:
+        """What the next save of a run goes on from: a restore since its last save, else that save."""
+        with self._lock:
+            if self._lineage.restored is not None and run not in self._lineage.restored_for:
+                return self._lineage.restored
+            return self._lineage.committed.get(run)
+
+    # -- tags
+
+    def tag(self, ref: str, name: str) -> Snapshot:
+        """Put a tag on a committed snapshot; it is never forgotten from then on.
+
+        A tag names one snapshot of a run: it moves here if another one of the run has it.
+        """
+        check_name("tag", name)
+        if name == "latest" or name.isdecimal():
+            raise InvalidInputError(f"tag {name!r}: is a step number or 'latest'; a reference could not tell them apart")
+
+        def add(snapshot: Snapshot) -> dict[str, Any]:
+            return {"tags": sorted({*snapshot.tags, name})}
+
+        tagged = self._revise(ref, add)
+        for other in self.snapshots(tagged.run):
+            if other.id != tagged.id and name in other.tags:
+                self._revise(f"id:{other.id}", lambda s: {"tags": [tag for tag in s.tags if tag != name]})
+        return tagged
+
+    def untag(self, ref: str, name: str) -> Snapshot:
+        """Take a tag off.
+
+        Raises:
+            NotFoundError: the snapshot does not have it.
+        """
+
+        def remove(snapshot: Snapshot) -> dict[str, Any]:
+            if name not in snapshot.tags:
+                there = ", ".join(snapshot.tags) or "none"
+                raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {there}")
+            return {"tags": [tag for tag in snapshot.tags if tag != name]}
+
+        return self._revise(ref, remove)
+
+    def _revise(self, ref: str, change: Callable[[Snapshot], dict[str, Any]]) -> Snapshot:
+        """Create the next revision of a committed snapshot, again if another process was first."""
+        for _ in range(20):
+            snapshot = self.snapshot(ref)
+            if snapshot.state != COMMITTED:
+                raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
+            try:
+                return gc.revise(self.store, self._index, snapshot, **change(snapshot))
+            except ConflictError:
+                continue
+        raise ConflictError(f"{ref}: other processes keep revising it; try again")
+
+    # -- forget and gc
+
+    def forget(
+        self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+    ) -> ForgetResult:
+        """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
+
+        Tagged snapshots and the newest one always stay.
+
+        Raises:
+            InvalidInputError: no policy, or one that keeps nothing, without `force`.
+            NotFoundError: no such run.
+        """
+        view = self.view()
+        snapshots = view.snapshots(run)
+        if not snapshots:
+            there = ", ".join(view.runs()) or "none"
+            raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
+        decisions = retention.apply(keep, snapshots, force=force)
+        chosen = [d.snapshot for d in decisions if not d.reasons]
+        by_id = {s.id: s for s in snapshots}
+        kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
+        if dry_run:
+            return ForgetResult(kept, [by_id[s.id] for s in chosen], True)
+        superseded = view.superseded()
+        policy = retention.describe(keep)
+        forgotten: list[Snapshot] = []
+        for reason, group in (
+            ("superseded by a later save of its step", [by_id[s.id] for s in chosen if s.id in superseded]),
+            ("kept by no policy", [by_id[s.id] for s in chosen if s.id not in superseded]),
+        ):
+            if group:
+                forgotten += gc.forget(self.store, self._index, group, policy=policy, reason=reason)
+        return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
+
+    def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False) -> ForgetResult:
+        """Forget the snapshots named.
+
+        Raises:
+            InvalidInputError: one is tagged.
+            NotFoundError: a reference names nothing.
+        """
+        view = self.view()
+        chosen = [view.resolve(ref, (COMMITTED,)) for ref in refs]
+        for snapshot in chosen:
+            if snapshot.tags:
+                raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
+        if not dry_run:
+            chosen = gc.forget(self.store, self._index, chosen, policy="", reason="named by the user")
+        return ForgetResult([], chosen, dry_run)
+
+    def unforget(self, ref: str) -> Snapshot:
+        """Bring a forgotten snapshot back.
+
+        Raises:
+            InvalidInputError: it is not forgotten.
+            NotFoundError: no such snapshot, or a gc has collected it.
+        """
+        view = self.view()
+        snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
+        forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
+        if snapshot.state != FORGOTTEN and forgotten and not ref.startswith("id:"):
+            snapshot = forgotten[-1]
+        if snapshot.state == COMMITTED:
+            raise InvalidInputError(f"{ref}: is not forgotten")
+        if snapshot.state == SWEPT:
+            raise NotFoundError(f"{ref}: was forgotten and a gc has collected its bytes; it cannot come back")
+        return gc.revise(self.store, self._index, snapshot, state=COMMITTED, policy="", reason="")
+
+    def gc(self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S) -> GcResult:
+        """Delete what no committed snapshot needs. Safe beside running saves and other gcs.
+
+        Args:
+            fence_after_s: a session of another host whose heartbeat is older is given up as dead [s].
+
+        Raises:
+            IntegrityError, StorageError: it cannot be told what is live; nothing was deleted.
+        """
+        return gc.collect(self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s)
+
+    # -- policies
+
+    def policies(self, run: str) -> list[retention.Policy]:
+        """The retention policies stored for a run, newest revision."""
+        newest = self._newest_policy(run)
+        return [retention.from_dict(p) for p in newest[1].policies] if newest else []
+
+    def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
+        """Store the retention policies of a run, so that `forget` needs none named."""
+        check_name("run", run)
+        stored = [retention.to_dict(policy) for policy in keep]
+        newest = self._newest_policy(run)
+        if newest is not None and newest[1].policies == stored:
+            return
+        revision = newest[0] + 1 if newest else 0
+        try:
+            self.store.put(f"policies/{run}.{revision}", records.encode(Policy(run=run, policies=stored)))
+        except AlreadyExistsError as error:
+            raise ConflictError(f"policies of run {run!r}: another process stored some first; try again") from error
+
+    def _newest_policy(self, run: str) -> tuple[int, Policy] | None:
+        revisions = [
+            (int(rev), info.key)
+            for info in self.store.list("policies/")
+            if (name := info.key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
+        ]
+        if not revisions:
+            return None
+        revision, key = max(revisions)
+        return revision, records.decode(self.store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Policy, key)
+
+    # -- look closer
+
+    def check(self, level: str = "metadata", *, share: float = 1.0) -> CheckResult:
+        """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
+
+        Args:
+            share: the part of the packs that "data" reads, 0 to 1.
+        """
+        from .check import check
+
+        return check(self.store, self._index, self._engine, level=level, share=share)
+
+    def rebuild_index(self) -> int:
+        """Build the index anew from the objects; the number of records read."""
+        view = self._index.rebuild()
+        return len(view.snapshots(states=None)) + len(view.damaged)
+
+    def stats(self) -> Stats:
+        """Bytes by tensor group and codec, dedup, ratio, chain depths."""
+        from .inspection import stats
+
+        return stats(self.store, self._index)
+
+    def diff(self, a: str, b: str) -> Diff:
+        """What changed between two snapshots, tensor by tensor."""
+        from .inspection import diff
+
+        view = self.view()
+        return diff(self.store, self._engine, view.resolve(a), view.resolve(b))
+
+
+def _encode_metadata(metadata: Any) -> Any:
+    if metadata is None:
+        return None
+    from .tree import encode_plain
+
+    return encode_plain(metadata)
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
+    return checked
+
+
+def _index_folder(store: ObjectStore, uuid: str) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+    """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
+    if isinstance(store, LocalStore):
+        folder = store.root / "index"
+        if store.writable() and not index.on_network(store.root):
+            return folder, None
+        return _cache_folder() / uuid, None
+    temporary = tempfile.TemporaryDirectory(prefix="snapstore-index-")
+    return Path(temporary.name), temporary
+
+
+def _cache_folder() -> Path:
+    import os
+
+    import platformdirs
+
+    chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
+    if chosen is not None and not Path(chosen).is_absolute():
+        raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("snapstore"))
+
+
+def _clean_up(opened: Index, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
+    opened.close()
+    if temporary is not None:
+        temporary.cleanup()
+

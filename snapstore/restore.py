@@ -1,0 +1,110 @@
+"""The read path: record -> manifest -> get ranges -> unpack -> decode -> planes -> patch chain -> verify -> state.
+
+In: a snapshot and maybe a target to fill. Out: the state, every chunk of it checked against its digest. Needs the record
+and the manifests alone, no index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import chunking, manifest
+from .engine import Engine
+from .errors import FormatError
+from .fetch import Fetcher, Wanted
+from .manifest import Manifest, TensorEntry
+from .records import Snapshot
+from .state import StoredPart, Target, TensorSpec, parts_needed
+from .storage import ObjectStore
+
+
+def restore(
+    store: ObjectStore, engine: Engine, snapshot: Snapshot, *, into: Any = None,
+    keys: str | Sequence[str] | None = None, device: Any = None,
+) -> Any:  # fmt: skip
+    """The state of a snapshot, or `into` filled with it.
+
+    Raises:
+        InvalidInputError: `into` does not fit; every difference is listed and nothing was written.
+        IntegrityError, FormatError: damage; `into` may then be half written.
+    """
+    manifests = read_manifests(store, snapshot, keys)
+    parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
+    target = Target(parts, into=into, keys=keys, device=device)
+    pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
+    for done in Fetcher(store, engine).rebuild(_wanted(manifests, parts, target, pending)):
+        _complete(target, pending, done)
+    _complete(target, pending, 0)
+    return target.finish()
+
+
+def read_manifests(store: ObjectStore, snapshot: Snapshot, keys: str | Sequence[str] | None = None) -> list[Manifest]:
+    """The manifests whose parts `keys` can match, the root part first."""
+    names = parts_needed([ref.part for ref in snapshot.manifests], keys)
+    return [manifest.read(store, ref) for ref in snapshot.manifests if ref.part in names]
+
+
+def spec_of(entry: TensorEntry) -> TensorSpec:
+    """A manifest's entry as the state knows it."""
+    return TensorSpec(
+        tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie
+    )  # fmt: skip
+
+
+def check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
+    """A tensor's boxes, chunks and inline bytes hold just its bytes.
+
+    Raises:
+        FormatError: they do not, or this release cannot read them.
+    """
+    name = ".".join(map(str, entry.path))
+    nbytes = spec_of(entry).nbytes
+    if entry.inline is not None or not entry.boxes:
+        stored = entry.inline[1] if entry.inline else 0
+        if stored != nbytes:
+            raise FormatError(f"{where}: {name}: {nbytes} bytes, of which {stored} are stored")
+        return
+    if len(entry.boxes) != 1 or any(entry.boxes[0].offsets) or entry.boxes[0].sizes != entry.shape:
+        raise FormatError(f"{where}: {name}: in {len(entry.boxes)} shards; a newer snapstore reads them")
+    first, count = entry.boxes[0].first_chunk, entry.boxes[0].chunks
+    if count != chunking.chunk_count(nbytes, m.header.chunk_bytes):
+        raise FormatError(f"{where}: {name}: {nbytes} bytes in {count} chunks of {m.header.chunk_bytes}")
+    lengths = np.full(count, m.header.chunk_bytes, np.uint32)
+    lengths[-1] = nbytes - (count - 1) * m.header.chunk_bytes
+    if (m.table.lengths[first : first + count] != lengths).any():
+        raise FormatError(f"{where}: {name}: its chunks are not the lengths of its bytes")
+
+
+def _wanted(
+    manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: Target, pending: list[tuple[int, int, int]]
+) -> Iterator[Wanted]:
+    """Every chunk of the selected tensors, in stored order; memory for a tensor is taken when it is reached."""
+    packs = [m.header.pack_names for m in manifests]
+    for part, index in target.selected:
+        m, spec = manifests[part], parts[part].specs[index]
+        entry = m.tensors[index]
+        check_layout(m, entry, f"part {m.header.part!r}")
+        buffer = target.buffer(part, index)
+        if entry.inline:
+            buffer[:] = np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0])
+        pending.append((part, index, sum(box.chunks for box in entry.boxes)))
+        if not entry.boxes:
+            continue
+        first = entry.boxes[0].first_chunk
+        for i, (start, stop) in enumerate(chunking.spans(spec.nbytes, m.header.chunk_bytes)):
+            yield Wanted(m.table, packs[part], first + i, buffer[start:stop])
+
+
+def _complete(target: Target, pending: list[tuple[int, int, int]], done: int) -> None:
+    """Hand over the tensors whose last chunk is among the `done` next ones."""
+    while pending:
+        part, index, left = pending[0]
+        if left > done:
+            pending[0] = (part, index, left - done)
+            return
+        done -= left
+        target.complete(part, index)
+        pending.pop(0)

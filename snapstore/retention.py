@@ -1,0 +1,495 @@
+"""Which snapshots of a run stay, and why: pure functions from snapshots to (kept, reasons).
+
+In come policies and the committed snapshots of one run, in any order; out comes one `Decision` per snapshot, oldest
+first. No I/O, no torch, no clock: the same input gives the same answer everywhere, so any thread may call this.
+
+Rules, in this order:
+
+1. Of several saves of a step only the one with the highest `seq` is current. The others are superseded: policies do not
+   look at them.
+2. Policies are ORed: each gives reasons to current snapshots, and one reason is enough to stay.
+3. A tagged snapshot always stays, superseded or not ("tag NAME"); the newest one of the run always stays ("newest").
+4. Who has no reason is to be forgotten.
+
+"Newer" means a higher `seq`, never a later `created`: clocks jump. Two writers that raced may hold the same `seq`; the
+higher id then counts as newer, everywhere. `created` only names the calendar periods and measures `KeepWithin`, back
+from the newest snapshot and never from now, so a run that rested for a month loses nothing by waking up.
+"""
+
+import dataclasses
+import datetime as dt
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from .errors import FormatError, InvalidInputError
+
+
+class SnapshotLike(Protocol):
+    """What a policy looks at; `snapstore.Snapshot` is one."""
+
+    @property
+    def id(self) -> str:
+        """Unique in the run."""
+        ...
+
+    @property
+    def run(self) -> str:
+        """The name of its run."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Several saves may share one."""
+        ...
+
+    @property
+    def seq(self) -> int:
+        """Its place in the order of the run's snapshots."""
+        ...
+
+    @property
+    def created(self) -> float:
+        """[s] since 1970, UTC, by the writer's clock."""
+        ...
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """Names that keep it."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What `KeepBest` compares."""
+        ...
+
+
+S = TypeVar("S", bound=SnapshotLike)
+Reasons = dict[str, str]  # snapshot id -> why this policy keeps it
+
+
+class Policy(Protocol):
+    """One rule. The classes below are all there are: a policy is stored, so its kind is part of the format."""
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """Why, by snapshot id, this policy keeps which of `current`: one snapshot per step, newest first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decision(Generic[S]):
+    """A snapshot and why it stays; without reasons it is to be forgotten."""
+
+    snapshot: S
+    reasons: tuple[str, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is a reason to keep the snapshot."""
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True, repr=False)
+class KeepLast:
+    """Keep the `n` newest steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepLast", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepLast({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """The first `n`."""
+        return {snapshot.id: f"last {self.n}" for snapshot in current[: self.n]}
+
+
+@dataclass(frozen=True, repr=False)
+class KeepEvery:
+    """Keep every step that `steps` divides, for good; step 0 is one of them."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepEvery", "steps", self.steps)
+
+    def __repr__(self) -> str:
+        return f"KeepEvery(steps={self.steps})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """All whose step is a multiple."""
+        return {snapshot.id: f"every {self.steps} steps" for snapshot in current if snapshot.step % self.steps == 0}
+
+
+@dataclass(frozen=True, repr=False)
+class KeepSteps:
+    """Keep these steps, for good."""
+
+    steps: tuple[int, ...]  # sorted, without repeats, whatever iterable was given
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
+            raise InvalidInputError(f"KeepSteps: expected steps as a list of integers, got {steps!r}")
+        given = tuple(steps)
+        for step in given:
+            if not _is_int(step) or step < 0:
+                raise InvalidInputError(f"KeepSteps: expected steps that are integers >= 0, got {step!r}")
+        if not given:
+            raise InvalidInputError("KeepSteps: expected at least one step, got none")
+        object.__setattr__(self, "steps", tuple(sorted(set(given))))
+
+    def __repr__(self) -> str:
+        return f"KeepSteps({list(self.steps)})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """The named ones that exist."""
+        named = frozenset(self.steps)
+        return {snapshot.id: f"step {snapshot.step}" for snapshot in current if snapshot.step in named}
+
+
+@dataclass(frozen=True, repr=False)
+class KeepBest:
+    """Keep the `n` best snapshots by a metric.
+
+    A snapshot whose metric is NaN or missing is never best. Of equal values the newer one is better: it has trained
+    longer for the same score, and is more likely to be kept by another policy anyway.
+    """
+
+    metric: str
+    n: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise InvalidInputError(f"KeepBest: expected the name of a metric, got {self.metric!r}")
+        _at_least_one("KeepBest", "n", self.n)
+        if self.mode not in ("min", "max"):
+            raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {self.mode!r}")
+
+    def __repr__(self) -> str:
+        return f"KeepBest({self.metric!r}, n={self.n}, mode={self.mode!r})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """The first `n` of `ranked`, with their rank."""
+        best = self.ranked(current)[: self.n]
+        return {snapshot.id: f"best {self.metric} (#{rank})" for rank, snapshot in enumerate(best, start=1)}
+
+    def ranked(self, snapshots: Iterable[S]) -> list[S]:
+        """The snapshots that have the metric, best first. Of equal values the newer one comes first."""
+        measured = [snapshot for snapshot in snapshots if not math.isnan(snapshot.metrics.get(self.metric, math.nan))]
+        measured.sort(key=_age, reverse=True)
+        sign = 1 if self.mode == "min" else -1
+        return sorted(measured, key=lambda snapshot: sign * snapshot.metrics[self.metric])
+
+
+@dataclass(frozen=True, repr=False)
+class KeepWithin:
+    """Keep what was created within `duration` before the newest snapshot of the run.
+
+    Args:
+        duration: "90s", "30m", "2h", "7d", "2w" or a sum like "1d12h" (m is minutes); or a `datetime.timedelta`; or
+            seconds. It is held as text in its shortest form, so equal durations are equal policies.
+    """
+
+    duration: str
+
+    def __init__(self, duration: str | dt.timedelta | float) -> None:
+        object.__setattr__(self, "duration", _duration_text(_parse_duration(duration)))
+
+    def __repr__(self) -> str:
+        return f"KeepWithin({self.duration!r})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """All that are not older than the newest one by more; one from the future, by a wrong clock, stays too."""
+        if not current:
+            return {}
+        oldest = current[0].created - _parse_duration(self.duration).total_seconds()
+        return {snapshot.id: f"within {self.duration}" for snapshot in current if snapshot.created >= oldest}
+
+
+@dataclass(frozen=True, repr=False)
+class KeepHourly:
+    """Keep the newest snapshot of each of the last `n` hours (UTC) that have any."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepHourly", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepHourly({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """One an hour."""
+        return _newest_of_periods(current, self.n, lambda time: f"hourly {time:%Y-%m-%d %H:00}")
+
+
+@dataclass(frozen=True, repr=False)
+class KeepDaily:
+    """Keep the newest snapshot of each of the last `n` days (UTC) that have any."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepDaily", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepDaily({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """One a day."""
+        return _newest_of_periods(current, self.n, lambda time: f"daily {time:%Y-%m-%d}")
+
+
+@dataclass(frozen=True, repr=False)
+class KeepWeekly:
+    """Keep the newest snapshot of each of the last `n` ISO weeks (Monday to Sunday, UTC) that have any."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepWeekly", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepWeekly({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """One a week."""
+        return _newest_of_periods(current, self.n, lambda time: f"weekly {time:%G-W%V}")
+
+
+@dataclass(frozen=True, repr=False)
+class KeepMonthly:
+    """Keep the newest snapshot of each of the last `n` months (UTC) that have any."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepMonthly", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepMonthly({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """One a month."""
+        return _newest_of_periods(current, self.n, lambda time: f"monthly {time:%Y-%m}")
+
+
+@dataclass(frozen=True, repr=False)
+class KeepYearly:
+    """Keep the newest snapshot of each of the last `n` years (UTC) that have any."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepYearly", "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"KeepYearly({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """One a year."""
+        return _newest_of_periods(current, self.n, lambda time: f"yearly {time:%Y}")
+
+
+_CLASSES = (
+    KeepLast,
+    KeepEvery,
+    KeepSteps,
+    KeepBest,
+    KeepWithin,
+    KeepHourly,
+    KeepDaily,
+    KeepWeekly,
+    KeepMonthly,
+    KeepYearly,
+)
+_KINDS: dict[str, Callable[..., Policy]] = {kind.__name__: kind for kind in _CLASSES}
+
+
+def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = False) -> list[Decision[S]]:
+    """Decides, for all committed snapshots of one run, which stay and why.
+
+    Args:
+        policies: ORed; the order of reasons follows theirs.
+        snapshots: of one run, in any order.
+        force: also go on where the policies keep nothing; tagged snapshots and the newest one stay even then.
+
+    Returns:
+        One decision per snapshot, oldest (lowest `seq`) first.
+
+    Raises:
+        InvalidInputError: there are snapshots of several runs; something is no policy; or, unless forced, there are no
+            policies, or there are snapshots and the policies by themselves keep none of them.
+    """
+    policies = check(policies)
+    if not policies and not force:
+        raise InvalidInputError("forget: no policy was given, so nothing would be kept; name one such as KeepLast(3)")
+    oldest_first = sorted(snapshots, key=_age)
+    runs = sorted({snapshot.run for snapshot in oldest_first})
+    if len(runs) > 1:
+        raise InvalidInputError(
+            f"forget: expected snapshots of one run, got {', '.join(runs)}; apply policies run by run"
+        )
+
+    current = list({snapshot.step: snapshot for snapshot in oldest_first}.values())  # the newest of a step wins
+    current.sort(key=_age, reverse=True)
+    by_policy = [policy.reasons(current) for policy in policies]
+    if current and not any(by_policy) and not force:
+        raise InvalidInputError(
+            f"forget: {describe(policies)} would keep none of the {len(current)} steps of run {runs[0]}; "
+            "add a policy such as KeepLast(1), or force it"
+        )
+
+    decisions = []
+    for snapshot in oldest_first:
+        reasons = [found[snapshot.id] for found in by_policy if snapshot.id in found]
+        reasons += [f"tag {tag}" for tag in snapshot.tags]
+        if snapshot is oldest_first[-1]:
+            reasons.append("newest")
+        decisions.append(Decision(snapshot, tuple(dict.fromkeys(reasons))))
+    return decisions
+
+
+def keeps_for_long(policies: Iterable[Policy], step: int) -> bool:
+    """Whether it is known at save time that `step` stays for good; such a snapshot is written full.
+
+    Only `KeepEvery` and `KeepSteps` say so. What the others keep depends on later snapshots.
+    """
+    for policy in check(policies):
+        if isinstance(policy, KeepEvery) and step % policy.steps == 0:
+            return True
+        if isinstance(policy, KeepSteps) and step in policy.steps:
+            return True
+    return False
+
+
+def to_dict(policy: Policy) -> dict[str, Any]:
+    """A policy as a plain dict, to be stored: its kind (the class name) and its fields."""
+    (policy,) = check([policy])
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    return {"kind": type(policy).__name__, **plain}
+
+
+def from_dict(stored: Mapping[str, Any]) -> Policy:
+    """The inverse of `to_dict`.
+
+    Raises:
+        FormatError: the kind is unknown (perhaps of a later release), or the fields are not those of the kind.
+    """
+    if not isinstance(stored, Mapping):
+        raise FormatError(f"retention policy: expected a map, got {type(stored).__name__}")
+    kind = stored.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise FormatError(
+            f"retention policy: expected one of {', '.join(_KINDS)}, got {kind!r}; a later snapstore wrote it?"
+        )
+    try:
+        return _KINDS[kind](**{name: value for name, value in stored.items() if name != "kind"})
+    except (InvalidInputError, TypeError) as error:
+        raise FormatError(f"retention policy {kind}: {error}") from error
+
+
+def describe(policies: Iterable[Policy]) -> str:
+    """The policies as a user would type them: "KeepLast(3), KeepEvery(steps=1000)"."""
+    return ", ".join(map(repr, policies)) or "no policy"
+
+
+def _age(snapshot: SnapshotLike) -> tuple[int, str]:
+    """Sorts oldest first."""
+    return snapshot.seq, snapshot.id
+
+
+def check(policies: Iterable[Policy]) -> list[Policy]:
+    if isinstance(policies, _CLASSES) or not isinstance(policies, Iterable):
+        raise InvalidInputError(f"keep: expected a list of policies, got {policies!r}")
+    policies = list(policies)
+    for policy in policies:
+        if not isinstance(policy, _CLASSES):
+            raise InvalidInputError(f"keep: expected policies ({', '.join(_KINDS)}), got {policy!r}")
+    return policies
+
+
+def _newest_of_periods(current: Sequence[SnapshotLike], n: int, period: Callable[[dt.datetime], str]) -> Reasons:
+    """The newest snapshot of each of the first `n` periods met on the way from newest to oldest.
+
+    The way is by `seq`: a snapshot that a wrong clock dated 2099 takes up one period, but is not the latest forever.
+    """
+    newest: dict[str, str] = {}  # period -> snapshot id
+    for snapshot in current:
+        newest.setdefault(period(_utc(snapshot.created)), snapshot.id)
+        if len(newest) > n:
+            newest.popitem()
+            break
+    return {snapshot_id: name for name, snapshot_id in newest.items()}
+
+
+_FIRST_S = dt.datetime.min.replace(tzinfo=dt.UTC).timestamp()
+_LAST_S = dt.datetime.max.replace(tzinfo=dt.UTC, microsecond=0).timestamp()
+
+
+def _utc(created: float) -> dt.datetime:
+    """A time in the calendar for any float, clamped to the years 1 to 9999: a mad clock must not stop a forget."""
+    return dt.datetime.fromtimestamp(min(max(_FIRST_S, created), _LAST_S), dt.UTC)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _at_least_one(policy: str, name: str, value: int) -> None:
+    if not _is_int(value) or value < 1:
+        raise InvalidInputError(f"{policy}: expected {name} to be an integer >= 1, got {value!r}")
+
+
+_UNITS_US = {  # [us], largest first
+    "d": 86_400_000_000,
+    "h": 3_600_000_000,
+    "m": 60_000_000,
+    "s": 1_000_000,
+}
+_DURATION = re.compile(
+    r"(?:(?P<w>\d{1,9})w)?(?:(?P<d>\d{1,9})d)?(?:(?P<h>\d{1,9})h)?(?:(?P<m>\d{1,9})m)?(?:(?P<s>\d{1,9}(\.\d{1,6})?)s)?",
+    re.ASCII,
+)
+
+
+def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
+    """Reads a positive duration, exact to the microsecond."""
+    try:
+        if isinstance(duration, dt.timedelta):
+            parsed = duration
+        elif isinstance(duration, str) and (match := _DURATION.fullmatch(duration)):
+            w, d, h, m = (int(match[unit] or 0) for unit in "wdhm")
+            whole, _, fraction = (match["s"] or "0").partition(".")
+            us = int(fraction.ljust(6, "0"))
+            parsed = dt.timedelta(weeks=w, days=d, hours=h, minutes=m, seconds=int(whole), microseconds=us)
+        elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+            parsed = dt.timedelta(seconds=duration)
+        else:
+            parsed = dt.timedelta(0)
+    except (OverflowError, ValueError):  # NaN, infinite, or more than a timedelta holds (2.7 million years)
+        parsed = dt.timedelta(0)
+    if parsed <= dt.timedelta(0):
+        raise InvalidInputError(
+            f"KeepWithin: expected a duration > 0 such as '2h', '7d', '1d12h', a timedelta or seconds, got {duration!r}"
+        )
+    return parsed
+
+
+def _duration_text(duration: dt.timedelta) -> str:
+    """The shortest text that `_parse_duration` reads as the same duration."""
+    left_us = duration // dt.timedelta(microseconds=1)
+    text = ""
+    for unit, unit_us in _UNITS_US.items():
+        count, left_us = divmod(left_us, unit_us)
+        if unit == "s" and left_us:
+            text += f"{count}.{left_us:06}".rstrip("0") + unit
+        elif count:
+            text += f"{count}{unit}"
+    return text

@@ -1,0 +1,211 @@
+"""Object stores: key -> bytes, and nothing about snapshots.
+
+A store holds immutable objects under keys such as `packs/7f/7f3a...`: `/`-joined components that match
+`[A-Za-z0-9][A-Za-z0-9._-]*`, at most 255 bytes each, so that no key leaves the repository's folder. `tmp/` and `index/`
+are no keys: locally they hold files being written and the index. What every backend must give (docs/format.md,
+"Backends"):
+
+- `put` is create-only and atomic: an object appears whole or not at all, never replaces another, and once `put`
+  has returned it survives a crash of the machine. Two racing puts of one key: exactly one returns.
+- an object that `put` has returned is seen at once by `get`, `stat` and `list` of every process.
+- `delete` of a missing key is no error.
+- a `list` that fails raises; it never returns less than there is.
+
+Stores are safe to use from several threads. Every failure is one of `errors.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote
+
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, StorageError
+
+Buffer = bytes | bytearray | memoryview
+
+#: Objects read whole (`get`) are refused above this size unless the caller allows more [bytes].
+GET_LIMIT_BYTES = 1024 * 1024 * 1024
+
+#: First components that no key may have.
+RESERVED = frozenset({"tmp", "index"})
+
+_COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One listed object: its key, its size and when the store says it was last written or touched."""
+
+    key: str
+    size_bytes: int
+    modified_s: float  # seconds since the epoch, by the store's clock
+
+
+class ObjectStore(Protocol):
+    """One flat name space of immutable objects.
+
+    Call sequence: any method, any thread, any time. `put`, `delete`, `touch` and `release` may be repeated after an
+    unclear failure; the caller then decides from what it finds under the key. After a `put` that failed otherwise than
+    by AlreadyExistsError the object may be there and not be durable: `settle` its prefix before believing in it.
+
+    Every method raises InvalidInputError for a key that is none, and StorageError when the store fails.
+    """
+
+    url: str
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Create `key` with `data`, durable on return; AlreadyExistsError when the key is taken."""
+        ...
+
+    def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
+        """All bytes of `key`; NotFoundError when missing, FormatError when larger than `limit_bytes`."""
+        ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """One view per (offset, length), in order; IntegrityError when the object ends before a range does.
+
+        The views are writable and the caller's own. A negative number is an InvalidInputError.
+        """
+        ...
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of `key`; NotFoundError when missing."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose key starts with `prefix` (empty, or ending in `/`), in no particular order.
+
+        An object that is put or deleted meanwhile may be in it or not; all others are in it exactly once.
+        """
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove every key; missing ones are fine."""
+        ...
+
+    def now_s(self) -> float:
+        """The store's clock, the one that `modified_s` is read from [s since the epoch]."""
+        ...
+
+    def settle(self, prefix: str) -> None:
+        """Make what `list(prefix)` shows durable (local: fsync of the directory), so that acting on it is safe."""
+        ...
+
+    def hold(self, key: str, data: Buffer) -> None:
+        """`put`, and keep a sign of life on the object until `release` or the death of this process.
+
+        The sign is there before the object can be seen. A forked child does not keep it.
+        """
+        ...
+
+    def touch(self, key: str) -> None:
+        """Renew `modified_s` (a heartbeat); NotFoundError when the object is gone."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Delete a held object and end its sign of life; a key that is not held here is only deleted."""
+        ...
+
+    def is_held(self, key: str) -> bool | None:
+        """Whether some live process of this machine holds `key`; None where the store cannot know."""
+        ...
+
+    def clean(self) -> int:
+        """Remove what dead writers left behind outside the name space (temporary files); bytes freed."""
+        ...
+
+
+def open_store(url: str, *, create: bool = False) -> ObjectStore:
+    """The store at `url`: a path, `file:///path`, or `memory://NAME` (this process only).
+
+    Args:
+        url: Where; anything without `scheme://` is a path.
+        create: Make a missing local directory; otherwise it is a NotFoundError.
+    """
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        return _open_local(url, create=create)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return _open_local(_path_of_file_url(rest), create=create)
+    if scheme == "memory":
+        return _open_memory(rest)
+    # No more of the URL than its scheme is repeated: it may carry a password.
+    if scheme == "s3":
+        raise CapabilityError("s3://: this release keeps repositories in local directories, S3 comes in a later one")
+    raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file:// or memory://")
+
+
+def _path_of_file_url(rest: str) -> str:
+    path = rest.removeprefix("localhost")
+    if not path.startswith("/"):
+        raise InvalidInputError(f"file://{rest}: expected an absolute path on this machine, as in file:///data/repo")
+    return unquote(path)
+
+
+def _open_local(path: str, *, create: bool) -> ObjectStore:
+    from .local import LocalStore
+
+    if not path or "\0" in path:
+        raise InvalidInputError(f"{path!r}: expected the path of a directory")
+    try:
+        if Path(path).is_dir() or create:
+            return LocalStore(path, create=create)
+        exists = Path(path).exists()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be opened, {error.strerror}; check the mount and its owner") from error
+    if exists:
+        raise InvalidInputError(f"{path}: expected a directory, found something else")
+    raise NotFoundError(f"{path}: expected a directory, found none; mount it, or make it with 'snapstore init'")
+
+
+def _open_memory(name: str) -> ObjectStore:
+    from .memory import memory_store
+
+    if not is_component(name):
+        raise InvalidInputError(f"memory://{name}: expected a name of letters, digits, '.', '_' and '-'")
+    return memory_store(name)
+
+
+def is_component(name: str) -> bool:
+    """Whether `name` can stand between the slashes of a key."""
+    return _COMPONENT.fullmatch(name) is not None
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidInputError unless `key` is one; every backend calls this before anything else."""
+    components = key.split("/")
+    if not all(map(is_component, components)):
+        raise InvalidInputError(
+            f"{key!r}: not a key, expected '/'-joined names of at most 255 letters, digits, '.', '_' and '-' "
+            "that start with a letter or digit"
+        )
+    if components[0] in RESERVED:
+        raise InvalidInputError(f"{key!r}: not a key, {components[0]!r} is reserved")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise InvalidInputError unless `prefix` is empty, or a key and a slash."""
+    if prefix and not prefix.endswith("/"):
+        raise InvalidInputError(f"{prefix!r}: not a prefix, expected nothing or something that ends in '/'")
+    if prefix:
+        check_key(prefix[:-1])
+
+
+def check_range(key: str, offset: int, length: int) -> None:
+    """Raise InvalidInputError for a range that no object could have."""
+    if offset < 0 or length < 0:
+        raise InvalidInputError(f"{key} at {offset}+{length}: expected an offset and a length of 0 or more")
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """`data` as flat bytes; InvalidInputError when it is not contiguous."""
+    view = memoryview(data)
+    if not view.contiguous:
+        raise InvalidInputError(f"buffer of shape {view.shape}: expected contiguous bytes; copy it first")
+    return view.cast("B") if view.nbytes else memoryview(b"")

@@ -1,0 +1,141 @@
+"""Locked files: who is writing a temporary file, and who holds an object.
+
+In: paths. Out: descriptors with a flock on them, which ends when they are closed or the process dies, however it dies.
+
+Invariant: a flock belongs to the open file, which a forked child shares, so a DataLoader worker would keep a dead
+trainer's session alive. Hence every locked descriptor is listed here, and closed in the child. Opening and listing
+happen under one lock that os.fork takes too, so a fork from any thread sees all or nothing of it. The lock is reentrant
+because a signal handler may save, or fork, on the thread that has it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+_TEMP_TRIES = 16  # a cleaner steals a new name only between two of our system calls
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+_FORK_LOCK = threading.RLock()
+_LOCKED_FDS: set[int] = set()
+_HELD_FDS: dict[str, int] = {}  # path -> descriptor, which is in _LOCKED_FDS too
+
+
+def _forget_in_child() -> None:
+    for fd in _LOCKED_FDS:
+        with suppress(OSError):
+            os.close(fd)  # close, never LOCK_UN: that would unlock the parent's file
+    _LOCKED_FDS.clear()
+    _HELD_FDS.clear()
+    _FORK_LOCK.release()
+
+
+os.register_at_fork(before=_FORK_LOCK.acquire, after_in_parent=_FORK_LOCK.release, after_in_child=_forget_in_child)
+
+
+def open_temp(folder: Path) -> tuple[int, Path]:
+    """A new locked file in `folder`, for certain not one that a cleaner has just unlinked."""
+    with suppress(FileExistsError):
+        folder.mkdir()
+    for _ in range(_TEMP_TRIES):
+        temp = folder / os.urandom(16).hex()
+        fd = _open_listed(temp)
+        try:
+            ours = _lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
+        except OSError:
+            drop_temp(fd, temp)
+            raise
+        if ours:
+            return fd, temp
+        _close(fd)
+    raise BlockingIOError(errno.EWOULDBLOCK, f"{_TEMP_TRIES} new temporary files were locked by somebody else")
+
+
+def drop_temp(fd: int | None, temp: Path) -> None:
+    """Unlink a temporary file, and close its descriptor unless it is None."""
+    with suppress(OSError):  # `clean` takes what stays behind
+        temp.unlink()
+    if fd is not None:
+        _close(fd)
+
+
+def clean_temp(path: Path) -> int:
+    """Unlink a temporary file unless its writer lives; bytes freed."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return 0
+    try:
+        if not _lock(fd, fcntl.LOCK_EX):
+            return 0
+        status = os.fstat(fd)
+        path.unlink()
+        return status.st_size if status.st_nlink == 1 else 0  # two names: the object itself stays
+    except FileNotFoundError:
+        return 0
+    finally:
+        os.close(fd)
+
+
+def keep(fd: int, path: Path) -> None:
+    """Leave the descriptor of a temporary file, now known as `path`, open until `let_go`."""
+    with _FORK_LOCK:
+        let_go(path)  # an earlier holder of a name that somebody else has deleted since
+        _HELD_FDS[str(path)] = fd
+
+
+def let_go(path: Path) -> None:
+    """Close what `keep` kept; nothing for a path that this process does not hold."""
+    with _FORK_LOCK:
+        fd = _HELD_FDS.pop(str(path), None)
+        if fd is not None:
+            _close(fd)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a live process has the lock; False for a missing file, None on a file system without locks.
+
+    A shared lock asks: probes do not block each other, and it needs no write permission (on NFS, LOCK_EX does).
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        free = _lock(fd, fcntl.LOCK_SH)
+        if free:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # now, even if a fork+exec in another thread shares the file
+    finally:
+        os.close(fd)
+    return None if free is None else not free
+
+
+def _open_listed(path: Path) -> int:
+    """Create `path`; a child that is forked from now on closes the descriptor."""
+    with _FORK_LOCK:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        _LOCKED_FDS.add(fd)
+    return fd
+
+
+def _close(fd: int) -> None:
+    with _FORK_LOCK, suppress(OSError):  # everything worth knowing was known after the fsync
+        _LOCKED_FDS.discard(fd)
+        os.close(fd)
+
+
+def _lock(fd: int, kind: int) -> bool | None:
+    """Take the lock without waiting: True taken, False somebody has it, None the file system has no locks."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True

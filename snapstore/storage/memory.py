@@ -1,0 +1,145 @@
+"""A dictionary as an object store: for tests, and for trying things out.
+
+The same contract as every store, without the durability. Any thread may call anything; one lock makes each call atomic.
+`clock` and `drop_holds` let a test move the store's time and kill the holders.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ..errors import AlreadyExistsError, FormatError, IntegrityError, NotFoundError
+from . import GET_LIMIT_BYTES, Buffer, ObjectInfo, byte_view, check_key, check_prefix, check_range
+
+_NAMED: dict[str, MemoryStore] = {}
+_NAMED_LOCK = threading.Lock()
+
+
+class MemoryStore:
+    """An `ObjectStore` that lives and dies with this process.
+
+    Args:
+        name: What messages and `url` call it; `memory_store` shares stores by it.
+    """
+
+    def __init__(self, name: str = "memory") -> None:
+        self.url = f"memory://{name}"
+        self.clock: Callable[[], float] = time.time  # what `now_s` and `modified_s` read; tests set it
+        self._lock = threading.Lock()
+        self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
+        self._held: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.url!r})"
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Create `key` with a copy of `data`; see `ObjectStore.put`."""
+        self._publish(key, data, held=False)
+
+    def hold(self, key: str, data: Buffer) -> None:
+        """`put`, held until `release` or `drop_holds`."""
+        self._publish(key, data, held=True)
+
+    def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
+        """All bytes of `key`; see `ObjectStore.get`."""
+        data, _ = self._object(key)
+        if len(data) > limit_bytes:
+            raise FormatError(
+                f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {len(data)}; "
+                "this is no object of that kind, run 'snapstore check'"
+            )
+        return data
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """One view per range, of a copy; see `ObjectStore.get_ranges`."""
+        data, _ = self._object(key)
+        for offset, length in ranges:
+            check_range(key, offset, length)
+            if offset + length > len(data):
+                raise IntegrityError(
+                    f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
+                    f"got an object of {len(data)} bytes; run 'snapstore check'"
+                )
+        return [memoryview(bytearray(data[offset : offset + length])) for offset, length in ranges]
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of `key`; NotFoundError when missing."""
+        _, info = self._object(key)
+        return info
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object under `prefix`, as of this call."""
+        check_prefix(prefix)
+        with self._lock:
+            return iter([info for key, (_, info) in self._objects.items() if key.startswith(prefix)])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove every key; missing ones are fine."""
+        for key in keys:
+            check_key(key)
+            with self._lock:
+                self._objects.pop(key, None)
+                self._held.discard(key)
+
+    def now_s(self) -> float:
+        """What `clock` says [s since the epoch]."""
+        return self.clock()
+
+    def settle(self, prefix: str) -> None:
+        """Nothing to do: nothing here survives anything."""
+        check_prefix(prefix)
+
+    def touch(self, key: str) -> None:
+        """Set `modified_s` to now; NotFoundError when the object is gone."""
+        data, info = self._object(key)
+        with self._lock:
+            if key in self._objects:
+                self._objects[key] = data, replace(info, modified_s=self.clock())
+
+    def release(self, key: str) -> None:
+        """Delete `key` and its hold."""
+        self.delete([key])
+
+    def is_held(self, key: str) -> bool | None:
+        """Whether `hold` was called and neither `release` nor `drop_holds` since."""
+        check_key(key)
+        with self._lock:
+            return key in self._held
+
+    def clean(self) -> int:
+        """Nothing to do: a put leaves nothing behind."""
+        return 0
+
+    def drop_holds(self) -> None:
+        """For tests: every holder dies; their objects stay."""
+        with self._lock:
+            self._held.clear()
+
+    def _publish(self, key: str, data: Buffer, *, held: bool) -> None:
+        check_key(key)
+        copy = bytes(byte_view(data))
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExistsError(
+                    f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
+                )
+            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock())
+            if held:
+                self._held.add(key)
+
+    def _object(self, key: str) -> tuple[bytes, ObjectInfo]:
+        check_key(key)
+        with self._lock:
+            found = self._objects.get(key)
+        if found is None:
+            raise NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
+        return found
+
+
+def memory_store(name: str) -> MemoryStore:
+    """The store of that name in this process, made on first use."""
+    with _NAMED_LOCK:
+        return _NAMED.setdefault(name, MemoryStore(name))

@@ -1,0 +1,692 @@
+"""The typed tree: a state without its arrays, as nodes that msgpack can hold; no pickle, no code.
+
+In: Python values. Out: nodes, and back, exact to the type. A node is None, bool, int (64 bit), float, str, bytes (up to
+4 KiB), or a list whose first element is a tag:
+
+| node                                  | value                                                                    |
+|---------------------------------------|--------------------------------------------------------------------------|
+| ["int", bytes]                        | int beyond 64 bits: little-endian two's complement                       |
+| ["str", bytes]                        | str with lone surrogates: UTF-8 with them encoded (surrogatepass)        |
+| ["bytes", index]                      | bytes longer than 4 KiB: entry `index` of the manifest's tensors         |
+| ["bytearray", bytes or index]         | bytearray                                                                |
+| ["complex", real, imag]               | complex                                                                  |
+| ["list", [node...]]                   | list                                                                     |
+| ["tuple", [node...]]                  | tuple                                                                    |
+| ["set", [node...]]                    | set of hashable plain values, sorted by their packed nodes               |
+| ["frozenset", [node...]]              | frozenset, likewise                                                      |
+| ["deque", maxlen or None, [node...]]  | collections.deque                                                        |
+| ["dict", [key...], [node...]]         | dict in its order; keys are hashable plain values                        |
+| ["odict", [key...], [node...]]        | OrderedDict; a fourth element is the node of its `_metadata` attribute   |
+| ["counter", [key...], [node...]]      | collections.Counter                                                      |
+| ["defaultdict", name, [key...], [node...]] | defaultdict; `name` of its factory (`int`, `list`, ...) or None     |
+| ["dtype", name]                       | torch.dtype: `float32`                                                   |
+| ["size", [int...]]                    | torch.Size                                                               |
+| ["device", str]                       | torch.device: `cuda:0`                                                   |
+| ["np", dtype, bytes]                  | NumPy scalar: `dtype.str` and its bytes                                  |
+| ["npstr", node], ["npbytes", bytes]   | numpy.str_, numpy.bytes_                                                 |
+| ["npdtype", str]                      | numpy.dtype: `dtype.str`                                                 |
+| ["tensor", index, requires_grad]      | entry `index` of the manifest's tensors                                  |
+| ["parameter", index, requires_grad]   | the same, as a torch.nn.Parameter                                        |
+| ["array", index]                      | the same, as a numpy.ndarray                                             |
+| ["part", name]                        | the tree of another part; only in the root dict of part ""               |
+
+Invariants: decoding a node gives the value that was encoded, to the bit and the type, or raises FormatError; it runs no
+code that the node names and allocates no more than the node's own size. Stateless: any thread may use it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from .errors import FormatError, InvalidInputError, UnsupportedLeafError
+
+Path = tuple[str | int, ...]
+Node = Any  # None | bool | int | float | str | bytes | list[Any]; a recursive alias buys nothing over msgpack's Any
+
+MAX_DEPTH = 200  # of containers in one another
+INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they are cut into chunks
+MAX_PROBLEMS = 20  # unsupported leaves that one error names
+MAX_DIMENSIONS = 64  # of an array; NumPy and torch's copy stop there as well
+
+#: torch dtypes that can be stored: bytes per element, bytes per number (what makes the planes), may require grad.
+TORCH_DTYPES: dict[str, tuple[int, int, bool]] = {
+    **{"float64": (8, 8, True), "float32": (4, 4, True), "float16": (2, 2, True), "bfloat16": (2, 2, True)},
+    **{"float8_e4m3fn": (1, 1, True), "float8_e4m3fnuz": (1, 1, True), "float8_e5m2": (1, 1, True)},
+    **{"float8_e5m2fnuz": (1, 1, True), "float8_e8m0fnu": (1, 1, True), "float4_e2m1fn_x2": (1, 1, True)},
+    **{"complex32": (4, 2, True), "complex64": (8, 4, True), "complex128": (16, 8, True)},
+    **{"bool": (1, 1, False), "uint8": (1, 1, False), "int8": (1, 1, False), "bits8": (1, 1, False)},
+    **{"uint16": (2, 2, False), "int16": (2, 2, False), "bits16": (2, 2, False)},
+    **{"uint32": (4, 4, False), "int32": (4, 4, False), "uint64": (8, 8, False), "int64": (8, 8, False)},
+}
+
+_NUMPY_DTYPE = re.compile(
+    r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(?:8|16)|[<>][mM]8(?:\[\w{1,24}\])?|\|S\d{1,10}|[<>]U\d{1,10}"
+)
+_DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
+_FACTORIES: dict[str, type] = {t.__name__: t for t in (int, float, str, list, dict, set, tuple, bool)}
+_MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
+_SEQUENCES = frozenset({list, tuple, deque})
+CONTAINERS = _MAPPINGS | _SEQUENCES
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 63) - 1
+
+_NO_NODE: Any = object()  # None is a node
+ABSENT: Any = object()  # stands for a part that was not read; its key is left out of the root
+
+
+def display(path: Iterable[str | int]) -> str:
+    """Join a path with dots, for people; dots in keys make this ambiguous, so nothing is looked up by it."""
+    return ".".join(map(str, path))
+
+
+def shown(path: Iterable[str | int]) -> str:
+    """Return the dotted path for a message, where the root needs a name too."""
+    return display(path) or "(root)"
+
+
+def step(key: Any) -> str | int:
+    """Return the path element of a dict key: str and 64-bit int as they are, anything else as text."""
+    if type(key) is int:
+        return key if _INT_MIN <= key <= _INT_MAX else hex(key)  # repr() of a huge int raises
+    text = key if type(key) is str else _text(key)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _text(key: Any) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # a tuple that holds an int of more than 4,300 digits
+        return f"<{type(key).__name__}>"
+
+
+def numpy_dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """Return `dtype.str` if it says all of a dtype that can be stored, else None."""
+    if dtype.char in "gG" or dtype.metadata is not None or dtype.fields is not None or dtype.subdtype is not None:
+        return None  # longdouble differs between machines
+    return dtype.str if _NUMPY_DTYPE.fullmatch(dtype.str) else None
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of a `dtype.str`.
+
+    Raises:
+        FormatError: it names no dtype that snapstore stores.
+    """
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise FormatError(f"NumPy dtype {name!r}: not one that can be stored")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"NumPy dtype {name!r}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a manifest stores of one array, without its values.
+
+    Attributes:
+        path: Place in the whole state; the first element is the top-level key where there is one.
+        kind: `tensor`, `parameter`, `array` or `bytes`.
+        dtype: torch's name (`bfloat16`), NumPy's `dtype.str` (`<f4`), or `bytes`.
+        shape: Of bytes: (length,).
+        requires_grad: Of tensors and parameters; False for the others.
+        tie: (part, index) of an earlier tensor in another part that is the same memory.
+    """
+
+    path: Path
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    tie: tuple[str, int] | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element.
+
+        Raises:
+            FormatError: kind or dtype is unknown.
+        """
+        if self.kind in ("tensor", "parameter") and self.dtype in TORCH_DTYPES:
+            return TORCH_DTYPES[self.dtype][0]
+        if self.kind == "array" and (size := numpy_dtype(self.dtype).itemsize):
+            return size
+        if self.kind == "bytes" and self.dtype == "bytes":
+            return 1
+        raise FormatError(f"{shown(self.path)}: {self.kind!r} of dtype {self.dtype!r} is unknown to this release")
+
+    @property
+    def element_size(self) -> int:
+        """Bytes per number (1, 2, 4 or 8): what byte planes are made of; a complex number is two numbers."""
+        itemsize = self.itemsize
+        if self.kind in ("tensor", "parameter"):
+            return TORCH_DTYPES[self.dtype][1]
+        if self.kind == "array" and self.dtype[1] == "c":
+            return itemsize // 2
+        return itemsize if self.kind == "array" and self.dtype[1] not in "SU" else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, at most 2**63 - 1.
+
+        Raises:
+            FormatError: kind, dtype or shape make no sense.
+        """
+        if len(self.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in self.shape):
+            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible")
+        # Strides are computed from non-zero sizes, so an empty tensor must not overflow them either.
+        if math.prod(max(n, 1) for n in self.shape) * self.itemsize > _INT_MAX:
+            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} of {self.dtype} exceeds 2**63 bytes")
+        return math.prod(self.shape) * self.itemsize
+
+    def check(self) -> None:
+        """Refuse a spec that no flatten can have made.
+
+        Raises:
+            FormatError: kind, dtype, shape or requires_grad make no sense.
+        """
+        size = self.nbytes
+        if self.kind == "bytes" and self.shape != (size,):
+            raise FormatError(f"{shown(self.path)}: bytes of shape {self.shape!r}, expected one dimension")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One part as manifests give it back: name, tree and specs; the values are still in packs."""
+
+    name: str
+    tree: Node
+    specs: Sequence[TensorSpec]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one array in a decoded tree; its identity is the place, several places may have one source.
+
+    Attributes:
+        part: Position of the part among the parts given.
+        index: Which of the part's specs.
+        tag: `tensor`, `parameter`, `array`, `bytes` or `bytearray`.
+        requires_grad: Of this place: tied tensors may differ in it.
+    """
+
+    part: int
+    index: int
+    tag: str
+    requires_grad: bool = False
+
+
+def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
+    """Yield (path element, key or position, child) of a supported container."""
+    if type(container) in _MAPPINGS:
+        yield from ((step(key), key, child) for key, child in container.items())
+    else:
+        yield from ((i, i, child) for i, child in enumerate(container))
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether `value` is exactly one of the supported dict types."""
+    return type(value) in _MAPPINGS
+
+
+def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """Return a new container of the same type, factory, maxlen and `_metadata` that holds `items` (key, child)."""
+    kind: Any = type(container)
+    if kind in _MAPPINGS:
+        new: Any = defaultdict(container.default_factory) if kind is defaultdict else kind()
+        for key, child in items:  # not update(): Counter's adds
+            new[key] = child
+        if kind is OrderedDict and "_metadata" in vars(container):
+            new._metadata = container._metadata
+        return new
+    values = (child for _, child in items)
+    return deque(values, container.maxlen) if kind is deque else kind(values)
+
+
+class Encoder:
+    """Turns one state into nodes; collects what it cannot store instead of stopping at the first.
+
+    Args:
+        put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) found at a path; returns its node, or
+            raises UnsupportedLeafError.
+        expand: Returns (state,) for an object that stands for its state, None for any other.
+    """
+
+    def __init__(self, put: Callable[[Any, Path], Node], expand: Callable[[Any, Path], tuple[Any] | None]) -> None:
+        self._problems: list[str] = []
+        self._put = put
+        self._expand = expand
+        self._open: dict[int, Path] = {}  # containers and objects being walked: finds cycles, bounds the depth
+
+    def node(self, value: Any, path: Path) -> Node:
+        """Return the node of a value; a value that has none is noted as a problem.
+
+        Raises:
+            InvalidInputError: The value contains itself, or is nested too deeply.
+        """
+        if type(value) in CONTAINERS:
+            with self.inside(value, path):
+                return self._container(value, path)
+        try:
+            if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
+                return self._put(value, path)
+            node = _scalar(value, len(self._open))
+            state = self._expand(value, path) if node is _NO_NODE else None
+        except UnsupportedLeafError as error:
+            return self.problem(path, str(error))
+        if state is not None:
+            with self.inside(value, path):
+                return self.node(state[0], path)
+        return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_NO_FORM}")
+
+    def key(self, key: Any, path: Path) -> Node:
+        """Return the node of a dict key."""
+        try:
+            node = _hashable(key, len(self._open))
+        except UnsupportedLeafError as error:
+            return self.problem(path, str(error))
+        if node is _NO_NODE:
+            return self.problem(path, f"a dict key of type {_type_name(key)} has no stored form: {_KEY_FORM}")
+        return node
+
+    def problem(self, path: Path, text: str) -> None:
+        """Note what cannot be stored."""
+        self._problems.append(f"{shown(path)}: {text}")
+
+    def raise_problems(self) -> None:
+        """Name every value that could not be stored, if there was one.
+
+        Raises:
+            UnsupportedLeafError: There was.
+        """
+        if self._problems:
+            more = len(self._problems) - MAX_PROBLEMS
+            lines = self._problems[:MAX_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+            raise UnsupportedLeafError("\n".join(lines))
+
+    @contextmanager
+    def inside(self, value: Any, path: Path) -> Iterator[None]:
+        """Hold a container or object open while what it holds is encoded."""
+        if id(value) in self._open:
+            raise InvalidInputError(
+                f"{shown(path)}: contains itself (it is also {shown(self._open[id(value)])}); break the cycle"
+            )
+        if len(self._open) >= MAX_DEPTH:
+            raise InvalidInputError(f"{shown(path[:8])}...: more than {MAX_DEPTH} levels deep; flatten this state")
+        self._open[id(value)] = path
+        try:
+            yield
+        finally:
+            del self._open[id(value)]
+
+    def _container(self, value: Any, path: Path) -> Node:
+        keys, nodes = [], []
+        for element, key, child in children(value):
+            below = (*path, element)
+            if is_mapping(value):
+                keys.append(self.key(key, below))
+            nodes.append(self.node(child, below))
+        return self.tagged(value, keys, nodes, path)
+
+    def tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
+        """Return the node of a container whose children are encoded already."""
+        kind: Any = type(value)
+        attributes = dict(getattr(value, "__dict__", {}))
+        metadata = attributes.pop("_metadata", None) if kind is OrderedDict else None
+        if attributes:
+            return self.problem(path, f"{kind.__name__} has attributes without a stored form: {sorted(attributes)}")
+        if kind is deque:
+            return ["deque", value.maxlen, nodes]
+        if kind is defaultdict:
+            return ["defaultdict", self._factory(value, path), keys, nodes]
+        tag = {OrderedDict: "odict", Counter: "counter"}.get(kind, kind.__name__)
+        if metadata is not None:
+            return [tag, keys, nodes, self.node(metadata, (*path, "_metadata"))]
+        return [tag, keys, nodes] if is_mapping(value) else [tag, nodes]
+
+    def _factory(self, value: defaultdict[Any, Any], path: Path) -> str | None:
+        factory = value.default_factory
+        if factory is None:
+            return None
+        name = getattr(factory, "__name__", "")
+        if _FACTORIES.get(name) is not factory:
+            self.problem(path, f"defaultdict of {factory!r} has no stored form: use dict, or one of {list(_FACTORIES)}")
+        return str(name)
+
+
+_NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
+_KEY_FORM = "use str, int or another plain hashable value"
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an ndarray, of whatever subclass."""
+    torch = sys.modules.get("torch")  # while torch is not imported, nothing can be a tensor
+    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _scalar(value: Any, depth: int) -> Node:
+    """Return the node of a plain leaf, or _NO_NODE."""
+    kind = type(value)
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is int:
+        fits = _INT_MIN <= value <= _INT_MAX
+        return value if fits else ["int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+    if kind is str:
+        return _text_node(value)
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind is bytearray:
+        return ["bytearray", bytes(value)]
+    if kind in (set, frozenset):
+        return _set_node(value, depth)
+    if isinstance(value, np.generic | np.dtype):
+        return _numpy_node(value)
+    return _torch_node(value)
+
+
+def _text_node(text: str) -> Node:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return ["str", text.encode("utf-8", "surrogatepass")]
+    return text
+
+
+def _hashable(value: Any, depth: int) -> Node:
+    """Return the node of a dict key or set member: a scalar, or a tuple or frozenset of such."""
+    if type(value) is not tuple:
+        return _scalar(value, depth)
+    return _members("tuple", value, depth)
+
+
+def _set_node(value: set[Any] | frozenset[Any], depth: int) -> Node:
+    node = _members(type(value).__name__, value, depth)
+    node[1].sort(key=msgspec.msgpack.encode)  # a set's own order changes from process to process
+    return node
+
+
+def _members(tag: str, values: Iterable[Any], depth: int) -> list[Any]:
+    if depth >= MAX_DEPTH:
+        raise UnsupportedLeafError(f"more than {MAX_DEPTH} levels deep; flatten this state")
+    nodes = []
+    for value in values:
+        nodes.append(_hashable(value, depth + 1))
+        if nodes[-1] is _NO_NODE:
+            raise UnsupportedLeafError(f"{tag} holds a {_type_name(value)}, which {_NO_FORM}")
+    return [tag, nodes]
+
+
+def _numpy_node(value: Any) -> Node:
+    if isinstance(value, np.dtype):
+        name = numpy_dtype_name(value)
+        return _NO_NODE if name is None else ["npdtype", name]
+    if type(value) is np.str_:
+        return ["npstr", _text_node("".join(value))]  # str() would strip zeros
+    if type(value) is np.bytes_:
+        return ["npbytes", bytes(value)]
+    name = numpy_dtype_name(value.dtype)
+    return ["np", name, value.tobytes()] if name is not None and type(value) is value.dtype.type else _NO_NODE
+
+
+def _torch_node(value: Any) -> Node:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _NO_NODE
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) is torch.Size:
+        return ["size", list(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    return _NO_NODE
+
+
+def encode_plain(value: Any, path: Path = ()) -> Node:
+    """Return the node of a value without arrays and objects, such as a snapshot's metadata.
+
+    Raises:
+        UnsupportedLeafError: It holds something that is not plain.
+        InvalidInputError: It contains itself, or is nested too deeply.
+    """
+    encoder = Encoder(_refuse, lambda value, path: None)
+    node = encoder.node(value, path)
+    encoder.raise_problems()
+    return node
+
+
+def _refuse(value: Any, path: Path) -> NoReturn:
+    raise UnsupportedLeafError(
+        f"{_type_name(value)}: only plain values of at most {INLINE_BYTES} bytes are allowed here"
+    )
+
+
+def decode_plain(node: Node, path: Path = ()) -> Any:
+    """Return the value that `encode_plain` encoded.
+
+    Raises:
+        FormatError: The node is not one of those.
+    """
+    return _Decoder([], 0, {}).value(node, path, 0)
+
+
+def decode(parts: Sequence[StoredPart], *, partial: bool = False) -> Any:
+    """Return the state that the parts' trees describe, with a `Slot` in place of every array.
+
+    Args:
+        parts: With the one named "" among them. Their specs are checked too.
+        partial: Whether parts may be missing; their keys are then left out.
+
+    Raises:
+        FormatError: A tree or a spec is none that `flatten` makes, or does not fit the others.
+    """
+    positions = {part.name: position for position, part in enumerate(parts)}
+    if "" not in positions or len(positions) < len(parts):
+        raise FormatError(f"parts {[part.name for part in parts]}: expected each once and one named ''")
+    for part in parts:
+        for spec in part.specs:
+            spec.check()
+    return _Decoder(parts, positions.pop(""), positions, partial).root()
+
+
+class _Decoder:
+    """Turns the nodes of one part into values; the root's decoder makes one for every part it meets."""
+
+    def __init__(
+        self, parts: Sequence[StoredPart], position: int, below: dict[str, int], partial: bool = False
+    ) -> None:
+        self._parts = parts
+        self._position = position
+        self._below = below  # the parts that the root may still name, each once
+        self._partial = partial
+
+    def root(self) -> Any:
+        value = self.value(self._parts[self._position].tree, (), 0)
+        if self._below:
+            raise FormatError(f"parts {sorted(self._below)}: the root tree does not name them")
+        return value
+
+    def value(self, node: Node, path: Path, depth: int) -> Any:
+        if node is None or type(node) in (bool, int, float, str, bytes):
+            return node
+        if type(node) is not list or not node or type(node[0]) is not str or node[0] not in _READERS:
+            raise FormatError(f"{shown(path)}: {_brief(node)} is no node of this format")
+        if depth >= MAX_DEPTH and node[0] in _NESTING:
+            raise FormatError(f"{shown(path[:8])}...: the tree is more than {MAX_DEPTH} levels deep")
+        try:
+            return _READERS[node[0]](self, path, depth, *node[1:])
+        except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+            raise FormatError(f"{shown(path)}: {_brief(node)} is broken: {error}") from error
+
+    def _items(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
+        values = []
+        for i, node in enumerate(_expect(nodes, list)):
+            values.append(self.value(node, (*path, i), depth + 1))
+        return values
+
+    def _mapping(self, new: Any, keys: list[Node], nodes: list[Node], path: Path, depth: int) -> Any:
+        if len(_expect(keys, list)) != len(_expect(nodes, list)):
+            raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
+        seen = set()
+        for key_node, node in zip(keys, nodes, strict=True):
+            key = self.value(key_node, path, depth + 1)
+            seen.add(key)
+            child = self.value(node, (*path, step(key)), depth + 1)
+            if child is not ABSENT:
+                new[key] = child
+        if len(seen) != len(keys):
+            raise ValueError("a key stands twice")
+        return new
+
+    def read_dict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:
+        return self._mapping({}, keys, nodes, path, depth)
+
+    def read_counter(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:
+        return self._mapping(Counter(), keys, nodes, path, depth)
+
+    def read_defaultdict(self, path: Path, depth: int, name: str | None, keys: list[Node], nodes: list[Node]) -> Any:
+        if name is not None and _expect(name, str) not in _FACTORIES:
+            raise ValueError("the factory is unknown")
+        return self._mapping(defaultdict(None if name is None else _FACTORIES[name]), keys, nodes, path, depth)
+
+    def read_odict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node], *metadata: Node) -> Any:
+        new: Any = self._mapping(OrderedDict(), keys, nodes, path, depth)
+        if metadata:
+            (node,) = metadata
+            new._metadata = self.value(node, (*path, "_metadata"), depth + 1)
+        return new
+
+    def read_list(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return self._items(nodes, path, depth)
+
+    def read_tuple(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return tuple(self._items(nodes, path, depth))
+
+    def read_deque(self, path: Path, depth: int, maxlen: int | None, nodes: list[Node]) -> Any:
+        if maxlen is not None and _expect(maxlen, int) < len(nodes):
+            raise ValueError("longer than its maxlen")
+        return deque(self._items(nodes, path, depth), maxlen)
+
+    def read_set(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return set(self._items(nodes, path, depth))
+
+    def read_frozenset(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return frozenset(self._items(nodes, path, depth))
+
+    def read_int(self, path: Path, depth: int, packed: bytes) -> Any:
+        return int.from_bytes(_expect(packed, bytes), "little", signed=True)
+
+    def read_str(self, path: Path, depth: int, packed: bytes) -> Any:
+        return _expect(packed, bytes).decode("utf-8", "surrogatepass")
+
+    def read_bytes(self, path: Path, depth: int, index: int) -> Any:
+        return self._slot("bytes", index)
+
+    def read_bytearray(self, path: Path, depth: int, packed: bytes | int) -> Any:
+        return bytearray(packed) if isinstance(packed, bytes) else self._slot("bytearray", packed)
+
+    def read_complex(self, path: Path, depth: int, real: float, imag: float) -> Any:
+        return complex(_expect(real, float), _expect(imag, float))
+
+    def read_np(self, path: Path, depth: int, name: str, packed: bytes) -> Any:
+        dtype = numpy_dtype(name)
+        if dtype.kind in "SU" or len(_expect(packed, bytes)) != dtype.itemsize:
+            raise ValueError("not one value of that dtype")
+        return np.frombuffer(packed, dtype)[0]
+
+    def read_npstr(self, path: Path, depth: int, node: Node) -> Any:
+        return np.str_(_expect(self.value(node, path, depth + 1), str))
+
+    def read_npbytes(self, path: Path, depth: int, packed: bytes) -> Any:
+        return np.bytes_(_expect(packed, bytes))
+
+    def read_npdtype(self, path: Path, depth: int, name: str) -> Any:
+        return numpy_dtype(name)
+
+    def read_dtype(self, path: Path, depth: int, name: str) -> Any:
+        import torch
+
+        dtype = vars(torch).get(_expect(name, str))  # not getattr: it may import what the name says
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
+            raise ValueError("this torch has no such dtype")
+        return dtype
+
+    def read_size(self, path: Path, depth: int, sizes: list[int]) -> Any:
+        import torch
+
+        if any(not _INT_MIN <= _expect(size, int) <= _INT_MAX for size in _expect(sizes, list)):
+            raise ValueError("a size has more than 64 bits")
+        return torch.Size(sizes)
+
+    def read_device(self, path: Path, depth: int, name: str) -> Any:
+        import torch
+
+        if not _DEVICE.fullmatch(_expect(name, str)):
+            raise ValueError("no device")
+        return torch.device(name)
+
+    def read_tensor(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
+        return self._slot("tensor", index, requires_grad)
+
+    def read_parameter(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
+        return self._slot("parameter", index, requires_grad)
+
+    def read_array(self, path: Path, depth: int, index: int) -> Any:
+        return self._slot("array", index)
+
+    def read_part(self, path: Path, depth: int, name: str) -> Any:
+        if depth != 1 or (position := self._below.pop(_expect(name, str), None)) is None:
+            if depth == 1 and self._partial and name:
+                return ABSENT
+            raise ValueError("no such part here")
+        part = _Decoder(self._parts, position, {})
+        return part.value(self._parts[position].tree, path, depth)
+
+    def _slot(self, tag: str, index: int, requires_grad: bool = False) -> Slot:
+        specs = self._parts[self._position].specs if self._parts else ()
+        if not 0 <= _expect(index, int) < len(specs):
+            raise ValueError(f"there are {len(specs)} arrays")
+        spec = specs[index]
+        if family(spec.kind) != family(tag):
+            raise ValueError(f"entry {index} is of kind {spec.kind}")
+        if _expect(requires_grad, bool) and not TORCH_DTYPES[spec.dtype][2]:
+            raise ValueError(f"{spec.dtype} cannot require grad")
+        return Slot(self._position, index, tag, requires_grad)
+
+
+def family(kind: str) -> str:
+    """Return which memory a kind lives in: tied arrays are of one family."""
+    return {"parameter": "tensor", "bytearray": "bytes"}.get(kind, kind)
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _brief(node: Node) -> str:
+    """Name a node in an error without trusting its size."""
+    if type(node) is list and node and type(node[0]) is str:
+        return f"node {node[0][:40]!r} of {len(node) - 1} fields"
+    return f"a {type(node).__name__}"
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    name.removeprefix("read_"): reader for name, reader in vars(_Decoder).items() if name.startswith("read_")
+}
+_NESTING = frozenset({"list", "tuple", "set", "frozenset", "deque", "dict", "odict", "counter", "defaultdict"})

@@ -1,0 +1,810 @@
+"""What a local store does when the disk, the kernel or the other processes misbehave."""
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from snapstore.errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
+from snapstore.storage import local, locks, open_store
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "repo"
+
+
+@pytest.fixture
+def store(root):
+    return LocalStore(root, create=True)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """mount(options) -> a fresh tmpfs; mount("remount,...", path) changes it; skips where that is not allowed."""
+    mounted = []
+
+    def do(options, path=None):
+        point = path or tmp_path / f"mount{len(mounted)}"
+        point.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+        if path is None:
+            mounted.append(point)
+        return point
+
+    yield do
+    for point in mounted:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.fixture
+def no_leak():
+    """Every locked descriptor of the test is closed at its end."""
+    before = set(locks._LOCKED_FDS)
+    yield
+    assert before == locks._LOCKED_FDS
+
+
+def keys_of(store, prefix=""):
+    return sorted(info.key for info in store.list(prefix))
+
+
+def temps_of(store):
+    folder = Path(store.url) / "tmp"
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def failing(monkeypatch, name, code, when=lambda *args: True, times=1):
+    """os.<name> raises OSError(code) the first `times` that `when` holds; returns the list of those calls."""
+    real, calls = getattr(os, name), []
+
+    def fake(*args, **kwargs):
+        if len(calls) < times and when(*args):
+            calls.append(args)
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, fake)
+    return calls
+
+
+def path_of(fd):
+    return Path(f"/proc/self/fd/{fd}").readlink()
+
+
+def is_file(fd, *_):
+    return path_of(fd).is_file()
+
+
+def is_directory(fd, *_):
+    return path_of(fd).is_dir()
+
+
+# --- the order that survives a power loss ---
+
+
+@pytest.fixture
+def calls(monkeypatch, root):
+    """(call, path below the root) of every call that matters for durability."""
+    record = []
+
+    def spy(name, describe):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            what = Path(describe(*args))
+            result = real(*args, **kwargs)
+            if what.is_relative_to(root.parent):
+                record.append((name, "TEMP" if what.parent.name == "tmp" else str(what.relative_to(root.parent))))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    spy("fsync", path_of)
+    spy("link", lambda source, target, **_: target)
+    spy("mkdir", lambda path, *_: path)
+    spy("write", lambda fd, *_: path_of(fd))
+    return record
+
+
+@pytest.mark.parametrize("create", ["put", "hold"])
+def test_order_of_a_put(calls, root, create):
+    store = LocalStore(root, create=True)
+    assert calls == [("mkdir", "repo"), ("fsync", ".")]
+    calls.clear()
+    getattr(store, create)("packs/7f/7fab", b"x")
+    assert [call for call in calls if call != ("mkdir", "repo/tmp")] == [
+        ("mkdir", "repo/packs"),
+        ("fsync", "repo"),
+        ("mkdir", "repo/packs/7f"),
+        ("fsync", "repo/packs"),
+        ("write", "TEMP"),
+        ("fsync", "TEMP"),
+        ("link", "repo/packs/7f/7fab"),
+        ("fsync", "repo/packs/7f"),
+    ]
+    calls.clear()
+    store.put("packs/7f/7fcd", b"x")
+    assert calls == [
+        ("write", "TEMP"),
+        ("fsync", "TEMP"),
+        ("link", "repo/packs/7f/7fcd"),
+        ("fsync", "repo/packs/7f"),
+    ]
+
+
+def test_levels_made_by_another_process_are_not_trusted(calls, store, root):
+    """It may have made them a moment ago and not have fsynced them yet."""
+    (root / "packs" / "7f").mkdir(parents=True)
+    calls.clear()
+    store.put("packs/7f/7fab", b"x")
+    link = calls.index(("link", "repo/packs/7f/7fab"))
+    assert calls.index(("fsync", "repo")) < calls.index(("fsync", "repo/packs")) < link
+
+
+def test_a_level_removed_by_hand_is_made_again(calls, store, root):
+    store.put("a/b/c", b"x")
+    store.delete(["a/b/c"])
+    (root / "a" / "b").rmdir()
+    calls.clear()
+    store.put("a/b/c", b"x")
+    assert calls[:2] == [("mkdir", "repo/a/b"), ("fsync", "repo/a")]
+
+
+def test_an_object_that_exists_is_durable_before_that_is_said(calls, store):
+    store.put("a/b", b"x")
+    calls.clear()
+    with pytest.raises(AlreadyExistsError):
+        store.put("a/b", b"y")
+    assert calls[-1] == ("fsync", "repo/a")
+
+
+def test_settle_fsyncs_the_way_there_and_below(calls, store, root):
+    (root / "snapshots" / "run").mkdir(parents=True)
+    calls.clear()
+    store.settle("snapshots/")
+    assert {("fsync", "repo"), ("fsync", "repo/snapshots"), ("fsync", "repo/snapshots/run")} <= set(calls)
+    calls.clear()
+    store.settle("missing/")
+    assert calls == []
+
+
+# --- full disk ---
+
+
+def fill(store, data):
+    for i in range(100):
+        try:
+            store.put(f"fill/{i}", data)
+        except StorageFullError:
+            return
+    raise AssertionError("the disk never filled up")
+
+
+def test_a_really_full_disk(mount):
+    store = LocalStore(mount("size=256k"))
+    store.put("packs/a", b"a" * 64 * 1024)
+    store.hold("sessions/s", b"x")
+    with pytest.raises(StorageFullError, match=r"^packs/b .*no space"):
+        store.put("packs/b", b"b" * 1024 * 1024)
+    assert keys_of(store) == ["packs/a", "sessions/s"]
+    assert temps_of(store) == []
+    fill(store, b"x" * 4096)
+    assert abs(store.now_s() - time.time()) < 5
+    store.touch("sessions/s")
+    store.release("sessions/s")
+    store.delete(["packs/a"])
+    store.put("packs/c", b"c" * 32 * 1024)
+    assert store.get("packs/c") == b"c" * 32 * 1024
+
+
+def test_no_inodes_left(mount):
+    store = LocalStore(mount("nr_inodes=6"))
+    fill(store, b"")
+    assert abs(store.now_s() - time.time()) < 5
+    store.delete(keys_of(store))
+    store.put("a/again", b"x")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("name", "when"), [("write", is_file), ("fsync", is_file), ("fsync", is_directory), ("link", None), ("mkdir", None)]
+)
+@pytest.mark.usefixtures("no_leak")
+def test_full_at_every_call(store, monkeypatch, name, when, code):
+    calls = failing(monkeypatch, name, code, when or (lambda *_: True))
+    with pytest.raises(StorageFullError, match=rf"^a/b in .*{errno.errorcode[code]}"):
+        store.put("a/b", b"x")
+    assert len(calls) == 1
+    assert temps_of(store) == []
+    store.put("a/b", b"x")
+
+
+def test_short_writes_are_continued(store, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:1000]))
+    data = os.urandom(12_345)
+    store.put("a", data)
+    assert store.get("a") == data
+
+
+def test_short_reads_are_continued(store, monkeypatch):
+    monkeypatch.setattr(local, "_READ_PIECE_BYTES", 1000)
+    data = os.urandom(12_345)
+    store.put("a", data)
+    assert store.get("a") == data
+    assert store.get_ranges("a", [(17, 12_000)]) == [data[17:12_017]]
+
+
+# --- fsync and other errors ---
+
+
+def test_fsync_fails_once(store, monkeypatch):
+    """The put ends, the descriptor is not tried again, and nothing is visible."""
+    synced = []
+    failing(monkeypatch, "fsync", errno.EIO, lambda fd: is_file(fd) and not synced.append(os.fstat(fd).st_ino))
+    with pytest.raises(StorageError, match=r"^a in .*EIO") as caught:
+        store.put("a", b"x")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(synced) == 1
+    assert (keys_of(store), temps_of(store)) == ([], [])
+    store.put("a", b"x")
+
+
+@pytest.mark.parametrize("create", ["put", "hold"])
+@pytest.mark.usefixtures("no_leak")
+def test_fsync_of_the_directory_fails_after_the_link(store, monkeypatch, create):
+    """An unclear failure: the object may be there; it is not held, and `release` ends it."""
+    store.put("a/other", b"x")
+    failing(monkeypatch, "fsync", errno.EIO, is_directory)
+    with pytest.raises(StorageError, match=r"^a/b "):
+        getattr(store, create)("a/b", b"x")
+    assert temps_of(store) == []
+    assert store.is_held("a/b") is False
+    with pytest.raises(AlreadyExistsError):
+        store.put("a/b", b"x")
+    store.release("a/b")
+    assert keys_of(store) == ["a/other"]
+
+
+def test_a_level_counts_as_durable_only_after_its_fsync(store, monkeypatch):
+    failing(monkeypatch, "fsync", errno.EIO, is_directory)
+    with pytest.raises(StorageError):
+        store.put("a/b", b"x")
+    synced = []
+    failing(monkeypatch, "fsync", errno.EIO, lambda fd: synced.append(path_of(fd)), times=0)
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(path_of(fd)), real(fd)))
+    store.put("a/b", b"x")
+    assert synced[0] == Path(store.url)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_refused_writes(store, monkeypatch, code):
+    store.put("a", b"x")
+    failing(monkeypatch, "open", code, lambda path, *_: "tmp" in str(path))
+    with pytest.raises(StorageError, match=rf"^b in .*(read-only|permission).*{errno.errorcode[code]}"):
+        store.put("b", b"x")
+    failing(monkeypatch, "unlink", code, times=9)
+    for call in (lambda: store.delete(["a"]), lambda: store.release("a")):
+        with pytest.raises(StorageError, match=r"^a in .*(read-only|permission)"):
+            call()
+    assert store.get("a") == b"x"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
+def test_no_hard_links(store, monkeypatch, code):
+    failing(monkeypatch, "link", code)
+    with pytest.raises(CapabilityError, match=r"^a in .*hard link"):
+        store.put("a", b"x")
+    assert (keys_of(store), temps_of(store)) == ([], [])
+
+
+def test_no_fsync_of_directories(store, monkeypatch):
+    failing(monkeypatch, "fsync", errno.EINVAL, is_directory)
+    with pytest.raises(CapabilityError, match="cannot fsync a directory"):
+        store.put("a", b"x")
+
+
+def test_a_link_whose_reply_was_lost(store, monkeypatch):
+    """A network file system links, loses the answer, and its retry finds the name taken: by us."""
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "exists")
+
+    monkeypatch.setattr(os, "link", link)
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+    with pytest.raises(AlreadyExistsError):
+        store.put("a", b"x")
+
+
+def test_read_errors(store, monkeypatch):
+    store.put("a", b"x")
+    failing(monkeypatch, "pread", errno.EIO)
+    with pytest.raises(StorageError, match=r"^a in .*cannot read.*EIO"):
+        store.get("a")
+    failing(monkeypatch, "preadv", errno.EIO)
+    with pytest.raises(StorageError, match=r"^a in .*cannot read.*EIO"):
+        store.get_ranges("a", [(0, 1)])
+
+
+def test_read_only_mount(mount):
+    root = mount("size=1m")
+    store = LocalStore(root)
+    store.put("packs/a", b"abc")
+    mount("remount,ro", root)
+    assert store.get("packs/a") == b"abc"
+    assert store.get_ranges("packs/a", [(1, 2)]) == [b"bc"]
+    assert keys_of(store) == ["packs/a"]
+    assert store.is_held("packs/a") is False
+    assert abs(store.now_s() - time.time()) < 5
+    store.settle("packs/")
+    for call in (
+        lambda: store.put("packs/b", b"x"),
+        lambda: store.hold("sessions/s", b"x"),
+        lambda: store.delete(["packs/a"]),
+        lambda: store.touch("packs/a"),
+    ):
+        with pytest.raises(StorageError, match="read-only"):
+            call()
+    mount("remount,rw", root)
+
+
+def test_truncated_object(store, root):
+    store.put("packs/a", b"x" * 1000)
+    os.truncate(root / "packs" / "a", 500)
+    with pytest.raises(IntegrityError, match=r"^packs/a in .* at 400\+200: .*500 bytes"):
+        store.get_ranges("packs/a", [(0, 10), (400, 200)])
+
+
+def test_truncated_while_read(store, root, monkeypatch):
+    store.put("a", b"x" * 1000)
+    monkeypatch.setattr(local, "_READ_PIECE_BYTES", 400)
+    for name, call in (("pread", lambda: store.get("a")), ("preadv", lambda: store.get_ranges("a", [(0, 1000)]))):
+        os.truncate(root / "a", 1000)
+        real = getattr(os, name)
+
+        def cut(*args, real=real):
+            got = real(*args)
+            os.truncate(root / "a", 500)
+            return got
+
+        monkeypatch.setattr(os, name, cut)
+        with pytest.raises(IntegrityError, match=r"^a in .* at 0\+1000: .*500 bytes"):
+            call()
+
+
+def test_only_files_are_objects(store, root):
+    (root / "folder").mkdir()
+    os.mkfifo(root / "fifo")
+    (root / ".hidden").write_bytes(b"x")
+    (root / "lost+found").mkdir()
+    (root / "index").mkdir()
+    (root / "index" / "data.mdb").write_bytes(b"x")
+    (root / "loop").symlink_to("loop2")
+    assert keys_of(store) == []
+    for key in ("folder", "fifo"):
+        for call in (store.get, store.stat, store.touch):
+            with pytest.raises(NotFoundError):
+                call(key)
+        assert store.is_held(key) is False
+    store.delete(["folder"])
+    assert (root / "folder").is_dir()
+
+
+# --- listing ---
+
+
+def test_a_missing_root_is_no_empty_store(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    for path in (tmp_path / "unmounted", tmp_path / "file"):
+        store = LocalStore(path)
+        for call in (
+            lambda store=store: list(store.list("")),
+            lambda store=store: list(store.list("packs/")),
+            lambda store=store: store.put("a/b", b"x"),
+            lambda store=store: store.settle("packs/"),
+            lambda store=store: store.clean(),
+        ):
+            with pytest.raises(StorageError, match="expected a directory, found none"):
+                call()
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_unmounted_while_listed(store, root):
+    for i in range(3):
+        store.put(f"p/{i}/x", b"x")
+    listing = store.list("")
+    next(listing)
+    root.rename(root.with_name("elsewhere"))
+    with pytest.raises(StorageError, match="expected a directory"):
+        list(listing)
+    root.with_name("elsewhere").rename(root)
+    listing = store.list("")
+    next(listing)
+    root.rename(root.with_name("elsewhere"))
+    root.mkdir()  # the empty mount point
+    with pytest.raises(StorageError, match="unmounted"):
+        list(listing)
+
+
+def test_entries_that_vanish_while_listed(store, root, monkeypatch):
+    for i in range(4):
+        store.put(f"p/{i}/x", b"x")
+    real = os.scandir
+
+    class Vanishing:
+        """A scandir whose first entry is gone when it is looked at."""
+
+        def __init__(self, path):
+            self.path = Path(path)
+            self.scan = real(path)
+
+        def __enter__(self):
+            entries = sorted(self.scan, key=lambda entry: entry.name)
+            if self.path == root / "p":
+                (root / "p" / "0" / "x").unlink()
+                (root / "p" / "0").rmdir()
+            if self.path == root / "p" / "1":
+                (root / "p" / "1" / "x").unlink()
+            return iter(entries)
+
+        def __exit__(self, *_):
+            self.scan.close()
+
+    monkeypatch.setattr(os, "scandir", Vanishing)
+    assert keys_of(store) == ["p/2/x", "p/3/x"]
+
+
+def test_a_directory_that_vanishes_before_it_is_read(store, root, monkeypatch):
+    store.put("p/0/x", b"x")
+    store.put("p/1/x", b"x")
+    failing(monkeypatch, "scandir", errno.ENOENT, lambda path: Path(path) == root / "p" / "0")
+    assert keys_of(store) == ["p/1/x"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_a_listing_that_fails_raises(store, root, monkeypatch, code):
+    store.put("p/0/x", b"x")
+    failing(monkeypatch, "scandir", code, lambda path: Path(path) == root / "p" / "0", times=9)
+    with pytest.raises(StorageError, match=f"cannot list.*{errno.errorcode[code]}"):
+        list(store.list(""))
+
+
+def test_a_deep_tree_is_no_attack(store, root):
+    depth = 1500
+    level = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=level)
+        level, up = os.open("d", os.O_RDONLY, dir_fd=level), level
+        os.close(up)
+    os.close(level)
+    assert keys_of(store) == []
+    subprocess.run(["rm", "-rf", str(root)], check=True)
+
+
+# --- holds, processes, temporary files ---
+
+
+@contextmanager
+def python(script, *args):
+    """A child that runs the script; it has the store as `store` and `say(x)` for a line on stdout."""
+    head = (
+        "import os, sys, time\n"
+        "from snapstore.storage import local, locks\n"
+        "store = local.LocalStore(sys.argv[1])\n"
+        "say = lambda x: os.write(1, f'{x}\\n'.encode())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", head + script, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def told(process):
+    ready, _, _ = select.select([process.stdout], [], [], 30)
+    assert ready, "the child said nothing"
+    return process.stdout.readline().decode().strip()
+
+
+def test_a_forked_worker_does_not_keep_the_session_of_a_dead_trainer(store):
+    script = (
+        "store.hold('sessions/a', b'x')\n"
+        "worker = os.fork()\n"
+        "if worker == 0:\n"
+        "    assert store.is_held('sessions/a') is True\n"
+        "    store.put('from/worker', b'x')\n"
+        "    say(os.getpid())\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "time.sleep(60)\n"
+    )
+    with python(script, store.url) as trainer:
+        worker = int(told(trainer))
+        try:
+            assert store.is_held("sessions/a") is True
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait()
+            os.kill(worker, 0)  # it lives
+            assert store.is_held("sessions/a") is False
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    assert keys_of(store) == ["from/worker", "sessions/a"]
+
+
+def test_a_fork_leaves_the_hold_with_the_parent(store):
+    store.hold("sessions/a", b"x")
+    child = os.fork()
+    if child == 0:
+        # No assertion and no pytest in the child: its exit code is the answer.
+        os._exit(0 if not locks._LOCKED_FDS and not locks._HELD_FDS and store.is_held("sessions/a") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.is_held("sessions/a") is True
+    store.release("sessions/a")
+
+
+def test_an_executed_program_does_not_keep_the_session(store):
+    script = (
+        "import subprocess\n"
+        "store.hold('sessions/a', b'x')\n"
+        "say(subprocess.Popen(['sleep', '60'], close_fds=False).pid)\n"
+        "time.sleep(60)\n"
+    )
+    with python(script, store.url) as trainer:
+        program = int(told(trainer))
+        try:
+            trainer.kill()
+            trainer.wait()
+            assert store.is_held("sessions/a") is False
+        finally:
+            os.kill(program, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_forks_beside_writing_threads(store):
+    """A fork at any moment: the children hold nothing, and no lock is left behind in them."""
+    stop = threading.Event()
+
+    def write(me):
+        turn = 0
+        while not stop.is_set():
+            store.hold(f"s/{me}-{turn}", b"x")
+            store.release(f"s/{me}-{turn}")
+            turn += 1
+
+    writers = [threading.Thread(target=write, args=(me,)) for me in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # a lock left behind would hang
+                try:
+                    store.put(f"child/{os.getpid()}", b"x")
+                finally:
+                    os._exit(1 if locks._HELD_FDS or locks._LOCKED_FDS else 0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    assert len(keys_of(store, "child/")) == 20
+
+
+def test_probes_do_not_hold(store, root):
+    store.put("a", b"x")
+    with (root / "a").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another probe, at the same moment
+        assert store.is_held("a") is False
+
+
+def test_a_file_system_without_locks(store, monkeypatch):
+    def flock(fd, kind):
+        raise OSError(errno.ENOSYS, "none")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store.hold("a", b"x")
+    assert store.is_held("a") is None
+    (Path(store.url) / "tmp" / "old").write_bytes(b"x")
+    assert store.clean() == 0
+    store.release("a")
+    assert store.is_held("a") is False
+
+
+def test_clean_takes_the_files_of_the_dead_only(store):
+    script = (
+        "real = os.fsync\n"
+        "def fsync(fd):\n"
+        "    say('writing')\n"
+        "    sys.stdin.readline()\n"
+        "    os.fsync = real\n"
+        "    real(fd)\n"
+        "store._make_levels(local.Path(store.url, 'a'))\n"
+        "os.fsync = fsync\n"
+        "store.put(sys.argv[2], b'x' * 1000)\n"
+        "say('done')\n"
+    )
+    with python(script, store.url, "a/living") as living, python(script, store.url, "a/dead") as dead:
+        assert told(living) == told(dead) == "writing"
+        assert store.clean() == 0
+        assert len(temps_of(store)) == 2
+        dead.kill()
+        dead.wait()
+        assert store.clean() == 1000
+        assert len(temps_of(store)) == 1
+        living.stdin.write(b"go\n")
+        living.stdin.flush()
+        assert told(living) == "done"
+    assert keys_of(store) == ["a/living"]
+    assert temps_of(store) == []
+    assert store.clean() == 0
+
+
+def test_killed_between_link_and_unlink(store, root):
+    """The temporary name goes, the object stays, and no byte was freed."""
+    store.put("a", b"x" * 100)
+    os.link(root / "a", root / "tmp" / "left")
+    assert store.clean() == 0
+    assert temps_of(store) == []
+    assert store.get("a") == b"x" * 100
+
+
+def test_a_cleaner_that_is_faster_than_the_lock(store, monkeypatch):
+    """The new file is unlinked before its writer has locked it: the writer takes another name."""
+    real, seen = fcntl.flock, []
+
+    def flock(fd, kind):
+        if not seen:
+            seen.append(path_of(fd))
+            seen[0].unlink()
+        return real(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+    assert len(seen) == 1
+
+
+def test_a_cleaner_that_has_the_lock(store, monkeypatch):
+    real, seen = fcntl.flock, []
+
+    def flock(fd, kind):
+        if not seen:
+            seen.append(os.open(path_of(fd), os.O_RDWR))
+            real(seen[0], kind)
+        return real(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store.put("a", b"x")
+    os.close(seen[0])
+    assert len(temps_of(store)) == 1
+    assert store.clean() == 0
+    assert temps_of(store) == []
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_locks_that_always_fail(store, monkeypatch):
+    def flock(fd, kind):
+        raise BlockingIOError(errno.EWOULDBLOCK, "taken")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match="locked by somebody else"):
+        store.put("a", b"x")
+
+
+def test_cleaners_beside_writers(store):
+    stop = threading.Event()
+    failures = []
+
+    def clean():
+        while not stop.is_set():
+            try:
+                store.clean()
+            except Exception as error:  # noqa: BLE001 - reported below
+                failures.append(error)
+
+    cleaners = [threading.Thread(target=clean) for _ in range(2)]
+    for cleaner in cleaners:
+        cleaner.start()
+    try:
+        for i in range(200):
+            store.put(f"a/{i}", b"x" * 100)
+    finally:
+        stop.set()
+        for cleaner in cleaners:
+            cleaner.join()
+    assert failures == []
+    assert len(keys_of(store)) == 200
+    assert all(store.get(f"a/{i}") == b"x" * 100 for i in range(200))
+
+
+# --- open_store ---
+
+
+def test_open_store_local(tmp_path, monkeypatch):
+    path = tmp_path / "a b"
+    with pytest.raises(NotFoundError, match="expected a directory, found none"):
+        open_store(str(path))
+    assert not path.exists()
+    store = open_store(str(path / "deep" / "er"), create=True)
+    store.put("a", b"x")
+    monkeypatch.chdir(tmp_path)
+    for url in (
+        f"{path}/deep/er",
+        f"{path}/deep/er/",
+        "a b/deep/er",
+        f"file://{path}/deep/er",
+        f"file://{tmp_path}/a%20b/deep/er",
+        f"FILE://localhost{path}/deep/er",
+    ):
+        opened = open_store(url)
+        assert opened.get("a") == b"x"
+        assert opened.url == str(path / "deep" / "er")
+    assert open_store(str(path), create=True).url == str(path)
+
+
+def test_open_store_memory():
+    store = open_store("memory://test-open-store")
+    assert isinstance(store, MemoryStore)
+    assert open_store("memory://test-open-store", create=True) is store
+    assert open_store("memory://other") is not store
+    assert store.url == "memory://test-open-store"
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("s3://key:secret@bucket/prefix", CapabilityError),
+        ("gs://key:secret@bucket", InvalidInputError),
+        ("https://user:secret@host/x", InvalidInputError),
+        ("memory://", InvalidInputError),
+        ("memory://a/b", InvalidInputError),
+        ("file://otherhost/x", InvalidInputError),
+        ("file://", InvalidInputError),
+        ("", InvalidInputError),
+        ("/a\0b", InvalidInputError),
+        ("/etc/passwd", InvalidInputError),
+        ("/etc/passwd/x", NotFoundError),
+        ("/no/such/place", NotFoundError),
+        ("/" + "x" * 300, StorageError),
+    ],
+)
+def test_open_store_refuses(url, error):
+    with pytest.raises(error) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_create_over_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StorageError):
+            LocalStore(path, create=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import blob, manifest, pack, records
+from . import blob, manifest, records
 from .engine import Engine
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .fetch import Fetcher, Wanted
@@ -158,7 +158,9 @@ class _Check:
                 if key not in self._sizes:
                     self._report("pack", key, f"{snapshot.ref}: {key} is missing", [snapshot.id])
                 elif self._sizes[key] != size:
-                    message = f"{snapshot.ref}: {key} has {self._sizes[key]} bytes, expected {size}: cut short or altered"
+                    message = (
+                        f"{snapshot.ref}: {key} has {self._sizes[key]} bytes, expected {size}: cut short or altered"
+                    )
                     self._report("pack", key, message, [snapshot.id])
         return found
 
@@ -262,4 +264,3 @@ def _loses(data: memoryview, m: Manifest, number: int, key: str) -> bool:
         except _DAMAGE:
             return True
     return False
-

@@ -9,7 +9,7 @@ SnapstoreError                    anything below; the message names the thing, s
 ├── StorageError                  the store failed: unreachable, refused, read-only; nothing was committed
 │   └── StorageFullError          no space or quota left; forget and gc still work
 ├── FormatError                   bytes that are not of this format, or of a version this release does not read
-├── IntegrityError                bytes of this format that are damaged or missing; `snapstore check` says how far it goes
+├── IntegrityError                bytes of this format that are damaged or missing; see `snapstore check`
 └── CapabilityError               something this machine, store or installation cannot do
 """
 

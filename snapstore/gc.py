@@ -3,7 +3,7 @@
     mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
             records need; candidates = 1 minus 2  (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
     sweep   every session of .wait has ended or is fenced; live again from scratch; `swept` revisions for forgotten
-            records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark and wait, PUT .done
+            records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark, wait; PUT .done
 
 Why this order (the models that explore it are described in docs/design/protocol.md): a save that began before the
 listing of sessions is waited for; one that began after it has seen the mark, and will not build on its candidates. A
@@ -17,6 +17,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from . import records
@@ -193,10 +194,8 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
     store.delete([f"gc/{mark.id}.mark"])
     store.delete([f"gc/{mark.id}.wait"])
     done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=sum(sizes[key] for key in doomed))
-    try:
+    with suppress(AlreadyExistsError):  # two gcs completed it
         store.put(f"gc/{mark.id}.done", records.encode(done))
-    except AlreadyExistsError:
-        pass  # two gcs completed it
 
 
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
@@ -240,10 +239,8 @@ def _fence(store: ObjectStore, session: Session) -> None:
             id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(),
             created=time.time(), reason="gc gave this save up as dead",
         )  # fmt: skip
-        try:
+        with suppress(AlreadyExistsError):
             store.put(aborted.key, records.encode(aborted))
-        except AlreadyExistsError:
-            pass
     store.release(f"sessions/{session.id}")
 
 
@@ -276,9 +273,7 @@ def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: obje
     return revision
 
 
-def forget(
-    store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str
-) -> list[Snapshot]:
+def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
     """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
 
     Returns:

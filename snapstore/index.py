@@ -1,8 +1,8 @@
-"""Index: the repository's records and manifest headers, cached in LMDB; and View, the answer to who descends from whom.
+"""Index: records and manifest headers, cached in LMDB; and View, the answer to who descends from whom.
 
-Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store, reads
-only what is new, and answers from memory. An index that is missing, foreign, damaged, full or unwritable costs time,
-nothing else.
+Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
+reads only what is new, and answers from memory. An index that is missing, foreign, damaged, full or unwritable costs
+time, nothing else.
 
 LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
 fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import lmdb
 import xxhash
@@ -51,9 +52,7 @@ class View:
         self.damaged = damaged
         self.vanished = list(vanished)
 
-    def snapshots(
-        self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)
-    ) -> list[Snapshot]:
+    def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Snapshots of a run (of all runs) in these states (in any), by run and seq."""
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
@@ -118,7 +117,9 @@ class View:
         if not found:
             steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
-            raise NotFoundError(f"reference {ref!r}: no such step or tag in run {run!r}; last steps: {steps}; tags: {tags}")
+            raise NotFoundError(
+                f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
+            )
         return max(found, key=lambda s: s.seq)
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
@@ -237,8 +238,7 @@ class Index:
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
-            view = self.refresh()
-            return view
+            return self.refresh()
 
     def forget_keys(self, keys: Iterable[str]) -> None:
         """Drop records that are gone from the store on purpose (an operator removed them)."""
@@ -272,7 +272,7 @@ class Index:
 class _Environment:
     """The one LMDB environment of a folder in this process, and the seal on its file."""
 
-    _open: dict[tuple[int, str], _Environment] = {}
+    _open: ClassVar[dict[tuple[int, str], _Environment]] = {}
     _open_lock = threading.Lock()
 
     def __init__(self, folder: Path, uuid: str) -> None:

@@ -238,7 +238,7 @@ class SnapshotManager:
     ) -> None:
         try:
             self.close()
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:
             if error is None:
                 raise
             log.error("run=%s a save failed as well: %s", self.run, failure)  # the first error is the one to see

@@ -319,9 +319,8 @@ def _column(raw: bytes, name: str, where: str) -> npt.NDArray[Any]:
 def _validate(header: ManifestHeader, table: ChunkTable, tensors: list[TensorEntry], inline: int, where: str) -> None:
     """Everything that readers rely on, so that a damaged or hostile manifest cannot lead them out of bounds."""
     refs = int(table.starts[-1])
-    per_ref: list[npt.NDArray[Any]] = [table.ref_kinds, table.ref_packs, table.ref_offsets, table.ref_lengths, table.ref_digests,
-               table.ref_starts, table.ref_sizes]  # fmt: skip
-    if len(table.digests) != len(table) or len(table) != header.chunks or any(len(c) != refs for c in per_ref):
+    per_ref = (len(getattr(table, name)) for name in COLUMNS if name not in ("digests", "ref_counts"))
+    if len(table.digests) != len(table) or len(table) != header.chunks or any(count != refs for count in per_ref):
         raise FormatError(f"{where}: columns of {[len(getattr(table, f.name)) for f in fields(table)]} rows disagree")
     if len(table):
         first, last = table.starts[:-1], table.starts[1:] - 1
@@ -332,7 +331,7 @@ def _validate(header: ManifestHeader, table: ChunkTable, tensors: list[TensorEnt
         if table.ref_packs.max() >= max(1, len(header.packs) // 32) or not header.packs:
             raise FormatError(f"{where}: a reference to a pack that the header does not name")
         if table.ref_starts.any() or table.ref_sizes.max() > header.chunk_bytes or table.ref_sizes.min() < 1:
-            raise FormatError(f"{where}: a reference to part of a chunk, or to a chunk beyond {header.chunk_bytes} bytes")
+            raise FormatError(f"{where}: a reference to part of a chunk, or beyond {header.chunk_bytes} bytes")
         if (table.ref_sizes != np.repeat(table.ref_sizes[first], table.ref_counts)).any():
             raise FormatError(f"{where}: a chain over chunks of different lengths")
         ends = table.ref_offsets + table.ref_lengths

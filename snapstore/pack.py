@@ -37,7 +37,17 @@ MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"
 VERSION = 1
 ENTRY = np.dtype(
     {
-        "names": ["offset", "length", "raw_bytes", "transform", "element_size", "codecs", "digest", "base", "plane_bytes"],
+        "names": [
+            "offset",
+            "length",
+            "raw_bytes",
+            "transform",
+            "element_size",
+            "codecs",
+            "digest",
+            "base",
+            "plane_bytes",
+        ],
         "formats": ["<u8", "<u4", "<u4", "u1", "u1", ("u1", 8), "V16", "V16", ("<u4", 8)],
         "offsets": [0, 8, 12, 16, 17, 24, 32, 48, 64],
         "itemsize": 96,

@@ -35,9 +35,9 @@ from .storage.local import LocalStore
 
 if TYPE_CHECKING:
     from .check import CheckResult
+    from .digest import Bytes
     from .inspection import Diff, Stats
     from .manifest import Manifest
-    from .digest import Bytes
     from .staging import Staging
     from .state import Part
 
@@ -160,7 +160,7 @@ class Repository:
         if config.version != records.FORMAT_VERSION or unknown:
             raise FormatError(
                 f"{store.url}: format version {config.version} with features {unknown or 'none'}, this snapstore "
-                f"({records.VERSION}) reads version {records.FORMAT_VERSION}; it was made by {config.writer}: use that or newer"
+                f"({records.VERSION}) reads version {records.FORMAT_VERSION}; use {config.writer} or newer"
             )
         if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
             raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
@@ -310,7 +310,7 @@ class Repository:
         """
         check_name("tag", name)
         if name == "latest" or name.isdecimal():
-            raise InvalidInputError(f"tag {name!r}: is a step number or 'latest'; a reference could not tell them apart")
+            raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
             return {"tags": sorted({*snapshot.tags, name})}
@@ -534,4 +534,3 @@ def _clean_up(opened: Index, temporary: tempfile.TemporaryDirectory[str] | None)
     opened.close()
     if temporary is not None:
         temporary.cleanup()
-

@@ -1,7 +1,7 @@
 """The read path: record -> manifest -> get ranges -> unpack -> decode -> planes -> patch chain -> verify -> state.
 
-In: a snapshot and maybe a target to fill. Out: the state, every chunk of it checked against its digest. Needs the record
-and the manifests alone, no index.
+In: a snapshot and maybe a target to fill. Out: the state, every chunk of it checked against its digest. Needs the
+record and the manifests alone, no index.
 """
 
 from __future__ import annotations

@@ -406,6 +406,8 @@ def _age(snapshot: SnapshotLike) -> tuple[int, str]:
 
 
 def check(policies: Iterable[Policy]) -> list[Policy]:
+    """`policies` as a list, if that is what they are, else InvalidInputError."""
+    """The policies as a list; an InvalidInputError names what is none."""
     if isinstance(policies, _CLASSES) or not isinstance(policies, Iterable):
         raise InvalidInputError(f"keep: expected a list of policies, got {policies!r}")
     policies = list(policies)

@@ -20,7 +20,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import records
-from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError, NotFoundError, StorageError, StorageFullError
+from .errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
 from .index import Index, View
 from .records import ABORTED, COMMITTED, Mark, Snapshot
 from .storage import ObjectStore
@@ -199,5 +207,3 @@ def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:
         keys.add(ref.key)
         keys.update(map(records.pack_key, index.header(ref).pack_names))
     return keys
-
-

@@ -55,9 +55,7 @@ class Staging:
             copies.append([])
             for spec, value in zip(part.specs, part.values, strict=True):
                 small = spec.nbytes < inline_below
-                room = (
-                    np.empty(spec.nbytes, np.uint8) if small else self._spare.room(part.name, spec.path, spec.nbytes)
-                )
+                room = np.empty(spec.nbytes, np.uint8) if small else self._spare.room(part.name, spec.path, spec.nbytes)
                 copy_into(value, room)
                 copies[-1].append(room)
         return copies

@@ -134,9 +134,13 @@ class _Flattener:
         expanded = self._expand(state, ())
         root = state if expanded is None else expanded[0]
         names = _part_names(root)
-        done = [self._fill("", lambda: self._root(root, names) if names else self._encoder.node(root, ()))]
-        for name in names:
-            done.append(self._fill(name, partial(self._encoder.node, root[name], (name,))))
+        if not names:
+            done = [self._fill("", partial(self._encoder.node, root, ()))]
+        else:
+            # Part "" comes first, so that a tie always points to an earlier part.
+            with self._encoder.inside(root, ()):
+                done = [self._fill("", partial(self._root, root, names))]
+                done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
         self._encoder.raise_problems()
         return done
 
@@ -145,14 +149,12 @@ class _Flattener:
         return replace(self._part, tree=tree())
 
     def _root(self, root: Any, names: list[str]) -> Node:
-        # Part "" is walked before the others, so that a tie always points to an earlier part.
         keys, nodes = [], []
-        with self._encoder.inside(root, ()):
-            for element, key, child in children(root):
-                keys.append(self._encoder.key(key, (element,)))
-                in_part = type(key) is str and key in names
-                nodes.append(["part", key] if in_part else self._encoder.node(child, (element,)))
-            return self._encoder.tagged(root, keys, nodes, ())
+        for element, key, child in children(root):
+            keys.append(self._encoder.key(key, (element,)))
+            in_part = type(key) is str and key in names
+            nodes.append(["part", key] if in_part else self._encoder.node(child, (element,)))
+        return self._encoder.tagged(root, keys, nodes, ())
 
     def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
         return (_state_of(value, path),) if is_stateful(value) else None
@@ -209,29 +211,33 @@ def _described(value: Any) -> tuple[str, str, tuple[int, ...]]:
     """
     if type(value) in (bytes, bytearray):
         return type(value).__name__, "bytes", (len(value),)
-    shape = () if getattr(value, "is_nested", False) else tuple(value.shape)
+    kind, dtype = _described_ndarray(value) if isinstance(value, np.ndarray) else _described_tensor(value)
+    shape = tuple(value.shape)
     if len(shape) > MAX_DIMENSIONS:
         raise UnsupportedLeafError(f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} can be stored: reshape it")
-    if isinstance(value, np.ndarray):
-        name = numpy_dtype_name(value.dtype)
-        if type(value) is not np.ndarray or name is None or not value.itemsize:
-            raise UnsupportedLeafError(
-                f"{type(value).__name__} of dtype {value.dtype} has no stored form: convert it to a plain ndarray of "
-                "numbers, strings or times"
-            )
-        return "array", name, shape
-    return _described_tensor(value), str(value.dtype).removeprefix("torch."), shape
+    return kind, dtype, shape
 
 
-def _described_tensor(value: torch.Tensor) -> str:
+def _described_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
+    name = numpy_dtype_name(value.dtype)
+    if type(value) is not np.ndarray or name is None or not value.itemsize:
+        raise UnsupportedLeafError(
+            f"{type(value).__name__} of dtype {value.dtype} has no stored form: convert it to a plain ndarray of "
+            "numbers, strings or times"
+        )
+    return "array", name
+
+
+def _described_tensor(value: torch.Tensor) -> tuple[str, str]:
     import torch
 
+    dtype = _dtype_name(value)
     problem = None
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"tensor subclass {type(value).__module__}.{type(value).__qualname__}"
     elif value.is_nested or value.layout is not torch.strided or value.is_mkldnn:
         problem = f"{'nested' if value.is_nested else value.layout} tensor"
-    elif value.is_quantized or str(value.dtype).removeprefix("torch.") not in TORCH_DTYPES:
+    elif value.is_quantized or dtype not in TORCH_DTYPES:
         problem = f"tensor of dtype {value.dtype}"
     elif value.is_meta:
         problem = "meta tensor, which has no values,"
@@ -242,7 +248,7 @@ def _described_tensor(value: torch.Tensor) -> str:
             f"{problem} has no stored form: convert it to a dense torch.Tensor, or wrap it in an object with "
             "state_dict/load_state_dict"
         )
-    return "parameter" if type(value) is torch.nn.Parameter else "tensor"
+    return "parameter" if type(value) is torch.nn.Parameter else "tensor", dtype
 
 
 def _memory_key(value: Array) -> tuple[Any, ...] | None:

@@ -1,4 +1,4 @@
-"""Writer: the middle of the write path: split -> digest -> known? -> delta -> planes -> encode -> pack -> put -> manifest.
+"""Writer: the middle of the write path. split -> digest -> known? -> delta -> planes -> encode -> pack -> manifest.
 
 In: the parts of a state and their bytes. Out: durable packs, then durable manifests. One batch of chunks is
 encoded while the last one is packed and packs before it are hashed and put; all of it is bounded in bytes. Runs in the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from . import blob, chunking, delta, manifest
 from .delta import Base, Bases
 from .digest import Bytes
-from .engine import EncodeJob, Encoded, Engine, Threads
+from .engine import Encoded, EncodeJob, Engine, Threads
 from .errors import AlreadyExistsError, FormatError, IntegrityError, NotFoundError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
@@ -156,10 +157,8 @@ def _write_manifests(
 
 def _put_once(store: ObjectStore, key: str, data: bytes | bytearray) -> None:
     """Put a content-addressed object; one that is there already is this very one (a lost response, repeated)."""
-    try:
+    with suppress(AlreadyExistsError):
         store.put(key, data)
-    except AlreadyExistsError:
-        pass
 
 
 @dataclass(slots=True)

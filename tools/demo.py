@@ -196,7 +196,7 @@ def show(demo: Demo) -> None:
     """What the repository holds."""
     snapshots = sorted(Repository.open(demo.url).snapshots(), key=lambda snapshot: snapshot.created)
     names = {snapshot.id: f"{snapshot.run}@{snapshot.step}" for snapshot in snapshots}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("snapshot", no_wrap=True)
     table.add_column("parent", no_wrap=True)
     for column in ("depth", "logical\nMiB", "stored\nMiB", "ratio", "stall\nms", "loss"):
@@ -242,7 +242,7 @@ def forget(demo: Demo) -> None:
     left = {snapshot.id for snapshot in repository.snapshots()}
     check = repository.check("restore")
     demo.proofs.add(
-        check.ok and left == set(check.restorable),
+        check.ok and left <= {snapshot.id for snapshot in check.restorable},
         f"all {len(left)} snapshots that stayed restore: every chunk decoded and hashed again",
     )
 

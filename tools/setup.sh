@@ -24,7 +24,7 @@ snapstore_torch_version() { # of the interpreter $1; empty if it has none
 snapstore_setup() {
     local stamp=.venv/snapstore-setup.stamp inputs base torch constraints=tools/constraints.txt
     inputs="$PWD $(cat pyproject.toml tools/constraints.txt tools/setup.sh | cksum)"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ] && .venv/bin/python -c '' 2>/dev/null && return
+    [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ] && [ -n "$(snapstore_torch_version .venv/bin/python)" ] && return
 
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         base=$(snapstore_base_python) || return 1

@@ -123,13 +123,15 @@ def parse(blob: memoryview, where: str) -> Header:
     if len(blob) < HEADER.size:
         raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
     (
-        magic, version, _, check, transform, element_size, layout, _, raw_bytes, payload_bytes, block_bytes, codec_ids,
-        count, _, chunk_digest, base,
+        magic, version, zero, check, transform, element_size, layout, _, raw_bytes, payload_bytes, block_bytes,
+        codec_ids, count, _, chunk_digest, base,
     ) = HEADER.unpack_from(blob)  # fmt: skip
     if magic != MAGIC:
         raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
     if version != VERSION:
         raise FormatError(f"{where}: blob version {version}, this snapstore reads {VERSION}")
+    if zero:  # the one field that the checksum does not cover
+        raise IntegrityError(f"{where}: {zero} where zero must stand; run 'snapstore check --read-data'")
     length = HEADER.size + 4 * count + payload_bytes
     if length > len(blob):
         raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
@@ -190,7 +192,7 @@ def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tupl
         raise IntegrityError(f"{where}: planes end at {at}, the blob at {end}")
 
 
-def _patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
+def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
     """Decode a blob's planes into, or XOR them onto, planes_out (e, n) uint8."""
     scratch: Bytes | None = None
     for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
@@ -237,7 +239,7 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
             by_element_size[header.element_size] = np.empty(
                 (header.element_size, out.size // header.element_size), np.uint8
             )
-        _patch_planes(blob, header, by_element_size[header.element_size], fresh, where)
+        patch_planes(blob, header, by_element_size[header.element_size], fresh, where)
         wanted = header.base
     if wanted != NO_BASE:
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")

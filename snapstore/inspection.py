@@ -23,7 +23,7 @@ from .manifest import Manifest, TensorEntry
 from .records import Snapshot
 from .restore import check_layout, read_manifests, spec_of
 from .storage import ObjectStore
-from .tree import CONTAINERS, Slot, StoredPart, TensorSpec, children, decode
+from .tree import CONTAINERS, Path, Slot, StoredPart, TensorSpec, children, decode, display
 
 # --- stats -----------------------------------------------------------------------------------------------------------
 
@@ -213,18 +213,27 @@ def diff(store: ObjectStore, engine: Engine, a: Snapshot, b: Snapshot) -> Diff:
     manifests_a, manifests_b = read_manifests(store, a), read_manifests(store, b)
     before, after = _by_path(manifests_a), _by_path(manifests_b)
     tensors = []
-    for path in [*before, *(path for path in after if path not in before)]:
-        if path not in after:
+    for key in [*before, *(key for key in after if key not in before)]:
+        path = display(key[0])
+        if key not in after:
             tensors.append(TensorDiff(path, "removed"))
-        elif path not in before:
+        elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            tensors.append(_compare(store, engine, path, before[path], after[path]))
+            tensors.append(_compare(store, engine, path, before[key], after[key]))
     return Diff(a, b, tensors, _plain_changes(manifests_a, manifests_b))
 
 
-def _by_path(manifests: Sequence[Manifest]) -> dict[str, _Located]:
-    return {".".join(map(str, entry.path)): (m, entry) for m in manifests for entry in m.tensors}
+def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
+    """Every tensor by its path, and which of that path: dict keys such as 1.0 and "1.0" look alike."""
+    seen: Counter[Path] = Counter()
+    found: dict[tuple[Path, int], _Located] = {}
+    for m in manifests:
+        for entry in m.tensors:
+            path = tuple(entry.path)
+            found[path, seen[path]] = m, entry
+            seen[path] += 1
+    return found
 
 
 def _compare(store: ObjectStore, engine: Engine, path: str, a: _Located, b: _Located) -> TensorDiff:
@@ -262,6 +271,20 @@ def _fingerprint(located: _Located) -> bytes:
 
 
 def _pieces(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[Bytes]:
+    """A tensor's bytes, chunk by chunk; strings, whose size need not divide a chunk's, are cut between elements."""
+    itemsize = spec_of(located[1]).itemsize
+    left = np.empty(0, np.uint8)
+    for piece in _chunks(store, engine, located):
+        if 16 % itemsize == 0:
+            yield piece
+            continue
+        piece = np.concatenate([left, piece])
+        whole = piece.size - piece.size % itemsize
+        left = piece[whole:]
+        yield piece[:whole]
+
+
+def _chunks(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk."""
     m, entry = located
     check_layout(m, entry, f"part {m.header.part!r}")
@@ -308,18 +331,18 @@ def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[s
     """Plain values that differ, appeared ("" before) or went ("" after)."""
     before, after = dict(_plain(_tree(a), ())), dict(_plain(_tree(b), ()))
     paths = [*before, *(path for path in after if path not in before)]
-    return [(p, before.get(p, ""), after.get(p, "")) for p in paths if before.get(p) != after.get(p)]
+    return [(display(p), before.get(p, ""), after.get(p, "")) for p in paths if before.get(p) != after.get(p)]
 
 
 def _tree(manifests: Sequence[Manifest]) -> Any:
     return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-def _plain(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(dotted path, repr) of every plain leaf; long sequences of plain values would drown the rest and are cut."""
+def _plain(tree: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """(path, repr) of every plain leaf; long sequences of plain values would drown the rest and are cut."""
     if type(tree) in CONTAINERS and tree:
         for element, _, child in children(tree):
-            yield from _plain(child, (*path, str(element)))
+            yield from _plain(child, (*path, element))
     elif not isinstance(tree, Slot):
         text = repr(tree)
-        yield ".".join(path), text if len(text) <= 200 else text[:197] + "..."
+        yield path, text if len(text) <= 200 else text[:197] + "..."

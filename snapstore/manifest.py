@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError
 from .records import ManifestRef, sha256_names
@@ -26,9 +27,12 @@ PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-6
 MAGIC = b"SNAPMANI"
 VERSION = 1
 MAX_CHAIN = 255
-#: A section unpacks to at most this, or to the size of the manifest: no column is larger than the digests beside it,
-#: which are stored as they are, so only a hostile manifest is refused.
+#: All sections unpack to at most this and four times the size of the manifest: the digests are stored as they are and
+#: are more than a third of all columns, so only a hostile manifest is refused.
 MAX_SECTION_BYTES = 256 * 1024 * 1024
+#: What has no fixed size is compressed only up to this size: a few kilobytes cannot unpack to millions of nodes.
+MAX_PACKED_BYTES = 16 * 1024 * 1024
+_PACKED = ("tree", "tensors", "inline")
 #: The first read of a header takes this much; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
 
@@ -190,7 +194,8 @@ def encode(
     sections: list[tuple[str, int, int, int, int]] = []
     at = 0
     for name, data in raw.items():
-        stored = data if name.endswith("digests") else compressor.compress(data)
+        as_it_is = name.endswith("digests") or (name in _PACKED and len(data) > MAX_PACKED_BYTES)
+        stored = data if as_it_is else compressor.compress(data)
         codec = int(len(stored) < len(data) and stored is not data)
         stored = stored if codec else data
         sections.append((name, at, len(stored), len(data), codec))
@@ -231,10 +236,12 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
         raise IntegrityError(f"{where}: manifest header damaged or cut short; run 'snapstore check'")
     try:
         header = msgspec.msgpack.decode(packed, type=ManifestHeader)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest header does not decode: {error}") from error
     if len(header.packs) % 32 or len(header.pack_sizes) != len(header.packs) // 4:
         raise FormatError(f"{where}: {len(header.packs)} bytes of pack names, {len(header.pack_sizes)} of sizes")
+    if header.chunk_bytes % 16 or not MIN_CHUNK_BYTES <= header.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise FormatError(f"{where}: chunks of {header.chunk_bytes} bytes")
     return header
 
 
@@ -277,7 +284,11 @@ def decode(data: bytes, where: str) -> Manifest:
     """The inverse of `encode`; every count is checked against the bytes that are there before it is believed."""
     header = decode_header(data, where)
     start = PREFIX.size + _prefix(data, where)[0]
-    raw = {section[0]: _section(data, start, section, where) for section in header.sections}
+    sections = {section[0]: section for section in header.sections if section[0] in COLUMNS or section[0] in _PACKED}
+    total = sum(raw_bytes for _, _, _, raw_bytes, _ in sections.values())
+    if total > MAX_SECTION_BYTES + 4 * len(data):
+        raise FormatError(f"{where}: sections declare {total} bytes in a manifest of {len(data)}")
+    raw = {name: _section(data, start, section, where) for name, section in sections.items()}
     try:
         table = ChunkTable(**{name: _column(raw[name], name, where) for name in COLUMNS})
         tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
@@ -285,7 +296,7 @@ def decode(data: bytes, where: str) -> Manifest:
         inline = raw["inline"]
     except KeyError as error:
         raise FormatError(f"{where}: section {error} is missing") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest does not decode: {error}") from error
     _validate(header, table, tensors, len(inline), where)
     return Manifest(header, tree, tensors, inline, table)
@@ -296,9 +307,11 @@ def _section(data: bytes, start: int, section: tuple[str, int, int, int, int], w
     stored = memoryview(data)[start + offset : start + offset + stored_bytes]
     if len(stored) != stored_bytes or codec not in (0, 1) or min(offset, raw_bytes) < 0:
         raise FormatError(f"{where}: section {name!r} lies outside the manifest or has an unknown codec {codec}")
-    if raw_bytes > max(MAX_SECTION_BYTES, len(data)):
+    if name in _PACKED and raw_bytes > max(MAX_PACKED_BYTES, len(data)):
         raise FormatError(f"{where}: section {name!r} declares {raw_bytes} bytes, more than it can hold")
     if codec == 0:
+        if raw_bytes != stored_bytes:
+            raise FormatError(f"{where}: section {name!r} declares {raw_bytes} bytes and holds {stored_bytes}")
         return bytes(stored)
     try:
         if zstandard.frame_content_size(stored) != raw_bytes:

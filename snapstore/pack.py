@@ -137,7 +137,7 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
     (tail,) = store.get_ranges(key, [(size_bytes - TRAILER.size, TRAILER.size)])
     start, count, name_bytes, check, magic = TRAILER.unpack(tail)
     length = count * ENTRY.itemsize + name_bytes
-    if magic != FOOTER_MAGIC or start + length + TRAILER.size != size_bytes:
+    if magic != FOOTER_MAGIC or start < HEADER.size or start + length + TRAILER.size != size_bytes:
         raise IntegrityError(f"{key}: damaged footer; run 'snapstore check --read-data'")
     (footer,) = store.get_ranges(key, [(start, length)])
     if checksum(footer) != check:

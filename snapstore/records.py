@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -27,13 +27,18 @@ ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload leng
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
+#: Names that become parts of keys and paths: a forged one is refused before anything is made of it.
+Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a folder or bucket prefix a repository."""
 
-    uuid: str
+    uuid: Id
     version: int
     chunk_bytes: int
     features: list[str]
@@ -46,8 +51,8 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
 
     part: str
     rank: int
-    sha256: str
-    size_bytes: int
+    sha256: Sha256
+    size_bytes: Count
     logical_bytes: int
 
     @property
@@ -219,7 +224,7 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
         raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
 
 

@@ -17,8 +17,10 @@ from .errors import FormatError
 from .fetch import Fetcher, Wanted
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
-from .state import StoredPart, Target, TensorSpec, parts_needed
+from .selection import parts_needed
 from .storage import ObjectStore
+from .target import Target
+from .tensors import StoredPart, TensorSpec
 
 
 def restore(
@@ -70,7 +72,7 @@ def check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
     if len(entry.boxes) != 1 or any(entry.boxes[0].offsets) or entry.boxes[0].sizes != entry.shape:
         raise FormatError(f"{where}: {name}: in {len(entry.boxes)} shards; a newer snapstore reads them")
     first, count = entry.boxes[0].first_chunk, entry.boxes[0].chunks
-    if count != chunking.chunk_count(nbytes, m.header.chunk_bytes):
+    if not count or count != chunking.chunk_count(nbytes, m.header.chunk_bytes):
         raise FormatError(f"{where}: {name}: {nbytes} bytes in {count} chunks of {m.header.chunk_bytes}")
     lengths = np.full(count, m.header.chunk_bytes, np.uint32)
     lengths[-1] = nbytes - (count - 1) * m.header.chunk_bytes

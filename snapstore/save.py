@@ -74,15 +74,10 @@ def _write(
     bases: Bases, staging: Staging, plan: Plan,
 ) -> Written:  # fmt: skip
     """Packs and manifests, from the copies or from the state itself."""
-    plain = staging.base(bases.snapshot.id if bases.snapshot else None)
+    plain = staging.base(bases.snapshot.id if bases.snapshot else None, parts)
     if copies is not None:
         return writer.write(store, engine, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
-    staging.begin()  # from here on every encoded chunk overwrites its base
-
-    def keep(part: int, tensor: int, start: int, chunk: Bytes) -> None:
-        spec = parts[part].specs[tensor]
-        staging.overwrite(parts[part].name, spec.path, spec.nbytes, start, chunk)
-
+    keep = staging.overwrite(parts)
     return writer.write(
         store, engine, session, parts, lambda p, t: as_bytes(parts[p].values[t]), bases, plain, plan, on_chunk=keep
     )

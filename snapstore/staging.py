@@ -10,7 +10,8 @@ A Staging belongs to one SnapshotManager; only one save at a time touches it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,15 +19,35 @@ from .digest import Bytes
 from .state import Part, copy_into
 
 
-class Buffers(dict[tuple[str, tuple[str | int, ...]], Bytes]):
-    """Plain bytes of tensors by (part, path), (nbytes,) uint8."""
+#: Part, path, and which of the tensors of that path: keys such as 1.0 and "1.0" look alike in a path.
+Key = tuple[str, tuple[str | int, ...], int]
+PlainBytes = Callable[[int, int], Bytes | None]  # (part, tensor) -> (nbytes,) uint8, where they are at hand
 
-    def room(self, part: str, path: tuple[str | int, ...], nbytes: int) -> Bytes:
+
+def keys_of(part: Part) -> list[Key]:
+    """A name for each of a part's tensors, the same in the next save."""
+    seen: Counter[tuple[str | int, ...]] = Counter()
+    keys = []
+    for spec in part.specs:
+        keys.append((part.name, spec.path, seen[spec.path]))
+        seen[spec.path] += 1
+    return keys
+
+
+class Buffers(dict[Key, Bytes]):
+    """Plain bytes of tensors, (nbytes,) uint8."""
+
+    def room(self, key: Key, nbytes: int) -> Bytes:
         """The buffer of a tensor, made anew when its size is another."""
-        buffer = self.get((part, path))
+        buffer = self.get(key)
         if buffer is None or buffer.size != nbytes:
-            buffer = self[part, path] = np.empty(nbytes, np.uint8)
+            buffer = self[key] = np.empty(nbytes, np.uint8)
         return buffer
+
+    def keep_only(self, keys: set[Key]) -> None:
+        """Drop the buffers of tensors that are gone."""
+        for gone in self.keys() - keys:
+            del self[gone]
 
 
 class Staging:
@@ -47,31 +68,41 @@ class Staging:
         Returns:
             Per part, per tensor (nbytes,) uint8, safe from later changes of the state.
         """
-        kept = {(part.name, spec.path) for part in parts for spec in part.specs}
-        for gone in self._spare.keys() - kept:
-            del self._spare[gone]
+        names = [keys_of(part) for part in parts]
+        self._spare.keep_only({key for keys in names for key in keys})
         copies: list[list[Bytes]] = []
-        for part in parts:
+        for part, keys in zip(parts, names, strict=True):
             copies.append([])
-            for spec, value in zip(part.specs, part.values, strict=True):
+            for key, spec, value in zip(keys, part.specs, part.values, strict=True):
                 small = spec.nbytes < inline_below
-                room = np.empty(spec.nbytes, np.uint8) if small else self._spare.room(part.name, spec.path, spec.nbytes)
+                room = np.empty(spec.nbytes, np.uint8) if small else self._spare.room(key, spec.nbytes)
                 copy_into(value, room)
                 copies[-1].append(room)
         return copies
 
-    def base(self, snapshot_id: str | None) -> Mapping[tuple[str, tuple[str | int, ...]], Bytes]:
+    def base(self, snapshot_id: str | None, parts: Sequence[Part]) -> PlainBytes:
         """The plain bytes of the tensors of `snapshot_id`, if they are the ones held here."""
-        return self._base if snapshot_id is not None and snapshot_id == self._base_id else {}
+        if snapshot_id is None or snapshot_id != self._base_id:
+            return lambda part, tensor: None
+        held, names = self._base, [keys_of(part) for part in parts]
+        return lambda part, tensor: held.get(names[part][tensor])
 
-    def overwrite(self, part: str, path: tuple[str | int, ...], nbytes: int, start: int, chunk: Bytes) -> None:
-        """Put a chunk that has been encoded in its base's place (synchronous saves)."""
-        if self._keep_base:
-            self._base.room(part, path, nbytes)[start : start + chunk.size] = chunk
+    def overwrite(self, parts: Sequence[Part]) -> Callable[[int, int, int, Bytes], None] | None:
+        """Begin a synchronous save: what to call with (part, tensor, start, chunk) once a chunk has been encoded.
 
-    def begin(self) -> None:
-        """From here on the base may be half overwritten: it is none until `commit`."""
+        The chunk takes its base's place; from here on the base is half overwritten, and none until `commit`.
+        """
         self._base_id = None
+        if not self._keep_base:
+            return None
+        names = [keys_of(part) for part in parts]
+        self._base.keep_only({key for keys in names for key in keys})
+
+        def put(part: int, tensor: int, start: int, chunk: Bytes) -> None:
+            room = self._base.room(names[part][tensor], parts[part].specs[tensor].nbytes)
+            room[start : start + chunk.size] = chunk
+
+        return put
 
     def commit(self, snapshot_id: str, *, copied: bool) -> None:
         """The save has committed: its bytes are the next base."""

@@ -48,208 +48,20 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
+from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_DEPTH, Path, children, is_mapping, shown, step
 from .errors import FormatError, InvalidInputError, UnsupportedLeafError
+from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, is_array, numpy_dtype, numpy_dtype_name
 
-Path = tuple[str | int, ...]
-Node = Any  # None | bool | int | float | str | bytes | list[Any]; a recursive alias buys nothing over msgpack's Any
 
-MAX_DEPTH = 200  # of containers in one another
 INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they are cut into chunks
 MAX_PROBLEMS = 20  # unsupported leaves that one error names
-MAX_DIMENSIONS = 64  # of an array; NumPy and torch's copy stop there as well
 
-#: torch dtypes that can be stored: bytes per element, bytes per number (what makes the planes), may require grad.
-TORCH_DTYPES: dict[str, tuple[int, int, bool]] = {
-    **{"float64": (8, 8, True), "float32": (4, 4, True), "float16": (2, 2, True), "bfloat16": (2, 2, True)},
-    **{"float8_e4m3fn": (1, 1, True), "float8_e4m3fnuz": (1, 1, True), "float8_e5m2": (1, 1, True)},
-    **{"float8_e5m2fnuz": (1, 1, True), "float8_e8m0fnu": (1, 1, True), "float4_e2m1fn_x2": (1, 1, True)},
-    **{"complex32": (4, 2, True), "complex64": (8, 4, True), "complex128": (16, 8, True)},
-    **{"bool": (1, 1, False), "uint8": (1, 1, False), "int8": (1, 1, False), "bits8": (1, 1, False)},
-    **{"uint16": (2, 2, False), "int16": (2, 2, False), "bits16": (2, 2, False)},
-    **{"uint32": (4, 4, False), "int32": (4, 4, False), "uint64": (8, 8, False), "int64": (8, 8, False)},
-}
 
-_NUMPY_DTYPE = re.compile(
-    r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(?:8|16)|[<>][mM]8(?:\[\w{1,24}\])?|\|S\d{1,10}|[<>]U\d{1,10}"
-)
 _DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (int, float, str, list, dict, set, tuple, bool)}
-_MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
-_SEQUENCES = frozenset({list, tuple, deque})
-CONTAINERS = _MAPPINGS | _SEQUENCES
-_INT_MIN, _INT_MAX = -(1 << 63), (1 << 63) - 1
 
 _NO_NODE: Any = object()  # None is a node
 ABSENT: Any = object()  # stands for a part that was not read; its key is left out of the root
-
-
-def display(path: Iterable[str | int]) -> str:
-    """Join a path with dots, for people; dots in keys make this ambiguous, so nothing is looked up by it."""
-    return ".".join(map(str, path))
-
-
-def shown(path: Iterable[str | int]) -> str:
-    """Return the dotted path for a message, where the root needs a name too."""
-    return display(path) or "(root)"
-
-
-def step(key: Any) -> str | int:
-    """Return the path element of a dict key: str and 64-bit int as they are, anything else as text."""
-    if type(key) is int:
-        return key if _INT_MIN <= key <= _INT_MAX else hex(key)  # repr() of a huge int raises
-    text = key if type(key) is str else _text(key)
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _text(key: Any) -> str:
-    try:
-        return repr(key)
-    except ValueError:  # a tuple that holds an int of more than 4,300 digits
-        return f"<{type(key).__name__}>"
-
-
-def numpy_dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """Return `dtype.str` if it says all of a dtype that can be stored, else None."""
-    if dtype.char in "gG" or dtype.metadata is not None or dtype.fields is not None or dtype.subdtype is not None:
-        return None  # longdouble differs between machines
-    return dtype.str if _NUMPY_DTYPE.fullmatch(dtype.str) else None
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a `dtype.str`.
-
-    Raises:
-        FormatError: it names no dtype that snapstore stores.
-    """
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise FormatError(f"NumPy dtype {name!r}: not one that can be stored")
-    try:
-        return np.dtype(name)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"NumPy dtype {name!r}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What a manifest stores of one array, without its values.
-
-    Attributes:
-        path: Place in the whole state; the first element is the top-level key where there is one.
-        kind: `tensor`, `parameter`, `array` or `bytes`.
-        dtype: torch's name (`bfloat16`), NumPy's `dtype.str` (`<f4`), or `bytes`.
-        shape: Of bytes: (length,).
-        requires_grad: Of tensors and parameters; False for the others.
-        tie: (part, index) of an earlier tensor in another part that is the same memory.
-    """
-
-    path: Path
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    requires_grad: bool
-    tie: tuple[str, int] | None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element.
-
-        Raises:
-            FormatError: kind or dtype is unknown.
-        """
-        if self.kind in ("tensor", "parameter") and self.dtype in TORCH_DTYPES:
-            return TORCH_DTYPES[self.dtype][0]
-        if self.kind == "array" and (size := numpy_dtype(self.dtype).itemsize):
-            return size
-        if self.kind == "bytes" and self.dtype == "bytes":
-            return 1
-        raise FormatError(f"{shown(self.path)}: {self.kind!r} of dtype {self.dtype!r} is unknown to this release")
-
-    @property
-    def element_size(self) -> int:
-        """Bytes per number (1, 2, 4 or 8): what byte planes are made of; a complex number is two numbers."""
-        itemsize = self.itemsize
-        if self.kind in ("tensor", "parameter"):
-            return TORCH_DTYPES[self.dtype][1]
-        if self.kind == "array" and self.dtype[1] == "c":
-            return itemsize // 2
-        return itemsize if self.kind == "array" and self.dtype[1] not in "SU" else 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements, at most 2**63 - 1.
-
-        Raises:
-            FormatError: kind, dtype or shape make no sense.
-        """
-        if len(self.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in self.shape):
-            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible")
-        # Strides are computed from non-zero sizes, so an empty tensor must not overflow them either.
-        if math.prod(max(n, 1) for n in self.shape) * self.itemsize > _INT_MAX:
-            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} of {self.dtype} exceeds 2**63 bytes")
-        return math.prod(self.shape) * self.itemsize
-
-    def check(self) -> None:
-        """Refuse a spec that no flatten can have made.
-
-        Raises:
-            FormatError: kind, dtype, shape or requires_grad make no sense.
-        """
-        size = self.nbytes
-        if self.kind == "bytes" and self.shape != (size,):
-            raise FormatError(f"{shown(self.path)}: bytes of shape {self.shape!r}, expected one dimension")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """One part as manifests give it back: name, tree and specs; the values are still in packs."""
-
-    name: str
-    tree: Node
-    specs: Sequence[TensorSpec]
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """The place of one array in a decoded tree; its identity is the place, several places may have one source.
-
-    Attributes:
-        part: Position of the part among the parts given.
-        index: Which of the part's specs.
-        tag: `tensor`, `parameter`, `array`, `bytes` or `bytearray`.
-        requires_grad: Of this place: tied tensors may differ in it.
-    """
-
-    part: int
-    index: int
-    tag: str
-    requires_grad: bool = False
-
-
-def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
-    """Yield (path element, key or position, child) of a supported container."""
-    if type(container) in _MAPPINGS:
-        yield from ((step(key), key, child) for key, child in container.items())
-    else:
-        yield from ((i, i, child) for i, child in enumerate(container))
-
-
-def is_mapping(value: Any) -> bool:
-    """Whether `value` is exactly one of the supported dict types."""
-    return type(value) in _MAPPINGS
-
-
-def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """Return a new container of the same type, factory, maxlen and `_metadata` that holds `items` (key, child)."""
-    kind: Any = type(container)
-    if kind in _MAPPINGS:
-        new: Any = defaultdict(container.default_factory) if kind is defaultdict else kind()
-        for key, child in items:  # not update(): Counter's adds
-            new[key] = child
-        if kind is OrderedDict and "_metadata" in vars(container):
-            new._metadata = container._metadata
-        return new
-    values = (child for _, child in items)
-    return deque(values, container.maxlen) if kind is deque else kind(values)
 
 
 class Encoder:
@@ -367,12 +179,6 @@ _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an ob
 _KEY_FORM = "use str, int or another plain hashable value"
 
 
-def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor or an ndarray, of whatever subclass."""
-    torch = sys.modules.get("torch")  # while torch is not imported, nothing can be a tensor
-    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
-
-
 def _type_name(value: Any) -> str:
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -384,7 +190,7 @@ def _scalar(value: Any, depth: int) -> Node:
     if value is None or kind in (bool, float, bytes):
         return value
     if kind is int:
-        fits = _INT_MIN <= value <= _INT_MAX
+        fits = INT_MIN <= value <= INT_MAX
         return value if fits else ["int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
     if kind is str:
         return _text_node(value)
@@ -628,7 +434,7 @@ class _Decoder:
     def read_size(self, path: Path, depth: int, sizes: list[int]) -> Any:
         import torch
 
-        if any(not _INT_MIN <= _expect(size, int) <= _INT_MAX for size in _expect(sizes, list)):
+        if any(not INT_MIN <= _expect(size, int) <= INT_MAX for size in _expect(sizes, list)):
             raise ValueError("a size has more than 64 bits")
         return torch.Size(sizes)
 
@@ -666,11 +472,6 @@ class _Decoder:
         if _expect(requires_grad, bool) and not TORCH_DTYPES[spec.dtype][2]:
             raise ValueError(f"{spec.dtype} cannot require grad")
         return Slot(self._position, index, tag, requires_grad)
-
-
-def family(kind: str) -> str:
-    """Return which memory a kind lives in: tied arrays are of one family."""
-    return {"parameter": "tensor", "bytearray": "bytes"}.get(kind, kind)
 
 
 def _expect(value: Any, kind: type) -> Any:

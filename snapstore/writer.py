@@ -43,7 +43,7 @@ class BaseDamagedError(Exception):
 
 
 Source = Callable[[int, int], Bytes]  # (part, tensor) -> (nbytes,) uint8, safe to read until the save ends
-Plain = Mapping[tuple[str, tuple[str | int, ...]], Bytes]  # the first base's bytes by (part, path), if still at hand
+Plain = Callable[[int, int], Bytes | None]  # (part, tensor) -> the first base's bytes of it, if still at hand
 Encoding = Callable[[], list[Encoded]]
 
 
@@ -211,7 +211,7 @@ class _Chunks:
     def add_tensor(self, part: int, index: int, name: str, spec: TensorSpec, data: Bytes) -> None:
         """Cut a tensor's bytes into chunks."""
         first, is_first_base = self.bases.first_row((name, spec.path, spec.dtype, spec.shape))
-        plain = self._plain.get((name, spec.path)) if is_first_base else None
+        plain = self._plain(part, index) if is_first_base else None
         if plain is not None and plain.size != data.size:
             plain = None
         batch = self._batch

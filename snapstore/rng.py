@@ -1,0 +1,81 @@
+"""The global random generators as an object of a state.
+
+In and out: the generators' states as plain values and arrays, through `state_dict` and `load_state_dict` like any other
+object; nothing else in snapstore knows of this module. The generators are the process's: use it in the thread that
+draws from them. torch is looked at only where the user has imported it, or the snapshot holds its generators.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidInputError
+
+
+class RngState:
+    """The global random generators as one object of a state: `state = {"rng": snapstore.RngState(), ...}`.
+
+    Covers Python's `random`, NumPy's legacy generator (`np.random.seed`), and, where torch is imported, torch's CPU
+    generator and those of all CUDA devices once CUDA is in use. Restoring sets what was saved and leaves the others
+    alone. A snapshot with CUDA generators restores only where as many CUDA devices are visible: with fewer or more, the
+    run would draw other numbers, which is an error rather than a surprise.
+
+    Args:
+        cuda: Whether to save and restore CUDA generators; False restores such a snapshot on any machine.
+
+    Attributes:
+        load_last: Tells a restore to load this after all other objects, which may draw random numbers when they load.
+    """
+
+    load_last = True
+
+    def __init__(self, *, cuda: bool = True) -> None:
+        self._cuda = cuda
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states; never imports torch."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+            "numpy": np.random.get_state(legacy=False),
+        }
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            state["torch"] = torch.get_rng_state()
+            if self._cuda and torch.cuda.is_available() and torch.cuda.is_initialized():
+                state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators to saved states.
+
+        Raises:
+            InvalidInputError: The snapshot holds another number of CUDA generators than there are devices.
+        """
+        cuda = state.get("cuda") if self._cuda else None
+        if cuda is not None:
+            self._require_devices(len(cuda))
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        np.random.set_state(state["numpy"])
+        if "torch" in state:
+            import torch
+
+            torch.set_rng_state(state["torch"].cpu())
+            if cuda is not None:
+                torch.cuda.set_rng_state_all([one.cpu() for one in cuda])
+
+    @staticmethod
+    def _require_devices(saved: int) -> None:
+        import torch
+
+        present = torch.cuda.device_count()
+        if present != saved:
+            raise InvalidInputError(
+                f"CUDA generators: expected {present}, one per device here, got {saved} in the snapshot; run with "
+                f"{saved} visible devices, or use RngState(cuda=False) to leave CUDA's alone"
+            )

@@ -1,0 +1,84 @@
+"""Which leaves of a state `keys` selects: patterns (fnmatch, case-sensitive) over dotted paths.
+
+In: patterns, and decoded trees or names of parts. Out: what matches, the selected part of a tree, and the parts that
+must be read for it. With no patterns everything is selected; a pattern that selects nothing is an error.
+
+Invariants: `parts_needed` never leaves out a part that holds a match. A `Selection` remembers containers by identity,
+so it serves one decoded tree, which must outlive it, and one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .containers import CONTAINERS, Path, children, display, leaves, like, shown
+from .errors import InvalidInputError, NotFoundError
+
+
+class Selection:
+    """Which leaves `keys` selects: a pattern names leaves, and with anything above it, all below.
+
+    A pattern is matched against every dotted prefix of a leaf's path, so `model` selects `model.layers.0`.
+    """
+
+    def __init__(self, keys: str | Sequence[str] | None) -> None:
+        self.patterns = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        if self.patterns is not None and not self.patterns:
+            raise InvalidInputError("keys: no pattern given; leave keys out to restore everything")
+        self._extents: dict[int, str] = {}
+
+    def matches(self, path: Path) -> bool:
+        """Whether the leaf at `path` is selected."""
+        return self.patterns is None or any(_pattern_matches(pattern, path) for pattern in self.patterns)
+
+    def extent(self, tree: Any, path: Path) -> str:
+        """Return whether "all", "some" or "none" of the leaves of a decoded tree are selected."""
+        if self.patterns is None:
+            return "all"
+        if type(tree) not in CONTAINERS or not tree:
+            return "all" if self.matches(path) else "none"
+        if id(tree) not in self._extents:  # decoded containers live as long as their Target and stand at one path
+            found = {self.extent(child, (*path, element)) for element, _, child in children(tree)}
+            self._extents[id(tree)] = found.pop() if len(found) == 1 else "some"
+        return self._extents[id(tree)]
+
+    def require_matches(self, tree: Any) -> None:
+        """Refuse a pattern that selects nothing."""
+        paths = [path for path, _ in leaves(tree, ())]
+        for pattern in self.patterns or ():
+            if not any(_pattern_matches(pattern, path) for path in paths):
+                some = ", ".join(shown(path) for path in paths[:5])
+                raise NotFoundError(f"keys {pattern!r}: matches nothing in this snapshot, which holds e.g. {some}")
+
+    def prune(self, tree: Any, path: Path) -> Any:
+        """Return the selected part of a decoded tree."""
+        if self.extent(tree, path) == "all":
+            return tree
+        kept = (
+            (key, self.prune(child, (*path, element)))
+            for element, key, child in children(tree)
+            if self.extent(child, (*path, element)) != "none"
+        )
+        return like(tree, kept)
+
+
+def _pattern_matches(pattern: str, path: Path) -> bool:
+    text = display(path)
+    if fnmatchcase(text, pattern):
+        return True
+    return any(fnmatchcase(text[:at], pattern) for at, letter in enumerate(text) if letter == ".")
+
+
+def parts_needed(part_names: Iterable[str], keys: str | Sequence[str] | None) -> list[str]:
+    """Return the parts that may hold something `keys` selects; "" always, for it holds the root."""
+    patterns = Selection(keys).patterns
+    return [name for name in part_names if not name or patterns is None or any(_may_match(p, name) for p in patterns)]
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    literal = pattern[: next((i for i, letter in enumerate(pattern) if letter in "*?["), len(pattern))]
+    if literal == pattern and (name + ".").startswith(pattern + "."):
+        return True
+    return literal.startswith(name + ".") or (literal != pattern and (name + ".").startswith(literal))

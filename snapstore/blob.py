@@ -36,9 +36,9 @@ TRANSFORMS = {FULL: "full", XOR: "xor"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
 #: A plane with more bits per byte than this is stored raw: a Huffman table costs more than it saves.
-RAW_ABOVE_BITS = 7.93
-#: A plane whose most frequent byte has at least this share is coded by its runs.
-RUNS_ABOVE_SHARE = 0.80
+RAW_ABOVE_BITS = 7.9
+#: A plane whose most frequent byte has at least this share is coded by its runs (docs/design/cpu-engine.md).
+RUNS_ABOVE_SHARE = 0.78
 #: Stored bytes that a coded block costs beyond its entropy: frame header, Huffman table, jump table.
 BLOCK_OVERHEAD_BYTES = 96
 
@@ -49,6 +49,7 @@ class Header:
 
     transform: int
     element_size: int
+    layout: int
     raw_bytes: int
     payload_bytes: int
     block_bytes: int
@@ -70,13 +71,19 @@ def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
 
 
 def encode(
-    source: Bytes, element_size: int, statistics: planes.Statistics, chunk_digest: bytes, base: bytes | None
+    source: Bytes,
+    element_size: int,
+    layout: int,
+    statistics: planes.Statistics,
+    chunk_digest: bytes,
+    base: bytes | None,
 ) -> bytearray:
     """One blob, padded to ALIGNMENT.
 
     Args:
         source: (r,) uint8, the chunk, or chunk XOR base.
         element_size: 1, 2, 4 or 8; divides r.
+        layout: planes.ROTATED for floats, else planes.BYTES.
         statistics: of the planes of `source`; they choose each plane's codec.
         chunk_digest: of the chunk itself.
         base: digest of the base when `source` is a delta, else None.
@@ -84,8 +91,8 @@ def encode(
     chosen: list[int] = []
     lengths: list[int] = []
     payload: list[bytes | memoryview] = []
-    for k, plane in enumerate(planes.split(source, element_size)):
-        codec, blocks = _encode_plane(plane, float(statistics.bits[k]), float(statistics.top_share[k]))
+    for k, plane in enumerate(planes.split(source, element_size, layout)):
+        codec, blocks = _encode_plane(plane, layout, float(statistics.bits[k]), float(statistics.top_share[k]))
         chosen.append(codec)
         payload.extend(blocks)
         if codec != codecs.RAW:
@@ -93,7 +100,7 @@ def encode(
     table = struct.pack(f"<{len(lengths)}I", *lengths)
     payload_bytes = sum(map(len, payload))
     head = HEADER.pack(
-        MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, 0, 0, source.size, payload_bytes,
+        MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, layout, 0, source.size, payload_bytes,
         codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest, base or NO_BASE,
     )  # fmt: skip
     blob = bytearray().join([head, table, *payload])
@@ -101,10 +108,14 @@ def encode(
     return blob
 
 
-def _encode_plane(plane: Bytes, bits: float, top_share: float) -> tuple[int, list[bytes] | list[memoryview]]:
-    """(codec, stored blocks): raw if it would not shrink, runs if mostly one value, else entropy only."""
+def _encode_plane(
+    plane: Bytes, layout: int, bits: float, top_share: float
+) -> tuple[int, list[bytes] | list[memoryview]]:
+    """(codec, stored blocks): raw if it would not shrink; of floats by their skew, of the rest by repeats."""
     if bits <= RAW_ABOVE_BITS and plane.size:
-        if top_share >= RUNS_ABOVE_SHARE:
+        if layout == planes.BYTES:  # integers, bools, text: repeats that no histogram shows
+            codec, blocks = codecs.ZSTD, zstd.encode_matches(plane, codecs.BLOCK_BYTES)
+        elif top_share >= RUNS_ABOVE_SHARE:
             codec, blocks = codecs.DEFLATE, deflate.encode_runs(plane, codecs.BLOCK_BYTES)
         else:
             codec, blocks = codecs.ZSTD, zstd.encode_entropy(plane, codecs.BLOCK_BYTES)
@@ -137,13 +148,13 @@ def parse(blob: memoryview, where: str) -> Header:
         raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
     if checksum(blob[16:length]) != check:
         raise IntegrityError(f"{where}: checksum mismatch in stored bytes; run 'snapstore check --read-data'")
-    if transform not in TRANSFORMS or layout != 0:
+    if transform not in TRANSFORMS or layout not in (planes.BYTES, planes.ROTATED):
         raise FormatError(f"{where}: transform {transform}, layout {layout}: a newer snapstore wrote this blob")
     if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
         raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
     return Header(
-        transform, element_size, raw_bytes, payload_bytes, block_bytes, codec_ids, chunk_digest, base, lengths
+        transform, element_size, layout, raw_bytes, payload_bytes, block_bytes, codec_ids, chunk_digest, base, lengths
     )
 
 
@@ -225,7 +236,7 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
     """
-    by_element_size: dict[int, Bytes] = {}  # a chain that crosses a reinterpretation (a dedup) has two
+    by_layout: dict[tuple[int, int], Bytes] = {}  # a chain that crosses a reinterpretation (a dedup) has two
     wanted = chunk_digest
     for blob, where in zip(blobs, wheres, strict=True):
         header = parse(blob, where)
@@ -234,21 +245,20 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
                 f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
                 f"expected {wanted.hex()} ({out.size} bytes); run 'snapstore check'"
             )
-        fresh = header.element_size not in by_element_size
+        kind = (header.element_size, header.layout)
+        fresh = kind not in by_layout
         if fresh:
-            by_element_size[header.element_size] = np.empty(
-                (header.element_size, out.size // header.element_size), np.uint8
-            )
-        patch_planes(blob, header, by_element_size[header.element_size], fresh, where)
+            by_layout[kind] = np.empty((header.element_size, out.size // header.element_size), np.uint8)
+        patch_planes(blob, header, by_layout[kind], fresh, where)
         wanted = header.base
     if wanted != NO_BASE:
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")
-    for i, merged in enumerate(by_element_size.values()):
+    for i, ((_, layout), merged) in enumerate(by_layout.items()):
         if i == 0:
-            planes.merge(merged, out)
+            planes.merge(merged, out, layout)
         else:
             other = np.empty_like(out)
-            planes.merge(merged, other)
+            planes.merge(merged, other, layout)
             np.bitwise_xor(out, other, out=out)
     got = digest(out)
     if got != chunk_digest:

@@ -7,6 +7,7 @@ whatever the state's size.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ from .manifest import ChunkTable
 from .records import pack_key
 from .storage import ObjectStore
 
-#: Stored and plain bytes of one batch; two are in memory at a time.
-BATCH_BYTES = 32 * 1024 * 1024
+#: Stored and plain bytes of one batch; up to four are in memory at a time.
+BATCH_BYTES = 24 * 1024 * 1024
 BATCH_CHUNKS = 4096
 
 
@@ -50,16 +51,18 @@ class Fetcher:
             IntegrityError, FormatError: a chunk cannot be rebuilt; buffers are then garbage.
             StorageError: the store failed.
         """
-        batches = _batches(wanted)
-        reading: tuple[list[Wanted], Read] | None = None
+        reading: deque[tuple[list[Wanted], Read]] = deque()
+        decoding: deque[tuple[int, Callable[[], object]]] = deque()
         try:
-            for batch in batches:
-                begun = (batch, self._reader.start(self._read, [batch]))
-                if reading is not None:
-                    yield self._decode(*reading)
-                reading = begun
-            if reading is not None:
-                yield self._decode(*reading)
+            for batch in _batches(wanted):
+                reading.append((batch, self._reader.start(self._read, [batch])))
+                if len(reading) > 1:
+                    decoding.append(self._decode(*reading.popleft()))
+                if len(decoding) > 1:  # one batch is read and two are decoded: no core waits for the next
+                    yield _finished(*decoding.popleft())
+            decoding.extend(self._decode(*begun) for begun in reading)
+            for begun_decoding in decoding:
+                yield _finished(*begun_decoding)
         finally:
             self._reader.close()
 
@@ -71,7 +74,7 @@ class Fetcher:
         except NotFoundError as error:
             raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
 
-    def _decode(self, batch: list[Wanted], read: Read) -> int:
+    def _decode(self, batch: list[Wanted], read: Read) -> tuple[int, Callable[[], object]]:
         blobs = read()[0]
         jobs: list[DecodeJob] = []
         at = 0
@@ -80,8 +83,12 @@ class Fetcher:
             wheres = [f"pack {name[:12]} at {offset}+{length}" for name, offset, length in _refs(w)]
             jobs.append(DecodeJob(blobs[at : at + count], wheres, w.table.digests[w.row].tobytes(), w.out))
             at += count
-        self._engine.start_decode(jobs)()
-        return len(batch)
+        return len(batch), self._engine.start_decode(jobs)
+
+
+def _finished(count: int, wait: Callable[[], object]) -> int:
+    wait()
+    return count
 
 
 def _refs(wanted: Wanted) -> list[tuple[str, int, int]]:

@@ -59,9 +59,7 @@ class Filling:
         device: Where new tensors go; CPU by default.
     """
 
-    def __init__(
-        self, parts: Sequence[StoredPart], selection: Selection, device: str | torch.device | None
-    ) -> None:
+    def __init__(self, parts: Sequence[StoredPart], selection: Selection, device: str | torch.device | None) -> None:
         self._parts = list(parts)
         self._selection = selection
         self._device = device

@@ -14,6 +14,7 @@ Nothing here trusts a clock, except to give up a session of another host.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -22,16 +23,26 @@ from dataclasses import dataclass, field
 
 from . import records
 from .engine import Threads
-from .errors import AlreadyExistsError, ConflictError, IntegrityError, NotFoundError
+from .errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
 from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
-from .session import MARK_LIMIT_BYTES, needed_keys, read_marks
+from .session import LEFT_OVER, MARK_LIMIT_BYTES, mark_keys, needed_keys, read_mark
 from .storage import ObjectStore
 
 log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: Each revision is one small durable put: they wait for the disk, not for a core.
 FORGET_THREADS = 8
+#: What else may lie there was put there by somebody else, and is left alone.
+_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
@@ -70,21 +81,40 @@ def collect(
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
         return result
     store.clean()
-    for mark in list(read_marks(store)):  # of gcs that died, or run beside us
-        _sweep(store, index, mark, fence_after_s, result)
-    mark_now = _mark(store, index)
+    pending: set[str] = set()  # candidates of marks that wait for sessions
+    for mark in _standing_marks(store):  # of gcs that died, or run beside us
+        if not _sweep(store, index, mark, fence_after_s, result):
+            pending |= mark.keys()
+    mark_now = _mark(store, index, pending)
     if mark_now is not None:
         _sweep(store, index, mark_now, fence_after_s, result)
     else:
         _fence_dead(store, fence_after_s, result)
     _forget_done(store)
+    result.waiting_for = sorted(set(result.waiting_for))
     result.stored_bytes = sum(_sizes(store).values())
     return result
 
 
 def _sizes(store: ObjectStore) -> dict[str, int]:
     """Size of every pack and manifest, by key."""
-    return {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in store.list(prefix)}
+    found = (info for prefix in ("packs/", "manifests/") for info in store.list(prefix))
+    return {info.key: info.size_bytes for info in found if _NAME.fullmatch(info.key)}
+
+
+def _standing_marks(store: ObjectStore) -> list[Mark]:
+    """Every mark; one that cannot be read is removed: its gc, if it lives, finds it gone and stops."""
+    marks: list[Mark] = []
+    for key in mark_keys(store):
+        try:
+            mark = read_mark(store, key)
+        except (IntegrityError, FormatError) as error:
+            log.warning("a damaged gc mark is removed: %s", error)
+            store.delete([key])
+            continue
+        if mark is not None:
+            marks.append(mark)
+    return marks
 
 
 def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[str]) -> set[str]:
@@ -127,9 +157,10 @@ def _exists(store: ObjectStore, key: str) -> bool:
 
 def _settled_view(store: ObjectStore, index: Index) -> View:
     """The records, on a listing that a power cut cannot take back."""
-    for run in {key.split("/")[1] for key in (info.key for info in store.list("snapshots/"))}:
+    view = index.refresh()
+    for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         store.settle(f"snapshots/{run}/")
-    return index.refresh()
+    return view
 
 
 def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, int]]:
@@ -139,9 +170,9 @@ def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, i
     return sizes.keys() - live, sizes
 
 
-def _mark(store: ObjectStore, index: Index) -> Mark | None:
-    """Steps 1 to 3; None when there is nothing to delete."""
-    candidates, _ = _candidates(store, index)
+def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
+    """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""
+    candidates = _candidates(store, index)[0] - pending
     if not candidates:
         return None
     names = {"packs": bytearray(), "manifests": bytearray()}
@@ -167,16 +198,18 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
         except NotFoundError:  # the gc that wrote it is done; our own list is as good
             return wait
+    except StorageFullError:
+        return wait  # any list made behind the mark will do, and deleting makes room
     return wait
 
 
-def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> None:
-    """Complete a mark, or find out that it must wait."""
+def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> bool:
+    """Complete a mark; False when it must wait."""
     wait = _wait_list(store, mark)
     waiting = [session for session in wait.sessions if not _ended(store, session, fence_after_s, result)]
     if waiting:
         result.waiting_for.extend(waiting)
-        return
+        return False
     sizes = _sizes(store)
     doomed = mark.keys() & sizes.keys()
     while True:  # until no un-forget has slipped in between
@@ -187,15 +220,16 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
     try:
         store.stat(f"gc/{mark.id}.mark")
     except NotFoundError:
-        return  # another gc has completed this mark; what it left may have come alive since
+        return True  # another gc has completed this mark; what it left may have come alive since
     store.delete(sorted(doomed))
     result.deleted_objects += len(doomed)
     result.deleted_bytes += sum(sizes[key] for key in doomed)
     store.delete([f"gc/{mark.id}.mark"])
     store.delete([f"gc/{mark.id}.wait"])
     done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=sum(sizes[key] for key in doomed))
-    with suppress(AlreadyExistsError):  # two gcs completed it
+    with suppress(AlreadyExistsError, StorageError):  # two gcs completed it; and a note is not worth a failure
         store.put(f"gc/{mark.id}.done", records.encode(done))
+    return True
 
 
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
@@ -203,7 +237,7 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
     for snapshot in view.snapshots(states=(FORGOTTEN,)):
         try:
             loses = not needed_keys(index, snapshot).isdisjoint(doomed)
-        except (NotFoundError, IntegrityError):
+        except (NotFoundError, IntegrityError, FormatError):
             loses = True  # its manifest is gone: an earlier sweep died between deleting and here
         if loses:
             try:
@@ -223,9 +257,11 @@ def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: Gc
         return True
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
     held = store.is_held(key) if same_boot else None
-    if held is True or (held is None and store.now_s() - info.modified_s < fence_after_s):
+    over = session_id in LEFT_OVER or held is False
+    if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False
     _fence(store, session)
+    LEFT_OVER.discard(session_id)
     result.fenced.append(session_id)
     return True
 
@@ -251,9 +287,13 @@ def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> N
 
 
 def _forget_done(store: ObjectStore, keep: int = 10) -> None:
-    """Notes of finished gcs are for people; the last few do."""
-    done = sorted((i for i in store.list("gc/") if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
+    """Notes of finished gcs are for people; the last few do. Nobody needs a wait list without its mark."""
+    infos = list(store.list("gc/"))
+    done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
     store.delete([info.key for info in done[:-keep]])
+    for key in (info.key for info in infos):
+        if key.endswith(".wait") and not _exists(store, key.removesuffix(".wait") + ".mark"):
+            store.delete([key])
 
 
 def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:

@@ -112,7 +112,7 @@ class View:
             found = committed
         else:
             found = [s for s in committed if name in s.tags]
-            if not found and name.isdecimal():
+            if not found and name.isdecimal() and len(name) <= 128:  # int() refuses thousands of digits
                 found = [s for s in committed if s.step == int(name)] or [s for s in of_run if s.step == int(name)]
         if not found:
             steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
@@ -120,7 +120,7 @@ class View:
             raise NotFoundError(
                 f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
-        return max(found, key=lambda s: s.seq)
+        return max(found, key=lambda s: (s.seq, s.id))
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
         prefix = ref[3:].lower()
@@ -164,8 +164,8 @@ class Index:
         Raises:
             StorageError: the listing failed.
         """
+        self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
-            self._check_process()
             listed = {}
             for info in self._store.list("snapshots/"):
                 parsed = records.parse_record_key(info.key)
@@ -216,21 +216,29 @@ class Index:
 
     def headers(self, refs: Iterable[ManifestRef]) -> Iterator[tuple[ManifestRef, ManifestHeader]]:
         """Every header in turn; those that had to be read are cached together."""
-        self._check_process()
+        self.check_process()
         fresh: dict[str, bytes] = {}
         try:
             for ref in refs:
-                data = self._environment.get(b"manifests", ref.sha256) if self._environment else None
+                data = self._cached(ref.sha256)
                 if data is None:
                     data = fresh[ref.sha256] = manifest.read_header(self._store, ref)
                 yield ref, manifest.decode_header(data, ref.key)
         finally:
             self._store_all(b"manifests", fresh)
 
+    def _cached(self, sha256: str) -> bytes | None:
+        """A manifest's header from the cache; a cache that cannot be read has none."""
+        try:
+            return self._environment.get(b"manifests", sha256) if self._environment else None
+        except (lmdb.Error, OSError) as error:
+            log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
+            return None
+
     def rebuild(self) -> View:
         """Forget everything cached and read it anew from the objects."""
+        self.check_process()
         with self._lock:
-            self._check_process()
             self._snapshots.clear()
             try:
                 if self._environment is None:
@@ -257,7 +265,8 @@ class Index:
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be written (%s); it will be caught up later", self.folder, error)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise InvalidInputError in a forked child."""
         if os.getpid() != self._pid:
             raise InvalidInputError("this repository was opened before a fork; open it again in the child process")
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from . import codecs, manifest, pack, records
+from .containers import CONTAINERS, Path, children, display
 from .digest import Bytes
 from .engine import Engine
 from .fetch import Fetcher, Wanted
@@ -23,7 +25,8 @@ from .manifest import Manifest, TensorEntry
 from .records import Snapshot
 from .restore import check_layout, read_manifests, spec_of
 from .storage import ObjectStore
-from .tree import CONTAINERS, Path, Slot, StoredPart, TensorSpec, children, decode, display
+from .tensors import Slot, StoredPart, TensorSpec
+from .tree import decode, encode_plain
 
 # --- stats -----------------------------------------------------------------------------------------------------------
 
@@ -255,6 +258,7 @@ def _compare(store: ObjectStore, engine: Engine, path: str, a: _Located, b: _Loc
     relative = None
     if _as_float64(np.zeros(spec_a.itemsize, np.uint8), spec_a) is not None:
         relative = math.sqrt(difference) / math.sqrt(norm) if norm else math.inf if difference else 0.0
+        relative = relative if math.isfinite(difference) and math.isfinite(norm) else math.nan
     return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
 
 
@@ -331,18 +335,26 @@ def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[s
     """Plain values that differ, appeared ("" before) or went ("" after)."""
     before, after = dict(_plain(_tree(a), ())), dict(_plain(_tree(b), ()))
     paths = [*before, *(path for path in after if path not in before)]
-    return [(display(p), before.get(p, ""), after.get(p, "")) for p in paths if before.get(p) != after.get(p)]
+    gone = (b"", "")
+    return [
+        (display(p), before.get(p, gone)[1], after.get(p, gone)[1])
+        for p in paths
+        if before.get(p, gone)[0] != after.get(p, gone)[0]
+    ]
 
 
 def _tree(manifests: Sequence[Manifest]) -> Any:
     return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-def _plain(tree: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """(path, repr) of every plain leaf; long sequences of plain values would drown the rest and are cut."""
+def _plain(tree: Any, path: Path) -> Iterator[tuple[Path, tuple[bytes, str]]]:
+    """(path, (packed, shown)) of every plain leaf; what is shown is cut where it would drown the rest."""
     if type(tree) in CONTAINERS and tree:
         for element, _, child in children(tree):
             yield from _plain(child, (*path, element))
     elif not isinstance(tree, Slot):
-        text = repr(tree)
-        yield path, text if len(text) <= 200 else text[:197] + "..."
+        try:
+            text = repr(tree)
+        except ValueError:  # an int of more than 4,300 digits
+            text = f"<{type(tree).__name__}>"
+        yield path, (msgspec.msgpack.encode(encode_plain(tree)), text if len(text) <= 200 else text[:197] + "...")

@@ -1,4 +1,4 @@
-"""Objects that stand for their state, by `state_dict` and `load_state_dict`: which ones do, and what torch adds to that.
+"""Objects that stand for their state by `state_dict` and `load_state_dict`: which do, and what is special with torch's.
 
 In: anything found in a state. Out: whether it is such an object, its state, and whether its names can be checked. Calls
 the user's `state_dict`, so everything here belongs to the thread that owns the state. torch is looked at only where the

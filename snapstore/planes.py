@@ -15,17 +15,21 @@ import numpy.typing as npt
 from .digest import Bytes
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+#: Layouts: byte k of the element, or of the element rotated left by one bit.
+BYTES, ROTATED = 0, 1
 #: One run of this many elements out of every SAMPLE_EVERY runs goes into a sampled histogram.
 SAMPLE_RUN = 512
 SAMPLE_EVERY = 16
 
 
-def split(chunk: Bytes, element_size: int) -> Bytes:
+def split(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
     """Planes of a chunk.
 
     Args:
         chunk: (r,) uint8, r a multiple of `element_size`.
         element_size: 1, 2, 4 or 8.
+        layout: BYTES, or ROTATED for floats: each element is rotated left by one bit first, so that the sign bit, which
+            is noise, leaves the exponent to a plane of its own.
 
     Returns:
         (element_size, r / element_size) uint8; a view of `chunk` for element size 1.
@@ -34,15 +38,18 @@ def split(chunk: Bytes, element_size: int) -> Bytes:
         return chunk.reshape(1, -1)
     elements = chunk.view(_UNSIGNED[element_size])
     planes = np.empty((element_size, elements.size), np.uint8)
-    np.copyto(planes[0], elements, casting="unsafe")
     shifted = np.empty_like(elements)
-    for k in range(1, element_size):
-        np.right_shift(elements, 8 * k, out=shifted)
+    for k in range(element_size):
+        if layout == BYTES or k:
+            np.right_shift(elements, 8 * k - layout, out=shifted)
+        else:
+            np.right_shift(elements, 8 * element_size - 1, out=shifted)
+            np.bitwise_or(shifted, elements << 1, out=shifted)
         np.copyto(planes[k], shifted, casting="unsafe")
     return planes
 
 
-def merge(planes: Bytes, out: Bytes) -> None:
+def merge(planes: Bytes, out: Bytes, layout: int = BYTES) -> None:
     """The inverse of `split`: planes (e, n) uint8 into out (e * n,) uint8."""
     element_size = planes.shape[0]
     if element_size == 1:
@@ -53,15 +60,19 @@ def merge(planes: Bytes, out: Bytes) -> None:
     for k in range(element_size - 2, -1, -1):
         np.left_shift(elements, 8, out=elements)
         np.bitwise_or(elements, planes[k], out=elements)
+    if layout == ROTATED:
+        sign = elements << (8 * element_size - 1)
+        np.right_shift(elements, 1, out=elements)
+        np.bitwise_or(elements, sign, out=elements)
 
 
-def sample(chunk: Bytes, element_size: int) -> Bytes:
+def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
     """About 1/16 of a chunk's elements, in runs, as planes (e, m) uint8; all of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])
     runs = elements.size // SAMPLE_RUN
     if runs >= 2 * SAMPLE_EVERY:
         elements = elements[: runs * SAMPLE_RUN].reshape(runs, SAMPLE_RUN)[::SAMPLE_EVERY].ravel()
-    return split(elements.view(np.uint8), element_size)
+    return split(elements.view(np.uint8), element_size, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,7 @@ class Repository:
         check_name("run", run)
         view = self.view() if parent or bases else None
         return SaveRequest(
-            run=run, step=check_step(step), tags=sorted({check_name("tag", tag) for tag in tags}),
+            run=run, step=check_step(step), tags=sorted({_check_tag(tag) for tag in tags}),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
             metrics=_check_metrics(metrics or {}), metadata=_encode_metadata(metadata), full=full or bool(tags),
@@ -308,9 +308,7 @@ class Repository:
 
         A tag names one snapshot of a run: it moves here if another one of the run has it.
         """
-        check_name("tag", name)
-        if name == "latest" or name.isdecimal():
-            raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
+        _check_tag(name)
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
             return {"tags": sorted({*snapshot.tags, name})}
@@ -461,15 +459,16 @@ class Repository:
 
     # -- look closer
 
-    def check(self, level: str = "metadata", *, share: float = 1.0) -> CheckResult:
+    def check(self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1)) -> CheckResult:
         """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
 
         Args:
             share: the part of the packs that "data" reads, 0 to 1.
+            subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         """
         from .check import check
 
-        return check(self.store, self._index, self._engine, level=level, share=share)
+        return check(self.store, self._index, self._engine, level=level, share=share, subset=subset)
 
     def rebuild_index(self) -> int:
         """Build the index anew from the objects; the number of records read."""
@@ -488,6 +487,13 @@ class Repository:
 
         view = self.view()
         return diff(self.store, self._engine, view.resolve(a), view.resolve(b))
+
+
+def _check_tag(name: str) -> str:
+    check_name("tag", name)
+    if name == "latest" or name.isdecimal():
+        raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
+    return name
 
 
 def _encode_metadata(metadata: Any) -> Any:

@@ -1,7 +1,7 @@
 """The global random generators as an object of a state.
 
 In and out: the generators' states as plain values and arrays, through `state_dict` and `load_state_dict` like any other
-object; nothing else in snapstore knows of this module. The generators are the process's: use it in the thread that
+object; a restore sees only `load_last`. The generators are the process's: use it in the thread that
 draws from them. torch is looked at only where the user has imported it, or the snapshot holds its generators.
 """
 

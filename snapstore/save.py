@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from . import records, writer
+from .arrays import as_bytes
 from .delta import Bases
 from .digest import Bytes
 from .engine import Engine
@@ -19,7 +20,7 @@ from .manifest import Manifest
 from .records import SaveRequest, Snapshot
 from .session import Session
 from .staging import Staging
-from .state import Part, as_bytes
+from .state import Part
 from .storage import ObjectStore
 from .writer import Plan, Written
 
@@ -50,8 +51,8 @@ def save(
             written = _write(store, engine, session, parts, copies, bases, staging, plan)
         except writer.BaseDamagedError as damage:
             log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
-            session.bases = []
-            written = _write(store, engine, session, parts, copies, Bases(), staging, plan)
+            session.bases, bases = [], Bases()
+            written = _write(store, engine, session, parts, copies, bases, staging, plan)
         total_s = time.monotonic() - started
         snapshot = session.commit(
             manifests=written.manifests, tags=request.tags, metrics=request.metrics, metadata=request.metadata,

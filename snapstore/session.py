@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import records
@@ -35,18 +35,23 @@ from .storage import ObjectStore
 
 log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4
+#: Ids of this process's saves that are over, but whose session could not be removed or whose commit is unclear: their
+#: process lives, so only a gc of this process can know that it may fence them.
+LEFT_OVER: set[str] = set()
 HEARTBEAT_S = 60.0
 
 
-def read_marks(store: ObjectStore) -> Iterator[Mark]:
-    """Every gc mark there is; one that vanishes while we look was finished or given up."""
-    for info in store.list("gc/"):
-        if info.key.endswith(".mark"):
-            try:
-                data = store.get(info.key, limit_bytes=MARK_LIMIT_BYTES)
-            except NotFoundError:
-                continue
-            yield records.decode(data, Mark, info.key)
+def mark_keys(store: ObjectStore) -> list[str]:
+    """Keys of the gc marks there are."""
+    return [info.key for info in store.list("gc/") if info.key.endswith(".mark")]
+
+
+def read_mark(store: ObjectStore, key: str) -> Mark | None:
+    """A gc mark; None for one that has vanished meanwhile: it was finished or given up."""
+    try:
+        return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Mark, key)
+    except NotFoundError:
+        return None
 
 
 #: A mark names each candidate in 32 bytes: 32 million objects.
@@ -72,11 +77,9 @@ class Session:
         self._session_key = f"sessions/{self.id}"
         self._last_beat = time.monotonic()
         self._unclear = False
-        store.hold(self._session_key, records.encode(records.this_session(self.id, self.key)))
         try:
-            marked: set[str] = set()
-            for mark in read_marks(store):
-                marked |= mark.keys()
+            store.hold(self._session_key, records.encode(records.this_session(self.id, self.key)))
+            marked = self._marked()
             view = index.refresh()
             self.parent, self.bases = self._choose(view, parent, also, marked)
             self.seq = 1 + max((s.seq for s in view.snapshots(run, states=None)), default=-1)
@@ -84,8 +87,20 @@ class Session:
             self._release()
             raise
 
+    def _marked(self) -> set[str] | None:
+        """What gcs want to delete; None if that cannot be told."""
+        marked: set[str] = set()
+        try:
+            for key in mark_keys(self.store):
+                mark = read_mark(self.store, key)
+                marked |= mark.keys() if mark else set()
+        except (IntegrityError, FormatError) as error:
+            log.warning("run=%s a gc mark is damaged, saving in full until a gc has removed it: %s", self.run, error)
+            return None
+        return marked
+
     def _choose(
-        self, view: View, parent: str | None, also: Sequence[str], marked: set[str]
+        self, view: View, parent: str | None, also: Sequence[str], marked: set[str] | None
     ) -> tuple[str | None, list[Snapshot]]:
         """Lineage and bases: the parent, the newest of the run, what the caller names; if no gc wants their packs."""
         newest = view.newest(self.run)
@@ -93,7 +108,7 @@ class Session:
         bases: list[Snapshot] = []
         for name in [first, newest.id if newest else None, *also]:
             snapshot = view.get(name) if name else None
-            if snapshot is None or snapshot.state != COMMITTED or snapshot in bases:
+            if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in bases:
                 continue
             try:
                 if marked.isdisjoint(needed_keys(self._index, snapshot)):
@@ -108,14 +123,17 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._unclear:  # else the session keeps our packs safe until a gc has fenced us
+        if self._unclear:  # the session keeps our packs safe until a gc has fenced us
+            LEFT_OVER.add(self.id)
+        else:
             self._release()
 
     def _release(self) -> None:
-        """End the session; failing to is no failure of the save: gc sees a dead or stale session."""
+        """End the session; failing to is no failure of the save: gc sees a dead, stale or left-over session."""
         try:
             self.store.release(self._session_key)
         except StorageError as error:
+            LEFT_OVER.add(self.id)
             log.warning("session %s could not be removed: %s", self.id, error)
 
     def heartbeat(self) -> None:
@@ -128,6 +146,8 @@ class Session:
                 raise ConflictError(
                     f"save {self.run}@{self.step}: its session is gone: a gc gave this save up as dead; save again"
                 ) from error
+            except StorageError as error:
+                log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
 
     def commit(self, **fields: Any) -> Snapshot:
         """Create the record.
@@ -144,40 +164,45 @@ class Session:
         for attempt in range(COMMIT_ATTEMPTS):
             if attempt:
                 time.sleep(0.05 * 4**attempt)
-            self._unclear = True
             try:
-                self._create(snapshot)
-            except StorageFullError:
-                self._unclear = False  # the store has answered: this PUT will not land later
-                raise
+                ruling = self._create(snapshot)
             except StorageError as error:
+                if not self._unclear:
+                    raise
                 failure = error
                 continue
-            self._unclear = False
-            return snapshot
+            if ruling.write_id == snapshot.write_id:
+                return snapshot  # maybe a response was lost; the commit was not
+            raise ConflictError(
+                f"save {snapshot.ref}: {ruling.reason or 'another writer'} has created its record as "
+                f"{ruling.state!r}; nothing of this save was committed; save again"
+            )
         assert failure is not None
         self._abort(snapshot, failure)
         return snapshot  # our own PUT had landed after all
 
-    def _create(self, snapshot: Snapshot) -> None:
-        """PUT the record; whatever the answer, what lies under the key decides."""
+    def _create(self, snapshot: Snapshot) -> Snapshot:
+        """PUT the record; whatever the answer, what lies under the key decides, and is returned.
+
+        Raises:
+            StorageError: nothing was found there. It may still land, unless `_unclear` is false.
+        """
+        earlier, self._unclear = self._unclear, True
         try:
             self.store.put(snapshot.key, records.encode(snapshot))
+            found = snapshot
         except (StorageError, AlreadyExistsError) as error:
             try:
                 self.store.settle(f"snapshots/{self.run}/")  # what is there but not durable must not count
                 found = records.decode(self.store.get(snapshot.key), Snapshot, snapshot.key)
             except NotFoundError:
-                if isinstance(error, StorageError):
-                    raise error from None
-                raise StorageError(f"{snapshot.key}: reported as existing, then not found") from error
-            if found.write_id == snapshot.write_id:
-                return  # the response was lost, the commit was not
-            self._unclear = False
-            raise ConflictError(
-                f"save {snapshot.ref}: {found.reason or 'another writer'} has created its record as "
-                f"{found.state!r}; nothing of this save was committed; save again"
-            ) from error
+                if isinstance(error, AlreadyExistsError):
+                    raise StorageError(f"{snapshot.key}: reported as existing, then not found") from error
+                if isinstance(error, StorageFullError):
+                    self._unclear = earlier  # the store has answered: this PUT will not land later
+                raise error from None
+        self._unclear = False
+        return found
 
     def _abort(self, snapshot: Snapshot, failure: StorageError) -> None:
         """Make sure that the failed commit can never appear later; returns only if it turns out to have landed."""
@@ -186,18 +211,14 @@ class Session:
             reason=f"commit failed: {failure}"[:500],
         )  # fmt: skip
         try:
-            self._create(aborted)
-        except ConflictError:
-            found = records.decode(self.store.get(snapshot.key), Snapshot, snapshot.key)
-            if found.write_id == snapshot.write_id:
-                return
+            ruling = self._create(aborted)
         except StorageError:
             raise StorageError(
                 f"save {snapshot.ref}: the commit failed and could not be taken back ({failure}); "
                 "whether it was committed shows when the store answers again ('snapstore log')"
             ) from failure
-        self._unclear = False
-        raise failure
+        if ruling.write_id != snapshot.write_id:
+            raise failure
 
 
 def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:

@@ -108,6 +108,13 @@ class TensorSpec:
         return itemsize if self.kind == "array" and self.dtype[1] not in "SU" else 1
 
     @property
+    def is_float(self) -> bool:
+        """Whether a number is a little-endian float of two bytes or more: sign, exponent and mantissa."""
+        if self.kind in ("tensor", "parameter"):
+            return self.element_size > 1 and self.dtype.startswith(("float", "bfloat", "complex"))
+        return self.kind == "array" and self.dtype[0] == "<" and self.dtype[1] in "fc"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements, at most 2**63 - 1.
 

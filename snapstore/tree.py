@@ -36,13 +36,11 @@ code that the node names and allocates no more than the node's own size. Statele
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -51,7 +49,6 @@ import numpy as np
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_DEPTH, Path, children, is_mapping, shown, step
 from .errors import FormatError, InvalidInputError, UnsupportedLeafError
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, is_array, numpy_dtype, numpy_dtype_name
-
 
 INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they are cut into chunks
 MAX_PROBLEMS = 20  # unsupported leaves that one error names

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import blob, chunking, delta, manifest
+from . import blob, chunking, delta, manifest, planes
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Encoded, EncodeJob, Engine, Threads
@@ -25,8 +25,9 @@ from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, PackWriter
 from .records import ManifestRef, manifest_key, pack_key
 from .session import Session
-from .state import Part, TensorSpec
+from .state import Part
 from .storage import ObjectStore
+from .tensors import TensorSpec
 
 log = logging.getLogger("snapstore")
 BATCH_BYTES = 16 * 1024 * 1024
@@ -132,6 +133,7 @@ def _write_manifests(
     """One manifest a part, durable; every pack they name is durable before."""
     written = Written(stored_bytes=sum(chunks.pack_sizes[len(chunks.bases.packs) :]), chunks=chunks.rows)
     written.new_chunks = chunks.new_chunks
+    puts = []
     for sequence, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
         table, packs, sizes = chunks.table(layout.first_row, layout.rows)
         logical_bytes = sum(spec.nbytes for spec in part.specs)
@@ -144,14 +146,16 @@ def _write_manifests(
             part=part.name, rank=rank, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
             logical_bytes=logical_bytes,
         )  # fmt: skip
-        _put_once(store, manifest_key(ref.sha256), data)
-        session.heartbeat()
+        puts.append(chunks.start_put(manifest_key(ref.sha256), data))
         written.manifests.append(ref)
         written.headers[ref.sha256] = manifest.header_bytes(data)
         written.in_memory.append(manifest.decode(data, ref.key))
         written.logical_bytes += logical_bytes
         written.stored_bytes += len(data)
         written.depth = max(written.depth, int(table.depths.max(initial=0)))
+    for durable in puts:
+        durable()
+    session.heartbeat()
     return written
 
 
@@ -170,6 +174,7 @@ class _Batch:
     start: list[int] = field(default_factory=list)
     chunk: list[Bytes] = field(default_factory=list)
     element_size: list[int] = field(default_factory=list)
+    layout: list[int] = field(default_factory=list)
     candidate: list[int] = field(default_factory=list)  # row of the chunk at the same place in a base, or -1
     plain: list[Bytes | None] = field(default_factory=list)  # that chunk's bytes, if at hand
     size_bytes: int = 0
@@ -221,6 +226,7 @@ class _Chunks:
             batch.start.append(start)
             batch.chunk.append(data[start:stop])
             batch.element_size.append(spec.element_size)
+            batch.layout.append(planes.ROTATED if spec.is_float else planes.BYTES)
             batch.candidate.append(first + i if first >= 0 else -1)
             batch.plain.append(plain[start:stop] if plain is not None else None)
             batch.size_bytes += stop - start
@@ -282,9 +288,9 @@ class _Chunks:
             base = plain.get(i)
             row = batch.candidate[i]
             jobs.append(
-                EncodeJob(batch.chunk[i], digests[i], batch.element_size[i])
+                EncodeJob(batch.chunk[i], digests[i], batch.element_size[i], batch.layout[i])
                 if base is None
-                else EncodeJob(batch.chunk[i], digests[i], batch.element_size[i], base,
+                else EncodeJob(batch.chunk[i], digests[i], batch.element_size[i], batch.layout[i], base,
                                self.bases.table.digests[row].tobytes(), int(self.bases.chain_bytes[row]))
             )  # fmt: skip
         return jobs
@@ -359,6 +365,10 @@ class _Chunks:
         name = hashlib.sha256(data).hexdigest()
         _put_once(self._store, pack_key(name), data)
         return name, len(data)
+
+    def start_put(self, key: str, data: bytes) -> Callable[[], object]:
+        """Begin to put a manifest; the call it returns waits until it is durable."""
+        return self._putters.start(lambda item: _put_once(self._store, *item), [(key, data)])
 
     def _await_put(self) -> None:
         number, result = self._puts.pop(0)

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 #: A spinner appears only for what takes longer [s].
 SPINNER_AFTER_S = 1.0
 
+#: Longer tables are printed without rich, which takes more than a second for a thousand rows.
+RICH_ROWS = 200
+
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can say it: NaN and infinities as strings, which float() reads; what it has no form for as text."""
+    """`value` as JSON can say it: NaN and infinities as strings that float() reads, things without a form as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -100,7 +103,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     cells = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in rows]
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and len(cells) <= RICH_ROWS:
         _rich_table(names, right, cells)
         return
     widths = [max(len(row[i]) for row in [names, *cells]) for i in range(len(names))]
@@ -119,10 +122,13 @@ def _rich_table(names: Sequence[str], right: Sequence[bool], cells: Sequence[Seq
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name, flush in zip(names, right, strict=True):
-        drawn.add_column(name, justify="right" if flush else "left", overflow="fold")
+        drawn.add_column(name, justify="right" if flush else "left", no_wrap=True)
     for row in cells:
         drawn.add_row(*row)
-    Console(markup=False, emoji=False, highlight=False).print(drawn)
+    console = Console(markup=False, emoji=False, highlight=False)
+    # On a narrow terminal whole lines wrap, or scroll in a pager; cut columns would lose what was asked for.
+    console.width = max(console.width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
+    console.print(drawn, soft_wrap=True)
 
 
 @contextmanager

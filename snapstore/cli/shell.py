@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .output import note, print_json
 
@@ -31,7 +32,22 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more on stde
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be done.")]
 Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
 
+VERBS = (
+    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "stats",
+    "index", "doctor", "demo",
+)  # fmt: skip
+
+
+class _InOrder(TyperGroup):
+    """Lists the verbs in the order in which people meet them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All verbs."""
+        return sorted(super().list_commands(ctx), key=VERBS.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # rich help costs 50 ms
@@ -92,7 +108,7 @@ def _before_the_verb(
     ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
-    version: Annotated[  # noqa: ARG001
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:

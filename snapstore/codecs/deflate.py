@@ -1,6 +1,6 @@
-"""Raw deflate (RFC 1951): run-length matches only, for planes that are mostly one value.
+"""Raw deflate (RFC 1951): Huffman codes and runs of one byte, no search for other matches.
 
-There zlib's Z_RLE beats zstd's smallest match on 64 KiB blocks (docs/design/cpu-engine.md).
+For planes that are mostly one value: there zlib's Z_RLE beats zstd on 64 KiB blocks (docs/design/cpu-engine.md).
 """
 
 from __future__ import annotations

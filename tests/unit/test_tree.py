@@ -13,39 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from states import bits, spec
 
+from snapstore.containers import MAX_DEPTH
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
-from snapstore.tree import (
-    MAX_DEPTH,
-    StoredPart,
-    TensorSpec,
-    decode,
-    decode_plain,
-    display,
-    encode_plain,
-    like,
-    numpy_dtype,
-    step,
-)
-
-
-def bits(value):
-    """A form of plain values in which == means same type and same bits."""
-    kind = type(value)
-    if kind is float:
-        return kind, struct.pack("<d", value)
-    if kind is complex:
-        return kind, struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, np.generic):
-        return kind, value.dtype.str, value.tobytes()
-    if isinstance(value, dict):
-        extra = (getattr(value, "default_factory", None), getattr(value, "_metadata", None))
-        return kind, extra, [(bits(k), bits(v)) for k, v in value.items()]
-    if isinstance(value, set | frozenset):
-        return kind, sorted(map(repr, map(bits, value)))
-    if isinstance(value, list | tuple | collections.deque):
-        return kind, getattr(value, "maxlen", None), [bits(v) for v in value]
-    return kind, value
+from snapstore.tensors import StoredPart
+from snapstore.tree import decode, decode_plain, encode_plain
 
 
 def packed(value):
@@ -196,20 +169,6 @@ def test_any_plain_value(value):
 def test_any_float_bits(number):
     value = struct.unpack("<d", struct.pack("<Q", number))[0]
     assert bits(packed({"a": [value, complex(value, value)]})) == bits({"a": [value, complex(value, value)]})
-
-
-def test_paths():
-    assert display(("model", "layers.0", 3)) == "model.layers.0.3"
-    assert [step(k) for k in ("a", 1, True, None, 2.5, (1,), 2**70)] == [
-        "a",
-        1,
-        "True",
-        "None",
-        "2.5",
-        "(1,)",
-        hex(2**70),
-    ]
-    msgspec.msgpack.encode([step("\ud800"), step(("\ud800",)), step((10**5000,))])
 
 
 def slice_and_friends():
@@ -381,65 +340,6 @@ def test_any_node_decodes_or_is_a_format_error(node):
     encode_plain(value)
 
 
-def spec(**changes):
-    fields = {
-        "path": ("a",),
-        "kind": "tensor",
-        "dtype": "float32",
-        "shape": (2, 3),
-        "requires_grad": False,
-        "tie": None,
-    }
-    return TensorSpec(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"shape": (-1,)},
-        {"shape": (2**62, 2**62)},
-        {"shape": (0, 2**62, 2**62)},
-        {"shape": (1,) * 65},
-        {"shape": (True,)},
-        {"shape": ("1",)},
-        {"dtype": "float7"},
-        {"dtype": "qint8"},
-        {"kind": "object"},
-        {"kind": "array", "dtype": "|O"},
-        {"kind": "array", "dtype": "float32"},
-        {"kind": "bytes"},
-        {"kind": "bytes", "dtype": "bytes"},
-        {"kind": "array", "dtype": "|S0"},
-    ],
-)
-def test_a_hostile_spec_is_a_format_error(changes):
-    with pytest.raises(FormatError):
-        decode([StoredPart("", None, [spec(**changes)])])
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "itemsize", "element"),
-    [
-        ("tensor", "float32", 4, 4),
-        ("parameter", "bfloat16", 2, 2),
-        ("tensor", "complex32", 4, 2),
-        ("tensor", "complex64", 8, 4),
-        ("tensor", "complex128", 16, 8),
-        ("tensor", "bool", 1, 1),
-        ("array", "<c8", 8, 4),
-        ("array", ">c16", 16, 8),
-        ("array", "<M8[ns]", 8, 8),
-        ("array", "<U3", 12, 1),
-        ("array", "|S5", 5, 1),
-        ("array", "<f2", 2, 2),
-        ("array", "|b1", 1, 1),
-    ],
-)
-def test_sizes_of_a_spec(kind, dtype, itemsize, element):
-    one = spec(kind=kind, dtype=dtype)
-    assert (one.itemsize, one.element_size, one.nbytes) == (itemsize, element, 6 * itemsize)
-
-
 def test_parts_must_fit_each_other():
     root = StoredPart("", ["dict", ["a"], [["part", "a"]]], [])
     below = StoredPart("a", ["list", [["tensor", 0, True]]], [spec()])
@@ -462,20 +362,10 @@ def test_parts_must_fit_each_other():
             decode([root, StoredPart("a", ["list", [["tensor", 0, True]]], [spec(**changes)])])
 
 
-def test_like_keeps_what_a_container_is():
-    for value in (collections.deque([1], maxlen=2), collections.defaultdict(int, a=1), collections.Counter("aa")):
-        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        assert bits(like(value, items)) == bits(value)
-
-
-def test_numpy_dtype_refuses_names_that_are_none():
-    with pytest.raises(FormatError):
-        numpy_dtype(3)
-
-
 def test_importing_does_not_import_torch():
     code = (
-        "import sys, snapstore.state as s; s.flatten({'a': [1, b'x' * 9999]}); s.RngState().state_dict();"
+        "import sys, snapstore, snapstore.state, snapstore.target;"
+        "snapstore.state.flatten({'a': [1, b'x' * 9999]}); snapstore.RngState().state_dict();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,143 @@
+"""check, index, doctor, demo: whether all is well."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from .output import line, note, print_json, spinner
+from .shell import CORRUPT, ERROR, Shell, UsageError, verb
+
+if TYPE_CHECKING:
+    from ..check import CheckResult
+
+ALL = "100%"
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
+
+
+class _OptionalValue(TyperCommand):
+    """Lets --read-data stand alone; typer knows no options with an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give it its default."""
+        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in args])
+
+
+@verb(cls=_OptionalValue)
+def check(
+    shell: Shell,
+    read_data: Annotated[
+        str | None,
+        typer.Option(
+            "--read-data", metavar="[=N%|n/t]", help="Read the packs too: all, a random share, or the n-th of t parts."
+        ),
+    ] = None,
+    restore: Annotated[bool, typer.Option("--restore", help="Also rebuild every chunk of every snapshot.")] = False,
+) -> int | None:
+    """Verify the repository and say which snapshots stay restorable."""
+    share, subset = _portion(ALL if read_data is None else read_data)
+    level = "restore" if restore else "metadata" if read_data is None else "data"
+    with shell.repository() as repository, spinner(f"checking, level {level}"):
+        result = repository.check(level, share=share, subset=subset)
+    if shell.as_json:
+        problems = [
+            {"kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots} for p in result.problems
+        ]
+        print_json({"ok": result.ok, "problems": problems, "restorable": [s.id for s in result.restorable]})
+    else:
+        _print_check(result)
+    return None if result.ok else CORRUPT
+
+
+def _portion(text: str) -> tuple[float, tuple[int, int]]:
+    """(share, subset) of `N%` or `n/t`."""
+    if (match := _SHARE.fullmatch(text)) and 0 < float(match[1]) <= 100:
+        return float(match[1]) / 100, (1, 1)
+    if (match := _SUBSET.fullmatch(text)) and 1 <= int(match[1]) <= int(match[2]):
+        return 1.0, (int(match[1]), int(match[2]))
+    raise UsageError(f"--read-data={text}: expected a share such as 10%, or a part such as 3/7")
+
+
+def _print_check(result: CheckResult) -> None:
+    from ..records import human_bytes
+
+    for problem in result.problems:
+        line(f"{problem.kind}: {problem.message}")
+    line(f"{len(result.restorable)} snapshots are restorable, as far as level {result.level!r} shows")
+    if result.damaged:
+        line(f"{len(result.damaged)} are not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
+    if result.unneeded_bytes:
+        line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
+    line("no problems" if result.ok else f"{len(result.problems)} problems")
+
+
+class IndexAction(StrEnum):
+    """What can be done with an index."""
+
+    REBUILD = "rebuild"
+
+
+@verb()
+def index(
+    shell: Shell,
+    action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build it anew from the objects.")],
+) -> None:
+    """Rebuild the index from the objects; it is only a cache."""
+    assert action is IndexAction.REBUILD
+    with shell.repository() as repository, spinner("reading all records"):
+        count = repository.rebuild_index()
+    if shell.as_json:
+        print_json({"snapshots": count})
+    else:
+        line(f"rebuilt the index: {count} snapshots, in whatever state")
+
+
+@verb()
+def doctor(
+    shell: Shell,
+    place: Annotated[str | None, typer.Argument(metavar="[URL]", help="Where; else --repo or SNAPSTORE_REPO.")] = None,
+) -> int | None:
+    """Say what works here: machine, file system, store. Leaves nothing behind."""
+    from . import doctor as probes
+
+    with spinner("looking"):
+        findings = probes.machine() + (probes.place(url) if (url := place or shell.url) else [])
+    ok = all(finding.ok is not False for finding in findings)
+    if shell.as_json:
+        print_json({"ok": ok, "findings": [{"name": f.name, "ok": f.ok, "message": f.message} for f in findings]})
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            sign = {True: "ok", False: "FAIL", None: ""}[finding.ok]
+            line(f"{sign:<4} {finding.name:<{width}}  {finding.message}")
+    return None if ok else ERROR
+
+
+@verb()
+def demo(
+    shell: Shell,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="Leave the repository in this new folder.")
+    ] = None,
+) -> int | None:
+    """See it at work on a real training run. Takes about three minutes."""
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    if not script.is_file():
+        from ..errors import CapabilityError
+
+        raise CapabilityError("demo: comes with the source only; clone the repository of snapstore and run tools/demo")
+    command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
+    note(f"running {script}")
+    # With --json its story goes to stderr: stdout is data only.
+    code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode
+    if shell.as_json:
+        print_json({"ok": code == 0, "exit_code": code})
+    return code if code >= 0 else ERROR

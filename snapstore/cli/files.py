@@ -1,0 +1,242 @@
+"""States in files: `.pt` and `.safetensors`, in and out.
+
+A `.pt` file is read with `weights_only=True` and never otherwise: a file from elsewhere must not run code here. Files
+are written beside their name and get it when they are whole, so an interrupted restore leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import secrets
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..containers import CONTAINERS, children, display
+from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+SAFETENSORS = ".safetensors"
+#: So many leaves that do not fit into a file are named.
+LEAVES_NAMED = 5
+
+# torch's own message recommends to load the file unsafely; of it we show only what was met.
+_OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (\S+)|\bclass (\S+)")
+
+
+def read(path: Path) -> tuple[Any, dict[str, str]]:
+    """The state in a file, and the file's own metadata.
+
+    Raises:
+        InvalidInputError: missing, damaged, of another format, or it holds Python objects.
+        CapabilityError: a library is not installed.
+    """
+    if path.suffix.lower() not in (*TORCH_SUFFIXES, SAFETENSORS):
+        raise InvalidInputError(f"{path}: expected a file named *.pt, *.pth, *.bin or *.safetensors")
+    if not path.is_file():
+        raise InvalidInputError(f"{path}: expected a file, found {'something else' if path.exists() else 'none'}")
+    if path.suffix.lower() == SAFETENSORS:
+        return _read_safetensors(path)
+    return _read_torch(path), {}
+
+
+def _read_torch(path: Path) -> Any:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about storages of old files: nothing a user could do
+            # Mapped, a state larger than memory passes through; torch maps only files of its zip format.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        met = _OBJECT.search(str(error))
+        if met is None:
+            raise InvalidInputError(f"{path}: is no PyTorch file, or a damaged one: {_first_line(error)}") from error
+        name = next(filter(None, met.groups())).rstrip(".,")
+        raise InvalidInputError(
+            f"{path}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
+            "state instead, such as torch.save(model.state_dict(), ...), or use the Python interface"
+        ) from error
+    except Exception as error:
+        raise InvalidInputError(f"{path}: is no PyTorch file, or a damaged one: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _need_safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CapabilityError(
+            "safetensors: not installed here; install it with 'pip install \"snapstore[safetensors]\"'"
+        ) from error
+    return safetensors
+
+
+def _read_safetensors(path: Path) -> tuple[Any, dict[str, str]]:
+    library = _need_safetensors()
+    try:
+        with library.safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (library.SafetensorError, OSError, ValueError) as error:
+        raise InvalidInputError(f"{path}: is no safetensors file, or a damaged one: {_first_line(error)}") from error
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse an output file before the work is done.
+
+    Raises:
+        InvalidInputError: its name has no known ending, or its folder is missing.
+        AlreadyExistsError: it exists.
+        CapabilityError: a library is not installed.
+    """
+    if path.suffix.lower() not in (*TORCH_SUFFIXES, SAFETENSORS):
+        raise InvalidInputError(f"{path}: expected a name that ends in .pt, .pth, .bin or .safetensors")
+    if path.suffix.lower() == SAFETENSORS:
+        _need_safetensors()
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{path}: {path.parent} is no folder; make it first")
+    if path.is_dir():
+        raise InvalidInputError(f"{path}: is a folder; name a file")
+    if not force and os.path.lexists(path):
+        raise _exists(path)
+
+
+def _exists(path: Path) -> AlreadyExistsError:
+    return AlreadyExistsError(f"{path}: exists; choose another name, or replace it with --force")
+
+
+def write(
+    path: Path, state: Any, *, metadata: dict[str, str], force: bool = False, tensors_only: bool = False
+) -> tuple[int, list[str]]:
+    """Write a state; (number of tensors, dotted paths of what was left out).
+
+    Raises:
+        InvalidInputError: the format cannot hold the state.
+        AlreadyExistsError: the file exists, and `force` is not set.
+        OSError: the disk refused.
+    """
+    tensors, others = _leaves(state)
+    if path.suffix.lower() != SAFETENSORS:
+        _publish(path, lambda temp: _write_torch(temp, state), force=force)
+        return len(tensors), []
+    if others and not tensors_only:
+        raise InvalidInputError(
+            f"{path}: safetensors files hold tensors only; {_named(others)} would be lost; write a .pt file, select "
+            "tensors with --keys, or leave the rest out with --tensors-only"
+        )
+    flat = _flat(path, tensors)
+    _publish(path, lambda temp: _write_safetensors(temp, flat, metadata), force=force)
+    return len(flat), others
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - LEAVES_NAMED
+    return ", ".join(paths[:LEAVES_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _leaves(state: Any) -> tuple[list[tuple[str, Any]], list[str]]:
+    """((dotted path, tensor or array) of all, dotted paths of the other leaves)."""
+    import numpy as np
+    import torch
+
+    tensors: list[tuple[str, Any]] = []
+    others: list[str] = []
+    for path, value in _walk(state, ()):
+        name = display(path)
+        if isinstance(value, torch.Tensor | np.ndarray):
+            tensors.append((name, value))
+        else:
+            others.append(name or "the value itself")
+    return tensors, others
+
+
+def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if type(value) not in CONTAINERS:
+        yield path, value
+        return
+    for element, _, child in children(value):
+        yield from _walk(child, (*path, element))
+
+
+def _flat(path: Path, tensors: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors by name, each in memory of its own: safetensors knows no ties."""
+    import torch
+
+    flat: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in tensors:
+        if not name:
+            raise InvalidInputError(f"{path}: the state is one tensor without a name; write a .pt file")
+        if name in flat:
+            raise InvalidInputError(
+                f"{path}: two tensors would both be named {name!r}; write a .pt file, or select one with --keys"
+            )
+        try:
+            tensor = (value if isinstance(value, torch.Tensor) else torch.from_numpy(value)).detach().contiguous()
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"{path}: {name}: an array of {value.dtype} has no tensor form") from error
+        memory = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and memory in seen:
+            tensor = tensor.clone()
+        seen.add(memory)
+        flat[name] = tensor
+    return flat
+
+
+def _write_torch(temp: Path, state: Any) -> None:
+    import torch
+
+    with temp.open("r+b") as file:
+        torch.save(state, file)
+
+
+def _write_safetensors(temp: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    library = _need_safetensors()
+    try:
+        library.torch.save_file(tensors, temp, metadata=metadata or None)
+    except (library.SafetensorError, KeyError, ValueError) as error:
+        raise InvalidInputError(
+            f"safetensors cannot hold this state: {_first_line(error)}; write a .pt file"
+        ) from error
+
+
+def _publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
+    """Fill a temporary file beside `path`, make it durable, give it its name."""
+    temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
+    try:
+        temp.open("xb").close()
+        mode = temp.stat().st_mode
+        fill(temp)
+        temp.chmod(mode)  # safetensors makes a file of its own, readable by its owner only
+        with temp.open("rb") as file:
+            os.fsync(file.fileno())
+        if force:
+            temp.replace(path)
+        else:
+            _name_new(temp, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temp.unlink()
+
+
+def _name_new(temp: Path, path: Path) -> None:
+    """Rename, but never over a file that somebody has made meanwhile."""
+    try:
+        path.hardlink_to(temp)
+    except FileExistsError as error:
+        raise _exists(path) from error
+    except OSError:  # no hard links here: look first, which leaves a gap of microseconds
+        if os.path.lexists(path):
+            raise _exists(path) from None
+        temp.rename(path)

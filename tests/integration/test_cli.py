@@ -1,0 +1,941 @@
+"""The shell: every verb, every JSON shape, every exit code, and what bad input gets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from snapstore import KeepLast, NotFoundError, Repository, cli, records
+from snapstore.cli import caring, doctor, files, output, shell
+from snapstore.errors import ConflictError
+
+SNAPSHOT_KEYS = {
+    "id", "run", "step", "state", "parent", "created", "logical_bytes", "stored_bytes", "depth", "tags", "metrics",
+}  # fmt: skip
+
+
+class Shell:
+    """Runs verbs in this process on one repository."""
+
+    def __init__(self, folder):
+        self.folder, self.url = folder, str(folder / "repo")
+        self.env = {"SNAPSTORE_REPO": self.url}
+
+    def __call__(self, *args, code=0, **env):
+        result = CliRunner().invoke(cli.app, [str(arg) for arg in args], env={**self.env, **env}, prog_name="snapstore")
+        assert result.exit_code == code, (args, result.exit_code, result.stdout, result.stderr)
+        assert "Traceback" not in result.stderr or "-v" in args
+        return result
+
+    def json(self, *args, code=0, **env):
+        return json.loads(self(*args, "--json", code=code, **env).stdout)
+
+    def fails(self, *args, code=1, **env):
+        """The message of the failure."""
+        result = self(*args, code=code, **env)
+        assert result.stdout == ""
+        assert result.stderr.startswith("snapstore: error: ")
+        return result.stderr.removeprefix("snapstore: error: ")
+
+    def save(self, state, step, *args, run="exp", name="state.pt"):
+        torch.save(state, self.folder / name)
+        return self.json("save", self.folder / name, "--run", run, "--step", step, *args)["snapshot"]
+
+
+@pytest.fixture
+def sh(tmp_path):
+    shell = Shell(tmp_path)
+    shell("init", "--chunk-bytes", "4096")
+    return shell
+
+
+def state(step=0):
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(40, 50, generator=generator) + step * 1e-3
+    return {"model": {"w": weight, "b": torch.zeros(3, dtype=torch.bfloat16)}, "extra": {"step": step, "name": "x"}}
+
+
+@pytest.fixture
+def series(sh):
+    for step in range(4):
+        sh.save(state(step), step, "--metric", f"loss={4 - step}")
+    return sh
+
+
+# --- the shell itself
+
+
+def test_every_verb_has_help_and_stands_in_the_list():
+    listed = CliRunner().invoke(cli.app, ["--help"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(shell.VERBS)
+    for verb in shell.VERBS:
+        text = CliRunner().invoke(cli.app, [verb, "-h"]).stdout
+        assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
+
+
+def test_usage_errors_are_2(sh):
+    for args in (["nonsense"], ["log", "--nonsense"], ["show"], ["save", "x.pt", "--run", "r", "--step", "many"], []):
+        result = CliRunner().invoke(cli.app, args, env=sh.env)
+        assert result.exit_code == 2, args
+        assert "Usage: " in result.stderr + result.stdout
+
+
+def test_the_version(sh):
+    assert sh("--version").stdout == f"snapstore {records.VERSION}\n"
+
+
+def test_common_options_before_and_after_the_verb(series):
+    other = str(series.folder / "other")
+    series("init", other)
+    for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
+        assert json.loads(series(*args).stdout) == {"snapshots": []}
+    # after the verb wins, and both win over the environment
+    assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
+
+
+def test_no_repository_named_is_usage(sh):
+    assert "--repo URL or set SNAPSTORE_REPO" in sh.fails("log", code=2, SNAPSTORE_REPO="")
+
+
+def test_no_repository_is_10(sh, tmp_path):
+    for place in (tmp_path / "missing", tmp_path):
+        assert "snapstore init" in sh.fails("log", "--repo", place, code=10)
+    document = sh.json("log", "--repo", tmp_path / "missing", code=10)
+    assert document["error"]["kind"] == "NoRepositoryError"
+    assert set(document["error"]) == {"kind", "message"}
+
+
+def test_a_newer_format_is_20(sh):
+    config = Path(sh.url, "config")
+    newer = records.decode(config.read_bytes(), records.Config, "config")
+    fields = {name: getattr(newer, name) for name in newer.__struct_fields__}
+    config.unlink()
+    config.write_bytes(records.encode(records.Config(**{**fields, "version": 99, "writer": "snapstore 9"})))
+    assert "format version 99" in sh.fails("log", code=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SNAPSTORE_THREADS", "many"),
+        ("SNAPSTORE_THREADS", "0"),
+        ("SNAPSTORE_REPO", "ftp://host/x"),
+        ("SNAPSTORE_REPO", "memory://../x"),
+    ],
+)
+def test_invalid_environment_values(sh, name, value):
+    assert value.partition(":")[0] in sh.fails("log", **{name: value})
+
+
+def test_a_relative_cache_folder_is_refused(sh, monkeypatch):
+    from snapstore.storage.local import LocalStore
+
+    monkeypatch.setattr(LocalStore, "writable", lambda self: False)  # so the index must go to the cache
+    assert "SNAPSTORE_CACHE_DIR" in sh.fails("log", SNAPSTORE_CACHE_DIR="relative")
+
+
+def test_errors_keep_their_exit_codes_and_tracebacks_need_v(sh, monkeypatch):
+    def failing(error):
+        def view(self):
+            raise error
+
+        monkeypatch.setattr(Repository, "view", view)
+
+    failing(ConflictError("taken"))
+    assert sh.fails("log", code=11) == "taken\n"
+    failing(ZeroDivisionError("oops"))
+    assert "ZeroDivisionError: oops; this is a bug" in sh.fails("log")
+    assert sh.json("log", code=1)["error"]["kind"] == "ZeroDivisionError"
+    failing(MemoryError())
+    assert "out of memory" in sh.fails("log")
+    failing(ZeroDivisionError("oops"))
+    assert "Traceback" in sh("log", "-v", code=1).stderr
+    failing(KeyboardInterrupt())
+    result = sh("log", code=130)
+    assert (result.stdout, result.stderr) == ("", "snapstore: interrupted\n")
+
+
+def test_logs_go_to_stderr(sh):
+    torch.save(state(), sh.folder / "s.pt")
+    result = sh("-v", "save", sh.folder / "s.pt", "--run", "r", "--step", 1, "--json")
+    assert set(json.loads(result.stdout)) == {"snapshot"}
+    assert "snapstore: info: run=r step=1 logical=" in result.stderr
+
+
+# --- init, save, restore
+
+
+def test_init(tmp_path):
+    sh = Shell(tmp_path)
+    made = sh.json("init", tmp_path / "a" / "b")
+    assert set(made) == {"url", "uuid", "version", "chunk_bytes"}
+    assert made["chunk_bytes"] == 1024 * 1024
+    assert "already" in sh.fails("init", tmp_path / "a" / "b")
+    assert "not empty" in sh.fails("init", tmp_path)
+    assert "chunk" in sh.fails("init", tmp_path / "c", "--chunk-bytes", 5)
+    assert sh("init").stdout == f"made a repository at {sh.url}\n"
+
+
+def test_save_and_restore_pt(sh):
+    saved = sh.save(state(3), 3, "--tag", "good", "--metric", "loss=0.5", "--metric", "a=b=nan")
+    assert set(saved) == SNAPSHOT_KEYS
+    assert saved["tags"] == ["good"]
+    assert saved["metrics"] == {"loss": 0.5, "a=b": "NaN"}
+    assert saved["created"].endswith("Z")
+    out = sh.folder / "out.pt"
+    restored = sh.json("restore", "exp@good", "-o", out)
+    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped"}
+    assert (restored["tensors"], restored["dropped"]) == (2, [])
+    assert restored["bytes"] == out.stat().st_size
+    loaded = torch.load(out, weights_only=True)
+    assert torch.equal(loaded["model"]["w"], state(3)["model"]["w"])
+    assert loaded["extra"] == {"step": 3, "name": "x"}
+    assert sorted(p.name for p in sh.folder.iterdir()) == ["out.pt", "repo", "state.pt"]
+
+
+def test_save_says_what_it_did(sh):
+    torch.save(state(), sh.folder / "s.bin", _use_new_zipfile_serialization=False)
+    text = sh("save", sh.folder / "s.bin", "--run", "r", "--step", 0, "--full").stdout
+    assert text.startswith("saved r@0 as id:")
+    assert "restored r@0" in sh("restore", "r@0", "-o", sh.folder / "o.pt", "--keys", "model.*").stdout
+    assert list(torch.load(sh.folder / "o.pt", weights_only=True)) == ["model"]
+
+
+def test_forks_and_bases(series):
+    fork = series.save(state(9), 9, "--parent", "exp@1", "--base", "exp@2", run="fork")
+    log = {s["id"]: s for s in series.json("log")["snapshots"]}
+    assert log[fork["parent"]]["step"] == 1
+    assert "no run" in series.fails("save", series.folder / "state.pt", "--run", "f", "--step", 1, "--parent", "no@1")
+
+
+def test_the_same_step_twice(sh):
+    first, second = sh.save(state(1), 5), sh.save(state(2), 5)
+    sh("restore", "exp@5", "-o", sh.folder / "o.pt")
+    assert torch.load(sh.folder / "o.pt", weights_only=True)["extra"]["step"] == 2
+    assert [s["id"] for s in sh.json("log")["snapshots"]] == [first["id"], second["id"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--run", "a/b", "--step", "1"], "a/b"),
+        (["--run", "..", "--step", "1"], "'..'"),
+        (["--run", "é", "--step", "1"], "run"),
+        (["--run", "x" * 300, "--step", "1"], "128 characters"),
+        (["--run", "r", "--step", "-1"], "step -1"),
+        (["--run", "r", "--step", str(10**12)], "step 1000000000000"),
+        (["--run", "r", "--step", "1", "--tag", "a/b"], "tag 'a/b'"),
+        (["--run", "r", "--step", "1", "--tag", "latest"], "tag 'latest'"),
+        (["--run", "r", "--step", "1", "--tag", "7"], "tag '7'"),
+        (["--run", "r", "--step", "1", "--parent", "r"], "reference 'r'"),
+    ],
+)
+def test_bad_names_and_steps_save_nothing(sh, options, word):
+    torch.save(state(), sh.folder / "s.pt")
+    assert word in sh.fails("save", sh.folder / "s.pt", *options)
+    assert sh.json("log", "--all") == {"snapshots": []}
+    assert not list(Path(sh.url).rglob("packs/*/*"))
+
+
+@pytest.mark.parametrize("metric", ["loss", "loss=", "=1", "loss=low"])
+def test_bad_metrics_are_usage(sh, metric):
+    assert "--metric" in sh.fails("save", "s.pt", "--run", "r", "--step", 1, "--metric", metric, code=2)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_objects_are_refused_and_not_run(sh, monkeypatch, zipped):
+    monkeypatch.setenv("EVIL", str(sh.folder / "evil"))
+    torch.save({"a": torch.ones(2), "b": Evil()}, sh.folder / "e.pt", _use_new_zipfile_serialization=zipped)
+    message = sh.fails("save", sh.folder / "e.pt", "--run", "r", "--step", 1)
+    assert "Python object (posix.mkdir)" in message
+    assert "could run any code" in message
+    assert "weights_only=False" not in message
+    assert not (sh.folder / "evil").exists()
+
+
+def test_damaged_and_foreign_files(sh):
+    import safetensors.torch
+
+    torch.save(state(), sh.folder / "whole.pt")
+    safetensors.torch.save_file({"a": torch.ones(5000)}, sh.folder / "whole.safetensors")
+    for name in ("whole.pt", "whole.safetensors"):
+        whole = (sh.folder / name).read_bytes()
+        for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+            cut = sh.folder / f"cut.{name}"
+            cut.write_bytes(whole[:length])
+            assert "damaged" in sh.fails("save", cut, "--run", "r", "--step", 1), (name, length)
+    (sh.folder / "text.pt").write_text("hello, no model here")
+    assert "no PyTorch file" in sh.fails("save", sh.folder / "text.pt", "--run", "r", "--step", 1)
+    assert "*.safetensors" in sh.fails("save", sh.folder / "x.npz", "--run", "r", "--step", 1)
+    assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
+    (sh.folder / "d.pt").mkdir()
+    assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
+    assert sh.json("log") == {"snapshots": []}
+
+
+def test_safetensors_keep_their_names_and_metadata(sh):
+    import safetensors
+    import safetensors.torch
+
+    source, out = sh.folder / "m.safetensors", sh.folder / "o.safetensors"
+    tensors = {"layer.0.w": torch.randn(30, 30), "b": torch.ones(2, dtype=torch.float8_e4m3fn)}
+    safetensors.torch.save_file(tensors, source, metadata={"format": "pt", "who": "me"})
+    sh("save", source, "--run", "st", "--step", 1)
+    assert sh.json("show", "st@1")["metadata"] == {"safetensors": {"format": "pt", "who": "me"}}
+    sh("restore", "st@1", "-o", out)
+    with safetensors.safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "who": "me"}
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8))
+    plain = sh.folder / "plain"
+    plain.touch()
+    assert out.stat().st_mode == plain.stat().st_mode
+
+
+def test_safetensors_of_a_training_state(sh):
+    import safetensors.torch
+
+    weight = torch.randn(64, 64)
+    sh.save({"m": {"w": weight, "tied": weight, "t": [torch.ones(1)]}, "lr": 0.1, "e": {}}, 1)
+    out = sh.folder / "o.safetensors"
+    message = sh.fails("restore", "exp@1", "-o", out)
+    assert "lr would be lost" in message
+    assert "--tensors-only" in message
+    result = sh("restore", "exp@1", "-o", out, "--tensors-only")
+    assert "left out 1 values" in result.stderr
+    loaded = safetensors.torch.load_file(out)
+    assert set(loaded) == {"m.w", "m.tied", "m.t.0"}
+    assert torch.equal(loaded["m.tied"], weight)
+    sh("restore", "exp@1", "-o", out, "--keys", "m.w", "--keys", "m.t*", "--force")
+    assert set(safetensors.torch.load_file(out)) == {"m.w", "m.t.0", "m.tied"}
+
+
+def test_what_safetensors_cannot_hold(sh):
+    import numpy as np
+
+    out = sh.folder / "o.safetensors"
+    with Repository.open(sh.url) as repository:
+        repository.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, run="r", step=1)
+        repository.save(torch.ones(1), run="r", step=2)
+        repository.save({"s": np.array(["x"])}, run="r", step=3)
+        repository.save({"n": np.arange(4.0)}, run="r", step=4)
+        repository.save({str(i): i for i in range(9)}, run="r", step=5)
+        repository.save({"q": torch.zeros(4, dtype=torch.complex128)}, run="r", step=6)
+    assert "both be named 'a.b'" in sh.fails("restore", "r@1", "-o", out)
+    assert "without a name" in sh.fails("restore", "r@2", "-o", out)
+    assert "no tensor form" in sh.fails("restore", "r@3", "-o", out)
+    sh("restore", "r@4", "-o", out)
+    assert "0, 1, 2, 3, 4 and 4 more would be lost" in sh.fails("restore", "r@5", "-o", sh.folder / "x.safetensors")
+    assert "cannot hold" in sh.fails("restore", "r@6", "-o", sh.folder / "x.safetensors")
+    assert not list(sh.folder.glob("*.tmp")) + list(sh.folder.glob(".*"))
+
+
+def test_without_the_safetensors_library(sh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (sh.folder / "m.safetensors").touch()
+    sh.save(state(), 1)
+    for args in (["save", sh.folder / "m.safetensors", "--run", "r", "--step", 1],
+                 ["restore", "exp@1", "-o", sh.folder / "o.safetensors"]):  # fmt: skip
+        assert "pip install" in sh.fails(*args)
+
+
+def test_restore_replaces_nothing_unasked(series):
+    out = series.folder / "o.pt"
+    out.write_text("mine")
+    assert "--force" in series.fails("restore", "exp@1", "-o", out)
+    assert out.read_text() == "mine"
+    series("restore", "exp@1", "-o", out, "--force")
+    assert torch.load(out, weights_only=True)["extra"]["step"] == 1
+
+
+def test_restore_to_places_that_cannot_be(series):
+    folder = series.folder
+    assert "is no folder" in series.fails("restore", "exp@1", "-o", folder / "none" / "o.pt")
+    assert "ends in .pt" in series.fails("restore", "exp@1", "-o", folder / "o.npz")
+    (folder / "d.pt").mkdir()
+    assert "is a folder" in series.fails("restore", "exp@1", "-o", folder / "d.pt")
+    assert "nothing" in series.fails("restore", "exp@1", "-o", folder / "o.pt", "--keys", "nothing*")
+
+
+def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
+    def racing(temp, state):
+        (tmp_path / "o.pt").write_text("theirs")
+
+    monkeypatch.setattr(files, "_write_torch", racing)
+    with pytest.raises(files.AlreadyExistsError):
+        files.write(tmp_path / "o.pt", {}, metadata={})
+    monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError()))
+    with pytest.raises(files.AlreadyExistsError):
+        files.write(tmp_path / "o.pt", {}, metadata={})
+    assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
+    (tmp_path / "o.pt").unlink()
+    monkeypatch.setattr(files, "_write_torch", lambda temp, state: None)
+    files.write(tmp_path / "o.pt", {}, metadata={})
+    assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
+
+
+# --- log, show, diff, stats
+
+
+def test_log(series):
+    document = series.json("log")
+    assert set(document) == {"snapshots"}
+    assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
+    assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
+    assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]
+    series.save(state(), 0, run="other")
+    assert [s["run"] for s in series.json("log", "--run", "other")["snapshots"]] == ["other"]
+    assert [(s["run"], s["step"]) for s in series.json("log", "-n", 1)["snapshots"]] == [("exp", 3), ("other", 0)]
+    assert "expected at least 1" in series.fails("log", "-n", 0, code=2)
+    lines = series("log").stdout.splitlines()
+    assert lines[0].split()[:3] == ["snapshot", "id", "created"]
+    assert len(lines) == 6
+    assert "loss=4" in lines[1]
+
+
+def test_log_of_forgotten_snapshots(series):
+    series("forget", "exp@1")
+    assert [s["step"] for s in series.json("log")["snapshots"]] == [0, 2, 3]
+    assert {s["step"]: s["state"] for s in series.json("log", "--all")["snapshots"]}[1] == "forgotten"
+    assert "forgotten" in series("log", "--all").stdout
+    assert "id:" in series("log").stdout  # the parent of step 2, no longer in the list
+
+
+def test_log_of_nothing(sh):
+    result = sh("log")
+    assert (result.stdout, result.stderr) == ("", "no snapshots\n")
+    assert "no such run" in sh.fails("log", "--run", "x")
+    assert "no such run" in sh.fails("log", "--run", "x", "--all")
+
+
+def test_log_with_a_damaged_record_is_partial(series):
+    next(Path(series.url).rglob("snapshots/exp/000000000002-*")).write_bytes(b"rubbish of some length, no envelope")
+    for path in Path(series.url, "index").iterdir():
+        path.unlink()
+    result = series("log", "--json", code=3)
+    assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
+    assert "1 records cannot be read" in result.stderr
+
+
+@pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])
+@pytest.mark.parametrize("verb", [["show"], ["restore", "-o", "x.pt"], ["tag", "t"], ["forget"], ["unforget"]])
+def test_unknown_references(series, verb, ref):
+    assert "reference" in series.fails(verb[0], *verb[1:-1], *([verb[-1]] if len(verb) == 3 else []), ref,
+                                       *(["t"] if verb == ["tag", "t"] else []))  # fmt: skip
+
+
+def test_show(series):
+    series("tag", "exp@1", "good")
+    document = series.json("show", "exp@1")
+    assert set(document) == {
+        "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
+        "manifests", "tensors",
+    }  # fmt: skip
+    assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
+    assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)
+    assert document["reasons"] == ["tag good"]
+    assert {m["part"] for m in document["manifests"]} == {"", "model", "extra"}
+    assert set(document["manifests"][0]) == {"part", "rank", "sha256", "size_bytes", "logical_bytes"}
+    assert document["tensors"][0] == {
+        "path": "model.w", "part": "model", "kind": "tensor", "dtype": "float32", "shape": [40, 50], "bytes": 8000,
+        "chunks": 2,
+    }  # fmt: skip
+    text = series("show", "exp@1").stdout
+    assert "children  exp@2" in text
+    assert "[40, 50]" in text
+    assert "parent    none" in series("show", "exp@0").stdout
+
+
+def test_show_reasons_of_stored_policies_and_of_forgotten(series):
+    with Repository.open(series.url) as repository:
+        repository.set_policies("exp", [KeepLast(2)])
+    assert series.json("show", "exp@3")["reasons"] == ["last 2", "newest"]
+    assert series.json("show", "exp@0")["reasons"] == []
+    assert len(series.json("forget", "--run", "exp")["forgotten"]) == 2  # by the stored ones
+    assert series.json("show", "exp@0")["reasons"] == ["kept by no policy", "KeepLast(2)"]
+    series("gc")
+    swept = series.json("show", "exp@0")
+    assert (swept["snapshot"]["state"], swept["tensors"]) == ("swept", [])
+    assert "swept" in series("show", "exp@0").stdout
+
+
+def test_diff(series):
+    document = series.json("diff", "exp@0", "exp@2")
+    assert set(document) == {"a", "b", "tensors", "plain"}
+    assert set(document["a"]) == SNAPSHOT_KEYS
+    by_path = {t["path"]: t for t in document["tensors"]}
+    assert set(by_path["model.w"]) == {"path", "status", "changed_share", "relative_l2", "note"}
+    assert by_path["model.w"]["changed_share"] > 0.9
+    assert by_path["model.b"]["status"] == "same"
+    assert document["plain"] == [{"path": "extra.step", "before": "0", "after": "2"}]
+    text = series("diff", "exp@0", "exp@2").stdout
+    assert "1 of 2 tensors are the same" in text
+    assert series("diff", "exp@0", "exp@0").stdout == "2 of 2 tensors are the same\n"
+
+
+def test_numbers_that_json_does_not_know(sh):
+    sh.save({"z": torch.zeros(4), "gone": torch.ones(2)}, 1, "--metric", "x=-inf", "--metric", "y=nan")
+    sh.save({"z": torch.ones(4)}, 2, "--metric", "x=inf")
+    tensors = {t["path"]: t for t in sh.json("diff", "exp@1", "exp@2")["tensors"]}
+    assert tensors["z"]["relative_l2"] == "Infinity"
+    assert tensors["gone"]["changed_share"] is None
+    assert sh.json("log")["snapshots"][0]["metrics"] == {"x": "-Infinity", "y": "NaN"}
+    assert "removed" in sh("diff", "exp@1", "exp@2").stdout
+
+
+def test_stats(series):
+    document = series.json("stats")
+    assert set(document) == {
+        "snapshots", "packs", "logical_bytes", "stored_bytes", "ratio", "groups", "codecs", "chunks", "unique_chunks",
+        "base_only_bytes", "unneeded_bytes", "depths",
+    }  # fmt: skip
+    assert document["snapshots"] == 4
+    assert document["ratio"] == document["logical_bytes"] / document["stored_bytes"]
+    assert set(document["groups"]["model"]) == {"logical_bytes", "stored_bytes"}
+    assert "model" in series("stats").stdout
+
+
+def test_stats_of_nothing(sh):
+    assert sh.json("stats")["ratio"] == 0
+    assert "snapshots 0" in sh("stats").stdout
+
+
+# --- tag, untag, forget, unforget, gc
+
+
+def test_tags(series):
+    tagged = series.json("tag", "exp@1", "good")
+    assert set(tagged) == {"snapshot"}
+    assert tagged["snapshot"]["tags"] == ["good"]
+    assert "is tagged good" in series.fails("forget", "exp@1")
+    assert "now tagged" in series("tag", "exp@2", "good").stdout  # moves
+    assert series.json("show", "exp@good")["snapshot"]["step"] == 2
+    assert "no tag 'bad'" in series.fails("untag", "exp@2", "bad")
+    assert "no tag 'bad'" in series.fails("untag", "exp@2", "bad", "-n")
+    assert "would no longer" in series("untag", "exp@2", "good", "-n").stdout
+    assert series.json("show", "exp@2")["snapshot"]["tags"] == ["good"]
+    assert series.json("untag", "exp@2", "good")["snapshot"]["tags"] == []
+    for name in ("a/b", "latest", "12", "x" * 300):
+        assert "tag " in series.fails("tag", "exp@1", name)
+
+
+def test_forget_by_policy(series):
+    ids = [s["id"] for s in series.json("log")["snapshots"]]
+    options = ["--run", "exp", "--keep-last", 1, "--keep-best", "loss:1:max"]
+    dry = series.json("forget", *options, "-n")
+    assert len(series.json("log")["snapshots"]) == 4
+    done = series.json("forget", *options)
+    assert dry == done
+    assert set(done) == {"kept", "forgotten"}
+    assert done["kept"] == [
+        {"id": ids[0], "reasons": ["best loss (#1)"]},
+        {"id": ids[3], "reasons": ["last 1", "newest"]},
+    ]
+    assert done["forgotten"] == ids[1:3]
+
+
+def test_forget_says_why(series):
+    text = series("forget", "--run", "exp", "--keep-every", 2, "-n").stdout
+    assert "every 2 steps" in text
+    assert "would be forgotten" in text
+    result = series("forget", "--run", "exp", "--keep-every", 2)
+    assert "2 forgotten" not in text
+    assert "1 forgotten" in result.stdout
+    assert "unforget" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--keep-every", "3"], [0, 3]),
+        (["--keep-best", "loss"], [3]),
+        (["--keep-best", "loss:2"], [2, 3]),
+        (["--keep-best", "loss:1:max", "--keep-best", "none"], [0, 3]),
+        (["--keep-steps", "1, 2"], [1, 2, 3]),
+        (["--keep-within", "1d"], [0, 1, 2, 3]),
+        (["--keep-hourly", "1"], [3]),
+        (["--keep-daily", "1"], [3]),
+        (["--keep-weekly", "1"], [3]),
+        (["--keep-monthly", "1"], [3]),
+        (["--keep-yearly", "1"], [3]),
+        (["--keep-steps", "77", "--force"], [3]),
+        (["--force"], [3]),
+    ],
+)
+def test_every_policy(series, options, steps):
+    by_id = {s["id"]: s["step"] for s in series.json("log")["snapshots"]}
+    kept = [by_id[s["id"]] for s in series.json("forget", "--run", "exp", *options, "-n")["kept"]]
+    assert set(steps) <= set(kept)
+    if "hourly" not in options[0]:  # the run of this test may cross the hour
+        assert len(kept) <= len(steps) + 1
+
+
+def test_policies_that_make_no_sense(series):
+    assert "would keep none" in series.fails("forget", "--run", "exp", "--keep-steps", "77")
+    assert "no policy is stored" in series.fails("forget", "--run", "exp")
+    assert "no snapshots" in series.fails("forget", "--run", "nope", "--keep-last", 1)
+    assert "no snapshots" in series.fails("forget", "--run", "nope")
+    assert "KeepLast" in series.fails("forget", "--run", "exp", "--keep-last", 0)
+    assert "duration" in series.fails("forget", "--run", "exp", "--keep-within", "soon")
+    for bad in ("loss:x", "loss:1:best", ":1", "loss:1:min:2", ""):
+        assert "--keep-best" in series.fails("forget", "--run", "exp", "--keep-best", bad, code=2)
+    assert "--keep-steps" in series.fails("forget", "--run", "exp", "--keep-steps", "1,x", code=2)
+    assert "not both" in series.fails("forget", "exp@1", "--keep-last", 1, code=2)
+    assert "nothing named" in series.fails("forget", code=2)
+    assert len(series.json("log")["snapshots"]) == 4
+
+
+def test_forget_and_unforget_by_name(series):
+    dry = series.json("forget", "exp@0", "exp@1", "-n")
+    assert dry["kept"] == []
+    assert len(series.json("log")["snapshots"]) == 4
+    assert series.json("forget", "exp@0", "exp@1") == dry
+    assert series.json("unforget", "exp@0")["snapshot"]["state"] == "committed"
+    assert "is not forgotten" in series.fails("unforget", "exp@0")
+    assert "is back" in series("unforget", f"id:{dry['forgotten'][1]}").stdout
+    series("forget", "exp@1")
+    series("gc")
+    assert "cannot come back" in series.fails("unforget", "exp@1")
+
+
+def test_gc(series):
+    series.save({"alone": torch.randn(5000)}, 1, run="gone")
+    series.save({"alone": torch.zeros(1)}, 2, run="gone")
+    series("forget", "gone@1")
+    dry = series.json("gc", "-n")
+    assert set(dry) == {"deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced", "dry_run"}
+    assert dry["dry_run"] is True
+    done = series.json("gc")
+    assert (done["deleted_objects"], done["deleted_bytes"]) == (dry["deleted_objects"], dry["deleted_bytes"])
+    assert done["deleted_bytes"] > 20_000
+    assert "deleted 0 objects" in series("gc", "--fence-after", "2d").stdout
+    assert "would delete 0" in series("gc", "-n").stdout
+    for bad in ("soon", "-1", "1y", ""):
+        assert "--fence-after" in series.fails("gc", "--fence-after", bad, code=2)
+
+
+def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
+    series("forget", "exp@0")
+    with Repository.open(series.url) as repository:
+        key = records.record_key("exp", 9, "0" * 32, 0)
+        held = records.this_session("0" * 32, key)
+        repository.store.hold(f"sessions/{held.id}", records.encode(held))
+        result = series("gc", "--json", code=3)
+        assert json.loads(result.stdout)["waiting_for"] == [held.id]
+        assert "run 'snapstore gc' again" in result.stderr
+        repository.store.release(f"sessions/{held.id}")
+        repository.store.put(f"sessions/{held.id}", records.encode(held))  # nobody holds this one
+    assert "gave up 1 dead saves" in series("gc").stdout
+    assert {s["state"] for s in series.json("log", "--all")["snapshots"]} >= {"aborted"}
+    assert series.json("show", "id:" + "0" * 32)["snapshot"]["state"] == "aborted"
+
+
+# --- check, index, doctor, demo
+
+
+def test_check(series):
+    for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
+        document = series.json("check", *options)
+        assert set(document) == {"ok", "problems", "restorable"}
+        assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
+    text = series("check", "--read-data=1/3").stdout
+    assert "4 snapshots are restorable" in text
+    assert "no problems" in text
+    for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
+        assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
+
+
+def test_check_of_damage_is_20(series):
+    packs = sorted(Path(series.url, "packs").rglob("*/*"))
+    for pack in packs:
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 3] ^= 1
+        pack.unlink()
+        pack.write_bytes(data)
+    assert series.json("check")["ok"] is True
+    document = series.json("check", "--read-data", code=20)
+    assert document["ok"] is False
+    assert set(document["problems"][0]) == {"kind", "key", "message", "snapshots"}
+    assert len(document["restorable"]) < 4
+    parts = [len(series.json("check", f"--read-data={n}/2", code=c)["problems"])
+             for n in (1, 2) for c in [20 if any(int(p.name[-8:], 16) % 2 == n - 1 for p in packs) else 0]]  # fmt: skip
+    assert sum(parts) == len(document["problems"])  # the shares are all, each pack once
+    text = series("check", "--read-data", code=20).stdout
+    assert "are not: exp@0" in text
+    assert "SHA-256" in text
+    series.fails("restore", "exp@0", "-o", series.folder / "o.pt", code=20)
+    assert not (series.folder / "o.pt").exists()
+
+
+def test_check_names_what_gc_frees(series):
+    series.save({"alone": torch.randn(5000)}, 1, run="gone")
+    series.save({"alone": torch.zeros(1)}, 2, run="gone")
+    series("forget", "gone@1")
+    assert series("check").stdout.splitlines()[-1] == "no problems"
+
+
+def test_index_rebuild(series):
+    assert series.json("index", "rebuild") == {"snapshots": 4}
+    assert "rebuilt the index: 4" in series("index", "rebuild").stdout
+    assert series("index", "eat", code=2).stdout == ""
+
+
+def test_doctor(series):
+    before = sorted(Path(series.url).rglob("*"))
+    document = series.json("doctor")
+    assert set(document) == {"ok", "findings"}
+    assert all(set(finding) == {"name", "ok", "message"} for finding in document["findings"])
+    found = {finding["name"]: finding for finding in document["findings"]}
+    assert document["ok"], found
+    assert "4 snapshots" in found["repository"]["message"]
+    assert found["repository"]["message"].endswith("repo/index")
+    assert {"writing", "create-only", "file locks", "clock", "free space", "file system"} <= set(found)
+    assert sorted(Path(series.url).rglob("*")) == before
+    assert "torch" in series("doctor").stdout
+
+
+def test_doctor_of_other_places(sh, tmp_path):
+    (tmp_path / "empty").mkdir()
+    places = {tmp_path / "empty": "no repository here", tmp_path / "a" / "b": "does not exist yet"}
+    for place, word in places.items():
+        assert word in sh("doctor", place).stdout
+    assert not list((tmp_path / "empty").iterdir())
+    assert not (tmp_path / "a").exists()
+    assert "FAIL" in sh("doctor", "ftp://x", code=1).stdout
+    assert "no repository here" in sh("doctor", "memory://doctor").stdout
+    Path(sh.url, "config").write_bytes(b"rubbish")
+    assert sh.json("doctor", code=1)["ok"] is False
+    assert "writing" not in {f["name"] for f in sh.json("doctor", SNAPSTORE_REPO="")["findings"]}
+
+
+def test_doctor_of_machines_that_lack_something(sh, monkeypatch):
+    findings = {f["name"]: f for f in sh.json("doctor", code=1, SNAPSTORE_THREADS="x")["findings"]}
+    assert findings["cores"]["ok"] is False
+    assert doctor._version("no-such-library") == "not installed"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)
+    assert doctor._torch().ok is False
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError(30, "ro")))
+    assert "cannot be written: ro" in sh("doctor", code=1).stdout
+
+
+class OddStore:
+    """A store that breaks the promise named."""
+
+    def __init__(self, root, **odd):
+        from snapstore.storage.local import LocalStore
+
+        self.store, self.odd = LocalStore(root), odd
+
+    def __getattr__(self, name):
+        return self.odd.get(name) or getattr(self.store, name)
+
+
+def test_doctor_sees_odd_stores(tmp_path):
+    def verdict(name, **odd):
+        finding = doctor._try(name, doctor._PROBES[name], OddStore(tmp_path / name, **odd))
+        return finding.ok, finding.message
+
+    for name in doctor._PROBES:
+        (tmp_path / name).mkdir()
+    assert verdict("writing", list=lambda prefix: [])[0] is False
+    assert verdict("create-only", put=lambda key, data: None, get=lambda key: b"")[1] == (
+        "8 of 8 racing writers won, expected one"
+    )
+    (tmp_path / "create-only").rename(tmp_path / "used")
+    (tmp_path / "create-only").mkdir()
+    assert verdict("create-only", get=lambda key: b"other") == (False, "the bytes of a loser stand")
+
+    def broken(key, data):
+        raise doctor.SnapstoreError("no")
+
+    assert verdict("create-only", put=broken, get=lambda key: b"")[0] is False
+    assert verdict("file locks", is_held=lambda key: False)[0] is False
+    assert verdict("file locks", is_held=lambda key: None)[0] is True
+    assert verdict("clock", now_s=lambda: time.time() + 500) == (True, "500 s ahead")
+    assert "unknown" in doctor._mount(Path("/"))[1] or doctor._mount(Path("/"))[0] == "/"
+
+
+def test_the_mount_where_proc_is_missing(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(OSError()))
+    assert doctor._mount(Path("/x")) == ("/x", f"unknown ({sys.platform})")
+
+
+def test_nvcomp_is_looked_for_without_importing(monkeypatch):
+    assert doctor._present("no_such_parent.child") is False
+    assert doctor._present("json.decoder") is True
+
+
+def test_demo(sh, monkeypatch, tmp_path):
+    calls = []
+
+    def run(command, **options):
+        calls.append((command, options["stdout"]))
+        return subprocess.CompletedProcess(command, codes.pop(0))
+
+    codes = [0, 1, -9]
+    monkeypatch.setattr(caring.subprocess, "run", run)
+    assert sh.json("demo", "--keep", tmp_path / "kept") == {"ok": True, "exit_code": 0}
+    assert calls[0][0][1].endswith("tools/demo.py")
+    assert calls[0][0][2:] == ["--keep", str(tmp_path / "kept")]
+    assert calls[0][1] is not None
+    sh("demo", code=1)
+    sh("demo", code=1)
+    monkeypatch.setattr(caring, "__file__", str(tmp_path / "site" / "snapstore" / "cli" / "caring.py"))
+    assert "clone" in sh.fails("demo")
+
+
+# --- output
+
+
+class Terminal:
+    """A stream that says it is a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
+    rows = [["[bold]a[/]\x1b[31m", 1], ["b" * 150, 22]]
+    output.table(["name", ">count"], rows)
+    piped = capsys.readouterr().out.splitlines()
+    assert piped[0] == "name" + " " * 146 + "  count"
+    assert piped[1].startswith(r"[bold]a[/]\x1b[31m ")
+    assert [len(line) for line in piped] == [157] * 3
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.table(["name", ">count"], rows)
+    assert "b" * 150 + "     22" in terminal.text
+    assert r"[bold]a[/]\x1b[31m" in terminal.text
+
+
+def test_times_of_mad_clocks():
+    assert output.iso(0) == "1970-01-01T00:00:00.000000Z"
+    for mad in (1e300, -1e300, float("nan"), float("inf"), 253402300799.0):
+        assert output.iso(mad).endswith("Z")
+        assert output.local(mad)
+
+
+def test_what_json_has_no_form_for():
+    assert output.plain({1: (b"x", True, None, float("inf"))}) == {"1": ["b'x'", True, None, "Infinity"]}
+
+
+def test_the_spinner_shows_only_what_takes_long(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with output.spinner("quick"):
+        pass
+    assert terminal.text == ""
+    monkeypatch.setattr(output, "SPINNER_AFTER_S", 0.0)
+    with output.spinner("slow"):
+        time.sleep(0.3)
+    assert "slow" in terminal.text
+
+
+# --- as a process of its own
+
+
+def process(*args, **env):
+    return subprocess.run(
+        [sys.executable, *map(str, args)], capture_output=True, text=True, env={**os.environ, **env}, timeout=60
+    )
+
+
+def test_main_without_torch(series):
+    """--help imports no torch and no NumPy; what only looks imports no torch."""
+    program = (
+        "import sys\nfrom snapstore.cli import main\n"
+        "try: main()\nexcept SystemExit as e: code = e.code\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules], code, file=sys.stderr)"
+    )
+    assert process("-c", program, "--help").stderr == "[] 0\n"
+    for verb in (["log"], ["gc"], ["check", "--restore"], ["forget", "--run", "exp", "--keep-last", 2], ["stats"],
+                 ["show", "exp@3"], ["tag", "exp@3", "x"], ["untag", "exp@3", "x"], ["index", "rebuild"]):  # fmt: skip
+        done = process("-c", program, *verb, "--json", SNAPSTORE_REPO=series.url)
+        assert done.stderr.splitlines()[-1] == "['numpy'] 0", (verb, done.stderr)
+        json.loads(done.stdout)
+
+
+def test_module_and_exit_code(tmp_path):
+    done = process("-m", "snapstore", "log", "--repo", tmp_path / "none")
+    assert done.returncode == 10
+    assert done.stdout == ""
+    assert done.stderr.startswith("snapstore: error: ")
+
+
+def test_a_reader_that_has_had_enough(series):
+    with subprocess.Popen(
+        [sys.executable, "-c", "import os\nfrom snapstore.cli import main\nos.close(0)\ninput\nmain()", "log"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "SNAPSTORE_REPO": series.url},
+    ) as child:  # fmt: skip
+        child.stdout.close()
+        errors = child.stderr.read()
+    assert child.returncode == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_restore_leaves_no_file(series, number):
+    program = (
+        "import time\nfrom snapstore.cli import files, main\n"
+        "def slow(temp, state):\n    temp.write_bytes(b'half')\n    print('now', flush=True)\n    time.sleep(60)\n"
+        "files._write_torch = slow\nmain()"
+    )
+    out = series.folder / "out" / "o.pt"
+    out.parent.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "restore", "exp@1", "-o", str(out)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "SNAPSTORE_REPO": series.url},
+    ) as child:  # fmt: skip
+        assert child.stdout.readline() == "now\n"
+        assert [p.name for p in out.parent.iterdir()] != []
+        child.send_signal(number)
+        errors = child.stderr.read()
+    assert child.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert list(out.parent.iterdir()) == []
+
+
+def test_log_of_a_thousand_snapshots_is_quick(sh):
+    parent = None
+    for step in range(1000):
+        snapshot = records.Snapshot(
+            id=records.new_id(), run="exp", step=step, seq=step, state="committed", write_id=records.new_id(),
+            parent=parent, created=1e9 + step, metrics={"loss": 1.0},
+        )  # fmt: skip
+        parent = snapshot.id
+        path = Path(sh.url, snapshot.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(records.encode(snapshot))
+    sh("log")
+    began = time.process_time()
+    assert len(sh.json("log")["snapshots"]) == 1000
+    assert time.process_time() - began < 0.4  # less what a process takes to start; about 0.05 s
+
+
+def test_not_found_error_is_plain(sh):
+    assert str(NotFoundError("x")) == "x"

@@ -1,0 +1,292 @@
+"""Every operation of every verb, in every way to fail: what was committed restores, and space comes back.
+
+For each k the verb runs on a copy of a prepared store whose k-th operation crashes, fails or loses its response. Then
+"the process" either has died, and a fresh one with an empty index looks at what is left; or it lives on, and goes on
+with the very same Repository once the fault is over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from faults import (
+    CRASHES,
+    FAILURES,
+    OPTIONS,
+    Crash,
+    FaultStore,
+    check_clean,
+    check_whole,
+    clone,
+    committed,
+    keys_of,
+    one_thread,
+    opened,
+    save,
+)
+
+from snapstore import KeepLast, Repository, SnapstoreError, StorageError
+from snapstore.storage import ObjectStore
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+# --- prepared stores -------------------------------------------------------------------------------------------------
+
+
+@cache
+def empty() -> MemoryStore:
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    return store
+
+
+@cache
+def history() -> MemoryStore:
+    """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1."""
+    store = clone(empty())
+    with opened(store) as repository:
+        for step in range(4):
+            save(repository, "a", step, step, tags=("good",) if step == 1 else ())
+        save(repository, "b", 0, 50, parent="a@1")
+    return store
+
+
+@cache
+def forgotten() -> MemoryStore:
+    """a@0 and a@2 are forgotten, a dead save has left packs and a session, and something dead its mark's note."""
+    store = clone(history())
+    with opened(store) as repository:
+        repository.forget([KeepLast(1)], run="a")
+    dead = FaultStore(store)
+    with opened(dead) as repository:
+        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
+        with pytest.raises(Crash):
+            save(repository, "a", 7, 7)
+    assert keys_of(store, "sessions/")
+    return store
+
+
+@cache
+def marked() -> MemoryStore:
+    """As `forgotten`, and a gc has died behind its mark."""
+    return _after_gc_until("put", ".mark")
+
+
+@cache
+def half_swept() -> MemoryStore:
+    """As `forgotten`, and a gc has died between two deletes."""
+    return _after_gc_until("delete", "packs/")
+
+
+@cache
+def unmarked() -> MemoryStore:
+    """As `forgotten`, and a gc has died between deleting its mark and its wait list."""
+    return _after_gc_until("delete", ".mark")
+
+
+def _after_gc_until(name: str, part: str) -> MemoryStore:
+    dry = FaultStore(clone(forgotten()))
+    with opened(dry) as repository:
+        repository.gc()
+    store = clone(forgotten())
+    number = next(i for i, (op, key) in enumerate(dry.log) if op == name and part in key)
+    dead = FaultStore(store, number, "crash-after")
+    with pytest.raises(Crash), opened(dead) as repository:
+        repository.gc()
+    return store
+
+
+# --- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _tag(repository: Repository) -> None:
+    repository.tag("a@3", "good")  # moves it
+
+
+VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] = {
+    "first save": (empty, lambda r: save(r, "a", 0, 0)),
+    "delta save": (history, lambda r: save(r, "a", 4, 4)),
+    "step again": (history, lambda r: save(r, "a", 2, 12)),
+    "tagged": (history, lambda r: save(r, "a", 4, 4, tags=("best",))),
+    "fork": (history, lambda r: save(r, "c", 0, 1, parent="a@1", bases=["b@0"])),
+    "forget": (history, lambda r: r.forget([KeepLast(1)], run="a")),
+    "forget and gc": (history, lambda r: (r.forget([KeepLast(1)], run="a"), r.gc())),
+    "gc": (forgotten, lambda r: r.gc()),
+    "gc, marked": (marked, lambda r: r.gc()),
+    "gc, half swept": (half_swept, lambda r: r.gc()),
+    "gc, unmarked": (unmarked, lambda r: r.gc()),
+    "unforget": (forgotten, lambda r: r.unforget("a@2")),
+    "unforget, marked": (marked, lambda r: r.unforget("a@2")),
+    "save, marked": (marked, lambda r: save(r, "a", 4, 4)),
+    "tag": (history, _tag),
+    "untag": (history, lambda r: r.untag("a@1", "good")),
+    "policies": (history, lambda r: r.set_policies("a", [KeepLast(2)])),
+    "rebuild": (forgotten, lambda r: r.rebuild_index()),
+    "restore": (history, lambda r: r.restore("a@3")),
+}
+#: What may be gone or new after a verb: ids are compared, so that everything else is untouched.
+MAY_FORGET = {"forget", "forget and gc"}
+MAY_ADD = {"first save", "delta save", "step again", "tagged", "fork", "save, marked", "unforget", "unforget, marked"}
+
+
+def operations(verb: str) -> int:
+    prepare, act = VERBS[verb]
+    store = FaultStore(clone(prepare()))
+    with opened(store) as repository:
+        before = len(store.log)
+        act(repository)
+        return len(store.log) - before
+
+
+def run_until_fault(verb: str, inner: ObjectStore, k: int, mode: str) -> tuple[FaultStore, Repository, Any]:
+    """The verb's outcome: what it returned or what it raised."""
+    _, act = VERBS[verb]
+    store = FaultStore(inner)
+    repository = Repository.open(store, options=OPTIONS)
+    store.at, store.mode = len(store.log) + k, mode
+    try:
+        return store, repository, act(repository)
+    except (Crash, SnapstoreError) as error:
+        return store, repository, error
+
+
+def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome: Any, about: str) -> None:
+    """Nothing that was committed is gone, nothing is there that should not be, and the verb has not lied."""
+    after = committed(inner)
+    gone, new = before.keys() - after.keys(), after.keys() - before.keys()
+    if verb not in MAY_FORGET:
+        assert not gone, about
+    assert {before[i][2] for i in gone} <= {()}, f"{about}: a tagged one was forgotten"
+    assert all(after[i][:2] == before[i][:2] for i in before.keys() & after.keys()), about
+    assert len(new) <= (1 if verb in MAY_ADD else 0), about
+    if isinstance(outcome, Crash):
+        return
+    if isinstance(outcome, SnapstoreError):
+        assert isinstance(outcome, StorageError), f"{about}: {outcome!r}"
+        if "save" in verb and "could not be taken back" not in str(outcome):
+            assert not new, f"{about}: reported as failed, yet committed: {outcome}"
+    elif verb in MAY_ADD:
+        assert new == {outcome.id}, about
+
+
+THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
+#: Those that differ from a neighbour by what happens in other verbs: every operation only if THOROUGH, else every third.
+ALIKE = {"step again", "tagged", "fork", "save, marked", "forget and gc", "gc, unmarked", "rebuild", "restore"}
+
+
+def points(verb: str, mode: str, total: int) -> range:
+    """The operations to try."""
+    sparse = verb in ALIKE or (mode == "full" and verb != "gc")
+    return range(0, total, 3 if sparse and not THOROUGH else 1)
+
+
+@pytest.mark.parametrize("mode", CRASHES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_process_dies(verb, mode, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    assert total > 1
+    for k in points(verb, mode, total):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}"
+        assert isinstance(outcome, Crash), about
+        repository.close()
+        check_outcome(verb, before, inner, outcome, about)
+        check_whole(inner, about)
+
+
+@pytest.mark.parametrize("mode", FAILURES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_process_lives_on(verb, mode, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    for k in points(verb, mode, total):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        assert store.fired or mode == "full", about
+        store.heal()
+        with repository:
+            check_outcome(verb, before, inner, outcome, about)
+            save(repository, "a", 800, 800)
+            repository.gc()
+            result = repository.gc()
+            assert result.waiting_for == [], about
+        check_clean(inner, about)
+
+
+@pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
+@pytest.mark.parametrize("verb", ["delta save", "gc, marked"])
+def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    for k in points(verb, mode, total):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        repository.close()
+        store.die()
+        check_outcome(verb, before, inner, outcome, about)
+        check_whole(inner, about)
+
+
+@pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
+@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept"])
+def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
+    """The same on a LocalStore, with its index in place; every third operation."""
+    one_thread(monkeypatch)
+    total = operations(verb)
+    for k in range(0, total, 3):
+        inner = LocalStore(tmp_path / str(k), create=True)
+        source = VERBS[verb][0]()
+        for key in keys_of(source):
+            (inner.hold if source.is_held(key) else inner.put)(key, source.get(key))
+        with opened(inner):  # an index of before the fault
+            before = committed(inner)
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        repository.close()
+        store.die()
+        (inner.root / "tmp" / ("0" * 32)).write_bytes(b"torn")  # a writer that died before its link
+        check_outcome(verb, before, inner, outcome, about)
+        check_whole(inner, about)
+
+
+def test_a_crash_in_create_leaves_a_place_that_can_be_used(monkeypatch, tmp_path):
+    one_thread(monkeypatch)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / ("a" * 32)).write_bytes(b"half a config")
+    with Repository.create(tmp_path) as repository:
+        assert repository.snapshots() == []
+
+
+def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
+    """Each retention pass of a second trainer calls gc while the first one saves."""
+    one_thread(monkeypatch)
+    store = clone(history())
+    with opened(store) as repository:
+        store.hold("sessions/" + "1" * 32, clone(forgotten()).get(keys_of(forgotten(), "sessions/")[0]))
+        for step in range(10, 14):
+            save(repository, "a", step, step)
+            repository.forget([KeepLast(1)], run="a")
+            result = repository.gc()
+            assert result.deleted_objects == 0
+            assert result.waiting_for == ["1" * 32]
+        repository.gc()
+        repository.gc()
+        marks = [key for key in keys_of(store, "gc/") if key.endswith(".mark")]
+        assert len(marks) <= 4
+        store.release("sessions/" + "1" * 32)
+        repository.gc()
+    check_clean(store)

@@ -1,0 +1,121 @@
+"""Bytes of arrays: every dtype, layout and kind comes back to the bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from states import again, random_tensor, same
+from torch import nn
+
+from snapstore.arrays import as_bytes
+from snapstore.state import flatten
+from snapstore.tensors import TORCH_DTYPES
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (7, 5), (2, 3, 4)])
+def test_every_dtype_and_shape_bit_by_bit(name, shape):
+    value = random_tensor(name, shape)
+    grad = value.detach().clone().requires_grad_() if TORCH_DTYPES[name][2] and name != "complex32" else value
+    state = {"a": value, "m": {"w": grad}}
+    restored = again(state)
+    same(restored, state)
+    assert restored["a"].is_contiguous()
+    assert restored["a"].is_leaf
+    assert not restored["a"]._is_view()
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_strided_tensors_keep_their_bits(name):
+    base = random_tensor(name, (6, 8))
+    raw = as_bytes(base).reshape(6, 8, -1)
+    for view, want in (
+        (base.t(), raw.transpose(1, 0, 2)),
+        (base[::2, 1::3], raw[::2, 1::3]),
+        (base[:1].expand(4, 8), np.broadcast_to(raw[:1], (4, *raw.shape[1:]))),
+        (base[:, None, :].permute(2, 1, 0), raw[:, None].transpose(2, 1, 0, 3)),
+    ):
+        restored = again([view])[0]
+        assert (restored.dtype, restored.shape) == (view.dtype, view.shape)
+        assert as_bytes(restored).tobytes() == want.tobytes()
+
+
+def test_conjugated_and_negated_views_are_resolved():
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"c": value.conj(), "n": value.conj().imag, "plain": value}
+    restored = again(state)
+    assert torch.equal(restored["c"], torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(restored["n"], torch.tensor([-2.0, 4.0]))
+    assert torch.equal(restored["plain"], value)
+    target = {key: torch.zeros_like(tensor.resolve_conj().resolve_neg()) for key, tensor in state.items()}
+    target["c"] = target["c"].conj()
+    again(state, into=target)
+    assert torch.equal(target["c"], value.conj())
+
+
+def test_a_tensor_with_grad_fn_comes_back_as_a_leaf():
+    value = torch.ones(3, requires_grad=True) * 2
+    restored = again([value])[0]
+    assert restored.is_leaf
+    assert restored.requires_grad
+    assert torch.equal(restored, value.detach())
+
+
+def test_parameters_and_buffers():
+    state = {
+        "p": nn.Parameter(torch.ones(2)),
+        "q": nn.Parameter(torch.ones(2), requires_grad=False),
+        "b": nn.Buffer(torch.ones(2)),
+    }
+    same(again(state), state)
+
+
+ARRAYS = [
+    np.arange(6, dtype=">i4").reshape(2, 3),
+    np.arange(6, dtype="<f8").reshape(2, 3).T,
+    np.arange(10, dtype="u2")[::3],
+    np.zeros((), "f2"),
+    np.zeros((0, 2), "c16"),
+    np.array([True, False]),
+    np.array(["a", "bcd"]),
+    np.array([b"a", b"bc"]),
+    np.array(["2020-01-01", "NaT"], "M8[ns]"),
+    np.array([1, 2], ">m8[ms]"),
+    np.broadcast_to(np.float32(3), (2, 2)),
+    np.array([0x7FC00001, 0x7F800001], "u4").view("f4"),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=range(len(ARRAYS)))
+def test_arrays(array):
+    restored = again({"a": array})["a"]
+    same(restored, array)
+    assert restored.flags.writeable
+    into = {"a": np.zeros_like(array, order="C")}
+    held = into["a"]
+    again({"a": array}, into=into)
+    assert into["a"] is held
+    same(held, array)
+
+
+def test_long_bytes_are_leaves():
+    long = random.Random(0).randbytes(5000)
+    state = {"b": long, "a": bytearray(long), "twice": [long, long], "short": b"x" * 4096}
+    same(again(state), state)
+    assert [spec.kind for part in flatten(state) for spec in part.specs] == ["bytes", "bytes", "bytes"]
+    assert [spec.shape for spec in flatten(state)[0].specs] == [(5000,), (5000,)]
+    into = {"b": b"", "a": None, "twice": [], "short": 1}
+    again(state, into=into)
+    same(into, state)
+
+
+def test_as_bytes_is_a_view_where_it_can_be():
+    tensor = torch.zeros(4)
+    as_bytes(tensor)[:] = 255
+    assert tensor.isnan().all()
+    strided = torch.zeros(4, 4).t()
+    as_bytes(strided)[:] = 255
+    assert not strided.any()
+    assert as_bytes(b"ab").tolist() == [97, 98]

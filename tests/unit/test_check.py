@@ -1,0 +1,317 @@
+"""check: finds each class of damage at the level that can see it, and names exactly the snapshots that suffer."""
+
+import numpy as np
+import pytest
+
+from snapstore import blob, pack, records
+from snapstore.errors import InvalidInputError
+from snapstore.records import Snapshot
+from snapstore.repository import Repository, SaveOptions
+from snapstore.storage.memory import MemoryStore
+
+LEVELS = ("metadata", "data", "restore")
+
+
+def floats(seed, count=5000):
+    return np.random.default_rng(seed).normal(0, 0.02, count).astype(np.float32)
+
+
+@pytest.fixture
+def store():
+    """Steps 0 and 1 of run a share the frozen part's pack; step 1's model is a delta on step 0's; run b is alone."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=8192, options=SaveOptions(threads=2)) as repo:
+        a = floats(1)
+        frozen = {"w": floats(2)}
+        repo.save({"model": {"w": a}, "frozen": frozen}, run="a", step=0)
+        repo.save({"model": {"w": a * np.float32(1.00001)}, "frozen": frozen}, run="a", step=1)
+        repo.save({"other": {"w": floats(3)}, "small": [1, 2.5]}, run="b", step=0)
+    return store
+
+
+def check(store, level, **options):
+    with Repository.open(store, options=SaveOptions(threads=2)) as repo:
+        return repo.check(level, **options)
+
+
+def names(snapshots):
+    return [s.ref for s in snapshots]
+
+
+def keys_of(store, prefix):
+    return sorted(info.key for info in store.list(prefix))
+
+
+def replace(store, key, data):
+    store.delete([key])
+    if data is not None:
+        store.put(key, bytes(data))
+
+
+def flip(store, key, at, mask=1):
+    data = bytearray(store.get(key))
+    data[at] ^= mask
+    replace(store, key, data)
+
+
+def packs_of(store, ref):
+    """part -> key of the packs that this save wrote, by the save id in their headers."""
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        save_id = bytes.fromhex(repo.snapshot(ref).id)
+    found = {}
+    for info in store.list("packs/"):
+        listing = pack.read_listing(store, info.key, info.size_bytes)
+        if listing.header.save_id == save_id:
+            found[listing.part] = info.key
+    return found
+
+
+def manifest_of(store, ref, part):
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        return next(m.key for m in repo.snapshot(ref).manifests if m.part == part)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_whole_repository_is_ok(store, level):
+    result = check(store, level)
+    assert result.ok
+    assert result.problems == []
+    assert names(result.restorable) == ["a@0", "a@1", "b@0"]
+    assert (result.damaged, result.unneeded_bytes, result.level) == ([], 0, level)
+
+
+def test_an_empty_repository_is_ok():
+    store = MemoryStore()
+    Repository.create(store).close()
+    assert check(store, "restore").ok
+
+
+def found(result, kind, key, lost):
+    """Every finding is of this kind and object, and exactly `lost` cannot be restored."""
+    assert not result.ok
+    assert {p.kind for p in result.problems} <= {kind, "chunk"}
+    assert key is None or {p.key for p in result.problems if p.kind == kind} == {key}
+    assert names(result.damaged) == lost
+    assert names(result.restorable) == [ref for ref in ("a@0", "a@1", "b@0") if ref not in lost]
+    suffering = {ref for p in result.problems for ref in p.snapshots}
+    assert suffering == {s.id for s in result.damaged}
+
+
+# Where in the pack, and who loses by it: all blobs of the pack lie one after the other from byte 64.
+PLACES = {
+    "blob magic": (pack.HEADER.size + 1, True),
+    "blob reserved": (pack.HEADER.size + 6, True),
+    "blob checksum": (pack.HEADER.size + 9, True),
+    "blob digest": (pack.HEADER.size + 50, True),
+    "payload": (pack.HEADER.size + blob.HEADER.size + 300, True),
+    "pack header": (20, False),
+    "footer": (-60, False),
+    "trailer": (-3, False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("ref", "part", "users"),
+    [
+        ("a@0", "model", ["a@0", "a@1"]),
+        ("a@0", "frozen", ["a@0", "a@1"]),
+        ("a@1", "model", ["a@1"]),
+        ("b@0", "other", ["b@0"]),
+    ],
+)
+def test_a_flipped_byte_in_a_pack(store, place, ref, part, users):
+    key = packs_of(store, ref)[part]
+    at, loses = PLACES[place]
+    flip(store, key, at)
+    assert check(store, "metadata").ok, "nothing is read there but names and sizes"
+    for level in ("data", "restore"):
+        found(check(store, level), "pack", key, users if loses else [])
+
+
+def test_a_blob_that_only_one_snapshot_needs(store):
+    """A chunk that step 2 holds anew: damage of the old one is no loss for step 2."""
+    old = np.concatenate([floats(1)[:2048], floats(9)[:2048]])
+    new = np.concatenate([floats(1)[:2048], floats(10)[:2048]])  # of the second chunk nothing is left
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        first, second = (repo.save({"m": {"w": w}}, run="c", step=i) for i, w in enumerate((old, new)))
+    key = packs_of(store, "c@0")["m"]
+    offsets = [at for at, _ in pack.scan(memoryview(store.get(key)), key)]
+    flip(store, key, offsets[-1] + 90)
+    for level in ("data", "restore"):
+        result = check(store, level)
+        assert {p.snapshots for p in result.problems} == {(first.id,)}
+        assert names(result.restorable) == ["a@0", "a@1", "b@0", "c@1"]
+    assert second.chunks == 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_missing_pack(store, level):
+    key = packs_of(store, "a@1")["model"]
+    replace(store, key, None)
+    found(check(store, level), "pack", key, ["a@1"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_missing_shared_pack(store, level):
+    key = packs_of(store, "a@0")["frozen"]
+    replace(store, key, None)
+    found(check(store, level), "pack", key, ["a@0", "a@1"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pack_cut_short(store, level):
+    """Only those who need a blob beyond the cut lose by it."""
+    key = packs_of(store, "b@0")["other"]
+    data = store.get(key)
+    replace(store, key, data[:-10])
+    found(check(store, level), "pack", key, [])
+    replace(store, key, data[:200])
+    found(check(store, level), "pack", key, ["b@0"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_extended_pack(store, level):
+    key = packs_of(store, "b@0")["other"]
+    replace(store, key, store.get(key) + b"more")
+    found(check(store, level), "pack", key, [])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["flip", "truncate", "extend", "remove"])
+def test_a_damaged_manifest(store, level, how):
+    key = manifest_of(store, "a@0", "frozen")
+    data = store.get(key)
+    changed = {"truncate": data[:-1], "extend": data + b"x", "remove": None}
+    if how == "flip":
+        flip(store, key, len(data) // 2)
+    else:
+        replace(store, key, changed[how])
+    found(check(store, level), "manifest", key, ["a@0"])
+
+
+def record_key(store, ref):
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        return repo.snapshot(ref).key
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "extend", "empty"])
+def test_a_damaged_record(store, how):
+    key = record_key(store, "a@0")
+    data = store.get(key)
+    if how == "flip":
+        flip(store, key, 40)
+    else:
+        replace(store, key, {"truncate": data[:-3], "extend": data + b"x", "empty": b""}[how])
+    result = check(store, "restore")
+    assert [(p.kind, p.key) for p in result.problems] == [("record", key)]
+    assert result.problems[0].snapshots == (records.parse_record_key(key)[2],)
+    assert names(result.restorable) == ["a@1", "b@0"]
+
+
+def test_an_old_revision_that_is_damaged_loses_nothing(store):
+    key = record_key(store, "b@0")
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        repo.tag("b@0", "keep")
+    flip(store, key, 40)
+    result = check(store, "restore")
+    assert [(p.kind, p.key, p.snapshots) for p in result.problems] == [("record", key, ())]
+    assert names(result.restorable) == ["a@0", "a@1", "b@0"]
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        assert repo.restore("b@keep")["small"] == [1, 2.5]
+
+
+def test_a_record_that_changes_under_an_open_index(store):
+    with Repository.open(store, options=SaveOptions(threads=2)) as repo:
+        key = repo.snapshot("b@0").key
+        flip(store, key, 40)
+        result = repo.check("metadata")
+    assert [p.key for p in result.problems] == [key]
+    assert names(result.damaged) == ["b@0"]
+
+
+def test_a_record_that_vanishes_under_an_open_index(store):
+    with Repository.open(store, options=SaveOptions(threads=2)) as repo:
+        key = repo.snapshot("b@0").key
+        store.delete([key])
+        result = repo.check("metadata")
+        assert [(p.kind, p.key) for p in result.problems] == [("index", key)]
+        repo.rebuild_index()
+        assert repo.check("metadata").ok
+
+
+def test_a_record_moved_to_another_key(store):
+    old = record_key(store, "b@0")
+    new = old.replace("snapshots/b/", "snapshots/c/")
+    store.put(new, store.get(old))
+    store.delete([old])
+    result = check(store, "metadata")
+    assert [p.key for p in result.problems] == [new]
+    assert names(result.restorable) == ["a@0", "a@1"]
+
+
+def test_a_stray_object_is_named(store):
+    store.put("snapshots/readme.txt", b"hello")
+    result = check(store, "metadata")
+    assert [(p.kind, p.key, p.snapshots) for p in result.problems] == [("record", "snapshots/readme.txt", ())]
+    assert len(result.restorable) == 3
+
+
+def test_a_tree_that_does_not_fit_its_parts(store):
+    """A record without one of its manifests is well-formed; its state cannot be put together."""
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        s = repo.snapshot("a@0")
+    import msgspec
+
+    forged = msgspec.structs.replace(s, manifests=[m for m in s.manifests if m.part != "frozen"])
+    replace(store, s.key, records.encode(forged))
+    assert isinstance(forged, Snapshot)
+    for level in LEVELS:
+        found(check(store, level), "manifest", s.key, ["a@0"])
+
+
+def test_two_damages_are_both_found(store):
+    flip(store, packs_of(store, "b@0")["other"], 400)
+    replace(store, manifest_of(store, "a@1", "model"), None)
+    result = check(store, "data")
+    assert sorted(p.kind for p in result.problems) == ["manifest", "pack"]
+    assert names(result.restorable) == ["a@0"]
+
+
+def test_forgotten_snapshots_are_checked_and_counted_as_unneeded(store):
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        repo.forget_snapshots(["b@0"])
+        result = repo.check("restore")
+        assert result.ok
+        assert names(result.restorable) == ["a@0", "a@1", "b@0"]
+        assert result.unneeded_bytes == repo.gc(dry_run=True).deleted_bytes > 0
+
+
+def test_share_samples_packs(store):
+    total = len(keys_of(store, "packs/"))
+
+    class Counted(MemoryStore):
+        read = 0
+
+        def get(self, key, **limits):
+            self.read += key.startswith("packs/")
+            return super().get(key, **limits)
+
+    counted = Counted()
+    for key in keys_of(store, "packs/") + keys_of(store, "manifests/") + keys_of(store, "snapshots/") + ["config"]:
+        counted.put(key, store.get(key))
+    for share, expected in ((1.0, total), (0.5, round(total / 2)), (1e-9, 1)):
+        counted.read = 0
+        assert check(counted, "data", share=share).ok
+        assert counted.read == expected
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.1, float("nan")])
+def test_bad_shares(store, share):
+    with pytest.raises(InvalidInputError, match="share"):
+        check(store, "data", share=share)
+
+
+def test_a_bad_level(store):
+    with pytest.raises(InvalidInputError, match="check level 'all': expected one of metadata, data, restore"):
+        check(store, "all")

@@ -1,0 +1,154 @@
+"""Codecs: exact round trips, standard streams, and decoders that trust nothing."""
+
+import zlib
+
+import numpy as np
+import pytest
+import zstandard
+
+from snapstore import codecs
+from snapstore.codecs import deflate, zstd
+from snapstore.errors import FormatError, IntegrityError
+
+BLOCK = codecs.BLOCK_BYTES
+ENCODERS = {
+    "entropy": (zstd.encode_entropy, codecs.ZSTD),
+    "matches": (zstd.encode_matches, codecs.ZSTD),
+    "runs": (deflate.encode_runs, codecs.DEFLATE),
+}
+SIZES = (1, 2, 3, 7, 8, 255, 256, 257, 4095, 65535, 65536, 65537, 2 * 65536, 3 * 65536 + 11)
+
+
+def planes_of(size):
+    rng = np.random.default_rng(size)
+    sparse = np.zeros(size, np.uint8)
+    sparse[rng.integers(0, max(size, 1), size // 50)] = rng.integers(0, 256, size // 50)
+    return {
+        "noise": rng.integers(0, 256, size, np.uint8),
+        "skewed": np.minimum(rng.geometric(0.2, size), 255).astype(np.uint8),
+        "sparse": sparse,
+        "constant": np.full(size, 7, np.uint8),
+        "repeats": np.resize(rng.integers(0, 256, 300, np.uint8), size),
+    }
+
+
+def decode(codec, blocks, size, block_bytes=BLOCK):
+    out = np.full(size, 0xAA, np.uint8)
+    codecs.decoder(codec, "here")([memoryview(block) for block in blocks], out, block_bytes)
+    return out
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_round_trip(name, size):
+    encode, codec = ENCODERS[name]
+    for plane in planes_of(size).values():
+        blocks = encode(plane, BLOCK)
+        assert len(blocks) == -(-size // BLOCK)
+        np.testing.assert_array_equal(decode(codec, blocks, size), plane)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("block_bytes", [1, 5, 64, 1000])
+def test_any_block_size(name, block_bytes):
+    encode, codec = ENCODERS[name]
+    plane = planes_of(1003)["skewed"]
+    blocks = encode(plane, block_bytes)
+    assert len(blocks) == -(-1003 // block_bytes)
+    np.testing.assert_array_equal(decode(codec, blocks, 1003, block_bytes), plane)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_empty_plane_has_no_blocks(name):
+    encode, codec = ENCODERS[name]
+    assert encode(np.empty(0, np.uint8), BLOCK) == []
+    assert decode(codec, [], 0).size == 0
+
+
+@pytest.mark.parametrize("name", ["entropy", "matches"])
+@pytest.mark.parametrize("size", [1, 300, 65536, 65537])
+def test_zstd_blocks_are_plain_frames(name, size):
+    for plane in planes_of(size).values():
+        for i, block in enumerate(ENCODERS[name][0](plane, BLOCK)):
+            part = plane[i * BLOCK : (i + 1) * BLOCK].tobytes()
+            assert zstandard.ZstdDecompressor().decompress(block) == part
+            parameters = zstandard.get_frame_parameters(block)
+            assert (parameters.content_size, parameters.dict_id, parameters.has_checksum) == (len(part), 0, False)
+            assert block[4] & 0b0010_0000, "Single_Segment_flag (RFC 8878, 3.1.1.1.1)"
+            assert parameters.window_size == len(part)
+
+
+@pytest.mark.parametrize("size", [1, 300, 65536, 65537])
+def test_deflate_blocks_are_raw_streams(size):
+    for plane in planes_of(size).values():
+        for i, block in enumerate(deflate.encode_runs(plane, BLOCK)):
+            stream = zlib.decompressobj(-15)
+            assert stream.decompress(block) == plane[i * BLOCK : (i + 1) * BLOCK].tobytes()
+            assert stream.eof
+            assert stream.unused_data == b""
+
+
+def test_foreign_encoders_are_read():
+    """Any RFC 8878 frame with a content size, any RFC 1951 stream."""
+    data = b"the quick brown fox " * 100
+    plain = np.frombuffer(data, np.uint8)
+    for level in (1, 19):
+        frame = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
+        np.testing.assert_array_equal(decode(codecs.ZSTD, [frame], len(data)), plain)
+    for level in (0, 1, 9):
+        stream = zlib.compressobj(level, zlib.DEFLATED, -9)
+        block = stream.compress(data) + stream.flush()
+        np.testing.assert_array_equal(decode(codecs.DEFLATE, [block], len(data)), plain)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_wrong_lengths_are_refused(name):
+    encode, codec = ENCODERS[name]
+    for plane in planes_of(1000).values():
+        (block,) = encode(plane, BLOCK)
+        for size in (999, 1001, 1, 65536):
+            with pytest.raises(IntegrityError):
+                decode(codec, [block], size)
+        for bad in (block[:-1], block + b"\0", block + block, b""):
+            with pytest.raises(IntegrityError):
+                decode(codec, [bad], 1000)
+
+
+@pytest.mark.parametrize("codec", [codecs.ZSTD, codecs.DEFLATE])
+@pytest.mark.parametrize("size", [1, 2, 5, 100, 5000])
+def test_garbage_is_refused(codec, size):
+    rng = np.random.default_rng(size)
+    for _ in range(50):
+        with pytest.raises(IntegrityError):
+            decode(codec, [rng.bytes(size)], 65536)
+
+
+def test_a_frame_without_its_content_size_is_refused():
+    stream = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    frame = stream.compress(b"x" * 1000) + stream.flush()
+    with pytest.raises(IntegrityError, match="expected 1000"):
+        decode(codecs.ZSTD, [frame], 1000)
+
+
+def test_flipped_bytes_decode_to_the_length_or_not_at_all():
+    plane = planes_of(3000)["skewed"]
+    for encode, codec in ENCODERS.values():
+        (block,) = encode(plane, BLOCK)
+        for at in range(0, len(block), 7):
+            bad = bytearray(block)
+            bad[at] ^= 0x55
+            try:
+                assert decode(codec, [bad], 3000).size == 3000  # wrong bytes are for the digest to find
+            except IntegrityError:
+                continue
+
+
+@pytest.mark.parametrize(("codec", "name"), [(3, "unknown"), (63, "unknown"), (69, "nvCOMP 5"), (255, "nvCOMP")])
+def test_unknown_codecs_are_refused_by_name(codec, name):
+    with pytest.raises(FormatError, match=rf"somewhere: codec {codec} \({name}"):
+        codecs.decoder(codec, "somewhere")
+
+
+def test_names():
+    assert codecs.NAMES == {0: "raw", 1: "zstd", 2: "deflate"}
+    assert (codecs.RAW, codecs.ZSTD, codecs.DEFLATE) == (0, 1, 2)

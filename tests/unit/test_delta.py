@@ -1,0 +1,155 @@
+"""Delta: which chunk is known, which is the base, and when a difference pays."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapstore import delta
+from snapstore.delta import Base, Bases
+from snapstore.manifest import Box, ChunkTable, Manifest, ManifestHeader, TensorEntry
+from snapstore.records import Snapshot
+
+
+def pack_name(number):
+    return hashlib.sha256(bytes([number])).hexdigest()
+
+
+def wide(digest):
+    return np.frombuffer(digest.to_bytes(16, "big"), np.uint8)
+
+
+def a_manifest(digests, packs=(0,), part="model", entries=(), depth=0):
+    """One pack a chunk, in turn; every chunk has `depth` deltas."""
+    n, per = len(digests), depth + 1
+    table = ChunkTable(
+        digests=np.array([wide(d) for d in digests], np.uint8).reshape(-1, 16),
+        ref_counts=np.full(n, per, np.uint16),
+        ref_kinds=np.resize(np.array([1] * depth + [0], np.uint8), n * per),
+        ref_packs=np.resize(np.arange(len(packs), dtype=np.uint32), n * per),
+        ref_offsets=np.arange(n * per, dtype=np.uint64),
+        ref_lengths=np.full(n * per, 100, np.uint32),
+        ref_digests=np.zeros((n * per, 16), np.uint8),
+        ref_starts=np.zeros(n * per, np.uint32),
+        ref_sizes=np.full(n * per, 64, np.uint32),
+    )
+    header = ManifestHeader(
+        save_id=bytes(16), rank=0, sequence=0, part=part, chunk_bytes=64, tensors=len(entries), chunks=n, refs=n * per,
+        logical_bytes=0, depth=depth, packs=b"".join(bytes.fromhex(pack_name(p)) for p in packs),
+        pack_sizes=np.array([1000 + p for p in packs], "<u8").tobytes(), sections=[],
+    )  # fmt: skip
+    return Manifest(header, None, list(entries), b"", table)
+
+
+def a_base(*manifests, generation=0):
+    snapshot = Snapshot(id="0" * 32, run="r", step=0, seq=0, state="committed", write_id="", generation=generation)
+    return Base(snapshot, manifests)
+
+
+def entry(path, first, chunks, dtype="float32", shape=(16,), boxes=1):
+    box = Box([0], list(shape), first, chunks)
+    return TensorEntry(list(path), "tensor", dtype, list(shape), False, None, [box] * boxes, None)
+
+
+# The first half of a digest is what is sorted; few values of it make equal halves common.
+digests = st.tuples(st.integers(0, 5), st.integers(0, 2)).map(lambda halves: halves[0] << 64 | halves[1])
+
+
+@given(st.lists(st.lists(st.integers(0, 2**128 - 1) | digests, max_size=30), max_size=4), st.data())
+def test_find_agrees_with_a_dict(tables, data):
+    """But for a digest whose first half belongs to another one as well: that may be taken for new, never for known."""
+    bases = Bases([a_base(a_manifest(table)) for table in tables])
+    flat = [d for table in tables for d in table]
+    rows: dict[int, int] = {}
+    first_of_half: dict[int, int] = {}
+    for row, d in enumerate(flat):
+        rows.setdefault(d, row)
+        first_of_half.setdefault(d >> 64, d)
+    wanted = data.draw(st.lists(st.sampled_from(flat) | digests if flat else digests, max_size=40))
+    found = bases.find(np.array([wide(d) for d in wanted], np.uint8).reshape(-1, 16))
+    assert found.dtype == np.int64
+    for d, row in zip(wanted, found.tolist(), strict=True):
+        if row >= 0:
+            assert flat[row] == d
+        if first_of_half.get(d >> 64, d) == d:
+            assert row == rows.get(d, -1)
+
+
+def test_no_bases():
+    bases = Bases()
+    assert bases.find(np.zeros((3, 16), np.uint8)).tolist() == [-1, -1, -1]
+    assert bases.find(np.zeros((0, 16), np.uint8)).tolist() == []
+    assert (bases.snapshot, bases.generation, bases.packs) == (None, 0, [])
+    assert bases.first_row(("model", ("w",), "float32", (16,))) == (-1, False)
+
+
+def test_packs_are_renumbered_into_one_list():
+    bases = Bases([a_base(a_manifest([1, 2], packs=(7, 3))), a_base(a_manifest([3, 4], packs=(3, 9)), generation=5)])
+    assert bases.packs == [pack_name(7), pack_name(3), pack_name(9)]
+    assert bases.pack_sizes == [1007, 1003, 1009]
+    assert bases.table.ref_packs.tolist() == [0, 1, 1, 2]
+    assert bases.generation == 1, "one more than the first base's"
+
+
+def test_manifests_are_left_as_they_were():
+    m = a_manifest([1, 2], packs=(7, 3))
+    Bases([a_base(a_manifest([5], packs=(3,)), m)])
+    assert m.table.ref_packs.tolist() == [0, 1]
+
+
+def test_depths_and_chain_bytes():
+    bases = Bases([a_base(a_manifest([1], depth=0), a_manifest([2], depth=3))])
+    assert bases.depths.tolist() == [0, 3]
+    assert bases.chain_bytes.tolist() == [100, 400]
+
+
+def test_places_are_those_of_the_first_base_that_has_them():
+    first = a_base(a_manifest([1, 2, 3], entries=[entry("a", 0, 1), entry("b", 1, 2)]), a_manifest([4], part="opt"))
+    second = a_base(a_manifest([5, 6, 7], entries=[entry("b", 0, 2), entry("c", 2, 1)]))
+    bases = Bases([first, second])
+    assert bases.first_row(("model", ("a",), "float32", (16,))) == (0, True)
+    assert bases.first_row(("model", ("b",), "float32", (16,))) == (1, True)
+    assert bases.first_row(("model", ("c",), "float32", (16,))) == (6, False)
+    for place in [
+        ("opt", ("a",), "float32", (16,)),
+        ("model", ("d",), "float32", (16,)),
+        ("model", ("a",), "int32", (16,)),
+        ("model", ("a",), "float32", (4, 4)),
+    ]:
+        assert bases.first_row(place) == (-1, False)
+
+
+def test_inline_and_sharded_tensors_have_no_place():
+    bases = Bases([a_base(a_manifest([1], entries=[entry("a", 0, 1, boxes=2), entry("b", 0, 1, boxes=0)]))])
+    assert bases.first_row(("model", ("a",), "float32", (16,))) == (-1, False)
+    assert bases.first_row(("model", ("b",), "float32", (16,))) == (-1, False)
+
+
+@pytest.mark.parametrize("max_depth", [0, 1, 3, 8])
+def test_keyframes_are_spread(max_depth):
+    """Every chunk once in max_depth + 1 generations; in every generation its share of the chunks, and no more."""
+    period, chunks = max_depth + 1, 72
+    for chunk in range(chunks):
+        turns = [g for g in range(5 * period) if delta.is_keyframe(g, chunk, max_depth)]
+        assert len(turns) == 5
+        assert set(np.diff(turns)) <= {period}
+    for generation in range(3 * period):
+        assert sum(delta.is_keyframe(generation, c, max_depth) for c in range(chunks)) == chunks // period
+
+
+@pytest.mark.parametrize(
+    ("delta_bytes", "full_bytes", "chain_bytes", "expected"),
+    [
+        (0, 100, 100, True),
+        (96.875, 100, 100, True),
+        (96.9, 100, 100, False),  # saves less than 1/32
+        (50, 100, 350, True),
+        (50, 100, 351, False),  # the chain would grow beyond four full chunks
+        (0, 0, 0, True),
+        (1, 0, 0, False),
+    ],
+)
+def test_pays(delta_bytes, full_bytes, chain_bytes, expected):
+    assert delta.pays(delta_bytes, full_bytes, chain_bytes) is expected

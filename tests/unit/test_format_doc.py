@@ -1,0 +1,233 @@
+"""docs/format.md says what the code does: every table and every list of keys is compared with it."""
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from snapstore import blob, chunking, codecs, containers, manifest, pack, planes, records, tensors, tree
+from snapstore.codecs import deflate, zstd
+
+TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+
+
+def section(title):
+    """What stands under a heading, up to the next one of its level or above."""
+    level, _ = re.search(rf"^(#+) ({re.escape(title)}.*)$", TEXT, re.M).groups()
+    body = TEXT.split(f"\n{level} {title}", 1)[1].split("\n", 1)[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", body, maxsplit=1, flags=re.M)[0]
+
+
+def tables(title):
+    """Every table of a section, as (names of the columns, rows of cells)."""
+    found = re.findall(r"((?:^\|.*\|\n?)+)", section(title), re.M)
+    split = [[[c.strip() for c in line.strip().strip("|").split("|")] for line in t.splitlines()] for t in found]
+    return [(rows[0], rows[2:]) for rows in split]
+
+
+def layout(title, number=0):
+    """(offset, size) of the rows with plain numbers, and of the others as they stand."""
+    columns, rows = tables(title)[number]
+    assert columns == ["offset", "size", "field"]
+    fixed = [(int(o), int(s)) for o, s, _ in rows if o.isdecimal() and s.isdecimal()]
+    return fixed, [row for row in rows if not (row[0].isdecimal() and row[1].isdecimal())]
+
+
+def offsets(packed):
+    """(offset, size) of every field of a struct, padding as one field."""
+    codes = re.findall(r"(\d*[a-zA-Z])", packed.format.removeprefix("<"))
+    ends = [struct.calcsize("<" + "".join(codes[: i + 1])) for i in range(len(codes))]
+    return [
+        (end - struct.calcsize("<" + code), struct.calcsize("<" + code)) for end, code in zip(ends, codes, strict=True)
+    ]
+
+
+def names_in(text):
+    return re.findall(r"`([a-z0-9_]+)`", text)
+
+
+def test_envelope():
+    fixed, rest = layout("Envelope")
+    assert fixed == offsets(records.ENVELOPE)
+    assert rest == [["24", "", "payload: one msgpack map"]]
+    assert records.ENVELOPE.size == 24
+    assert records.encode(records.Wait(id="x", sessions=[]))[:4] == b"SNAP"
+    assert "magic `SNAP`" in section("Envelope")
+    assert f"format version, {records.FORMAT_VERSION} " in section("Envelope")
+
+
+def test_envelope_kinds():
+    columns, rows = tables("Layout")[0]
+    assert columns == ["key", "written by", "envelope kind"]
+    kinds = {row[0]: [int(k) for k in row[2].split(",") if k] for row in rows}
+    by_type = {kind.__name__: number for kind, number in records._KINDS.items()}
+    assert kinds["`config`"] == [by_type["Config"]]
+    assert kinds["`snapshots/<run>/<step, 12 digits>-<id>.<rev>`"] == [by_type["Snapshot"]]
+    assert kinds["`sessions/<id>`"] == [by_type["Session"]]
+    assert kinds["`policies/<run>.<rev>`"] == [by_type["Policy"]]
+    assert kinds["`gc/<id>.mark` `.wait` `.done`"] == [by_type["Mark"], by_type["Wait"], by_type["Done"]]
+    assert sorted(number for of_key in kinds.values() for number in of_key) == sorted(by_type.values())
+
+
+STATES = {"committed", "aborted", "forgotten", "swept"}
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "more"),
+    [
+        ("config", records.Config, set()),
+        ("record", records.Snapshot, STATES | set(records.ManifestRef.__struct_fields__)),
+        ("session", records.Session, set()),
+        ("policy", records.Policy, {"kind"}),
+        ("mark", records.Mark, set()),
+        ("wait", records.Wait, set()),
+        ("done", records.Done, set()),
+    ],
+)
+def test_keys_of_small_objects(title, kind, more):
+    text = re.search(rf"\*\*{title}\*\*(.*?)(?=\n- \*\*|\*\*wait|\*\*done|\n\n)", section("Envelope"), re.S)[1]
+    assert set(names_in(text)) - more == set(kind.__struct_fields__) - more
+    assert set(kind.__struct_fields__) <= set(names_in(text))
+
+
+def test_states():
+    text = section("Envelope")
+    assert set(re.findall(r"`(committed|aborted|forgotten|swept)`", text)) == STATES
+    assert {records.COMMITTED, records.ABORTED, records.FORGOTTEN, records.SWEPT} == STATES
+
+
+def test_names_and_steps():
+    assert f"`{records.NAME.pattern}`" in section("Layout")
+    assert records.MAX_STEP == 10**12 - 1
+    assert "Steps are 0 to 10^12 - 1" in section("Layout")
+
+
+def test_blob():
+    fixed, rest = layout("Blob")
+    assert fixed == offsets(blob.HEADER)
+    assert [row[:2] for row in rest] == [["80", "4n"], ["80+4n", ""]]
+    assert blob.HEADER.size == 80
+    text = section("Blob")
+    assert f"magic `{blob.MAGIC.decode()}`" in text
+    assert f"| 2 | format version, {blob.VERSION} |" in text
+    assert "transform: 0 full, 1 xor" in text
+    assert blob.TRANSFORMS == {0: "full", 1: "xor"} == {blob.FULL: "full", blob.XOR: "xor"}
+    assert "plane layout: 0 bytes, 1 rotated" in text
+    assert (planes.BYTES, planes.ROTATED) == (0, 1)
+    assert "64 Ki for codecs 1 and 2" in text
+    assert codecs.BLOCK_BYTES == 64 * 1024
+
+
+def test_codecs():
+    columns, rows = tables("Blob")[1]
+    assert columns == ["codec", "name", "a block is"]
+    assert {int(row[0]): row[1] for row in rows if row[0].isdecimal()} == codecs.NAMES
+    assert (codecs.RAW, zstd.ID, deflate.ID) == (0, 1, 2)
+
+
+def test_pack():
+    fixed, rest = layout("Pack")
+    assert fixed == offsets(pack.HEADER)
+    assert pack.HEADER.size == 64
+    assert [row[:2] for row in rest[:3]] == [["64", ""], ["f", "96n"], ["f+96n", "p"]]
+    trailer = [(pack.TRAILER.size - int(at.removeprefix("end-")), int(size)) for at, size, _ in rest[3:]]
+    assert trailer == offsets(pack.TRAILER)
+    text = section("Pack")
+    assert f"magic `{pack.MAGIC.decode()}`" in text
+    assert f"magic `{pack.FOOTER_MAGIC.decode()}`" in text
+    assert f"format version, {pack.VERSION} " in text
+    assert "multiple of 8" in text
+    assert blob.ALIGNMENT == 8
+    assert "at 32 MiB by default" in text
+    assert pack.DEFAULT_PACK_BYTES == 32 * 1024 * 1024
+
+
+def test_footer_entry():
+    fixed, rest = layout("Pack", 1)
+    assert rest == []
+    rows = {row[2]: (int(row[0]), int(row[1])) for row in tables("Pack")[1][1]}
+    assert rows.pop("zero") == (18, 6)
+    in_code = [(offset, dtype.itemsize) for dtype, offset in pack.ENTRY.fields.values()]
+    assert list(rows.values()) == in_code
+    assert sum(size for _, size in fixed) == pack.ENTRY.itemsize == 96
+
+
+def test_manifest_prefix():
+    fixed, rest = layout("Manifest")
+    assert fixed == offsets(manifest.PREFIX)
+    assert [row[:2] for row in rest] == [["24", "h"], ["24+h", ""]]
+    assert manifest.PREFIX.size == 24
+    assert f"magic `{manifest.MAGIC.decode()}`" in section("Manifest")
+    assert f"format version, {manifest.VERSION} " in section("Manifest")
+
+
+def test_manifest_header():
+    text = re.search(r"^Header: (.*?)\n\n", section("Manifest"), re.S | re.M)[1]
+    assert names_in(text) == list(manifest.ManifestHeader.__struct_fields__)
+
+
+def test_sections():
+    columns, rows = tables("Manifest")[1]
+    assert columns == ["section", "contents"]
+    found = {}
+    for names, contents in rows:
+        for name in names_in(names):
+            found[name] = contents
+    assert list(found) == ["tree", "tensors", "inline", *manifest.COLUMNS]
+    for name, (dtype, shape) in manifest.COLUMNS.items():
+        of = "chunks" if name in ("digests", "ref_counts") else "refs"
+        kind = np.dtype(dtype)
+        described = f"({of}, {shape[0]})" if shape else f"({of},)"
+        assert found[name].startswith(f"{described} u{8 * kind.itemsize}" if kind.itemsize > 1 else f"{described} u8")
+        assert kind.kind == "u"
+    assert "under 4 KiB" in found["inline"]
+    assert chunking.INLINE_BYTES == 4096
+    assert (blob.FULL, blob.XOR) == (0, 1)
+    assert found["ref_kinds"].endswith("0 full, 1 xor")
+
+
+def test_tensor_entries_and_boxes():
+    text = re.search(r"^Tensor entry: (.*?)\n\n", section("Manifest"), re.S | re.M)[1]
+    entry, box = text.split("A box is")
+    named = [
+        name for name in names_in(entry.split("]. ")[0] + "]") if name not in ("tensor", "parameter", "array", "bytes")
+    ]
+    assert named == list(manifest.TensorEntry.__struct_fields__)
+    assert names_in(box.split("]")[0]) == ["offsets", "sizes"]
+    assert re.search(r"\[`offsets`, `sizes`, first chunk, number of\s+chunks\]", box)
+    assert manifest.Box.__struct_fields__ == ("offsets", "sizes", "first_chunk", "chunks")
+    assert "bfloat16" in tensors.TORCH_DTYPES
+    assert "`bfloat16`" in entry + box
+
+
+def normal(cells):
+    return [re.sub(r"\s+", " ", cell.replace("`", "")).strip() for cell in cells]
+
+
+def test_tree_is_the_table_of_the_module():
+    lines = [line for line in tree.__doc__.splitlines() if line.startswith("|")]
+    in_code = [normal(line.strip("|").split("|")) for line in lines]
+    ((columns, rows),) = tables("Tree")
+    assert normal(columns) == in_code[0] == ["node", "value"]
+    assert [normal(row) for row in rows] == in_code[2:]
+    tags = {tag for row in rows for tag in re.findall(r'\["([a-z]+)"', row[0])}
+    assert tags == set(tree._READERS)
+    assert "TREE_TABLE" not in TEXT
+
+
+def test_limits():
+    text = re.sub(r"\s+", " ", section("Limits"))
+    for what, number in {
+        "small objects 64 MiB": records.MAX_OBJECT_BYTES == 64 << 20,
+        "together by 256 MiB": manifest.MAX_SECTION_BYTES == 256 << 20,
+        "each by 16 MiB": manifest.MAX_PACKED_BYTES == 16 << 20,
+        "chunks 64 MiB": chunking.MAX_CHUNK_BYTES == 64 << 20,
+        "chains 255 references": manifest.MAX_CHAIN == 255,
+        "tree depth 200": containers.MAX_DEPTH == 200,
+    }.items():
+        assert what in text
+        assert number, what
+    assert "a multiple of 16, 64 to 64 Mi" in section("Envelope")
+    assert chunking.MIN_CHUNK_BYTES == 64

@@ -1,0 +1,304 @@
+"""Objects with state_dict and load_state_dict: torch's own, loaders, and those that misbehave."""
+
+import collections
+import copy
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from states import Loader, Saved, again, net, same, train
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+from torch.optim import swa_utils
+
+from snapstore.errors import InvalidInputError, UnsupportedLeafError
+from snapstore.state import flatten
+
+OPTIMIZERS = [
+    kind
+    for _, kind in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+
+
+def optimizer_of(kind, model, **options):
+    parameters = [p for p in model.parameters() if kind.__name__ != "Muon" or p.ndim == 2]
+    return kind(parameters, lr=0.01, **options)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_every_optimizer(kind, stepped):
+    model = net()
+    optimizer = optimizer_of(kind, model)
+    train(model, optimizer)
+    saved = Saved({"model": model, "optimizer": optimizer})
+    want = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer)
+    after = copy.deepcopy(model.state_dict())
+
+    other = net()
+    fresh = optimizer_of(kind, other)
+    if stepped:
+        train(other, fresh, 1)
+    places = [p.data_ptr() for p in other.parameters()]
+    saved.restore(into={"model": other, "optimizer": fresh})
+    same(other.state_dict(), want["model"])
+    same(fresh.state_dict(), want["optimizer"])
+    assert [p.data_ptr() for p in other.parameters()] == places
+    train(other, fresh)
+    same(other.state_dict(), after)
+    rebuilt = saved.restore()
+    same(rebuilt, want)
+    fresh.load_state_dict(rebuilt["optimizer"])
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, epoch):
+        return self.factor**epoch
+
+
+class WithFunctions(lrs.ExponentialLR):
+    def __init__(self, optimizer):
+        self.anneal = lambda x: x
+        self.clamp = max
+        super().__init__(optimizer, 0.9)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, Scale(0.9)),
+    "LambdaLR-function": lambda o: lrs.LambdaLR(o, lambda e: 0.9**e),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, Scale(0.9)),
+    "StepLR": lambda o: lrs.StepLR(o, 2),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
+    "ConstantLR": lrs.ConstantLR,
+    "LinearLR": lrs.LinearLR,
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "PolynomialLR": lrs.PolynomialLR,
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.1, 0.2),
+    "CyclicLR-fn": lambda o: lrs.CyclicLR(o, 0.1, 0.2, scale_fn=Scale(0.5)),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.2, total_steps=20),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, patience=0),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.05),
+    "SWALR-linear": lambda o: swa_utils.SWALR(o, 0.05, anneal_strategy="linear"),
+    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], milestones=[2]),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]),
+    "functions": WithFunctions,
+}
+
+
+def test_every_scheduler_of_torch_is_covered():
+    kinds = {n for n, k in inspect.getmembers(lrs, inspect.isclass) if issubclass(k, lrs.LRScheduler)}
+    assert kinds - {"LRScheduler", "_LRScheduler"} <= SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_every_scheduler(name, tensor_lr):
+    def make():
+        optimizer = torch.optim.SGD(
+            [nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1) if tensor_lr else 0.1, momentum=0.9
+        )
+        return {"optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
+
+    def run(both, steps):
+        rates = []
+        for _ in range(steps):
+            both["optimizer"].step()
+            both["scheduler"].step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            rates.append(float(both["optimizer"].param_groups[0]["lr"]))
+        return rates
+
+    both = make()
+    run(both, 3)
+    saved = Saved(both)
+    want = copy.deepcopy(both["scheduler"].state_dict())
+    rates = run(both, 4)
+    other = make()
+    saved.restore(into=other)
+    if name == "functions":
+        assert other["scheduler"].anneal(3) == 3
+        assert other["scheduler"].clamp is max
+        want = {key: value for key, value in want.items() if key not in ("anneal", "clamp")}
+        assert saved.restore()["scheduler"].keys() == want.keys()
+        same({key: other["scheduler"].state_dict()[key] for key in want}, want)
+    else:
+        same(other["scheduler"].state_dict(), want)
+        same(saved.restore()["scheduler"], want)
+    assert run(other, 4) == rates
+
+
+def test_functions_are_dropped_of_nothing_but_schedulers_that_only_update():
+    class Loads(WithFunctions):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(UnsupportedLeafError, match=r"s\.anneal: function"):
+        flatten({"s": Loads(optimizer)})
+
+
+def test_grad_scaler_and_averaged_model():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = net()
+    average = swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    saved = Saved({"scaler": scaler, "average": average})
+    other = {"scaler": torch.amp.GradScaler("cpu"), "average": swa_utils.AveragedModel(net())}
+    saved.restore(into=other)
+    same(other["scaler"].state_dict(), scaler.state_dict())
+    same(other["average"].state_dict(), average.state_dict())
+
+
+def test_a_loader_without_tensors_is_not_asked_for_its_state():
+    loader = Loader()
+    loader.position = 7
+    other = Loader()
+    again({"loader": loader}, into={"loader": other})
+    assert (other.position, other.asked) == (7, 0)
+
+
+def test_the_root_may_be_an_object():
+    model, other = net(), net()
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+    assert again(model, into=other) is other
+    same(other.state_dict(), model.state_dict())
+    assert type(again(model)) is collections.OrderedDict
+    assert again(model)._metadata == model.state_dict()._metadata
+
+
+def test_a_module_goes_into_plain_dicts_and_back():
+    model = net()
+    into = {"m": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}}
+    again({"m": model}, into=into)
+    other = net()
+    again(into, into={"m": other})
+    same(other.state_dict(), model.state_dict())
+
+
+def test_names_shapes_and_dtypes_of_a_module_are_listed_before_anything_changes():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    other = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2, bias=False), nn.Linear(1, 1)).to(torch.float64)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(InvalidInputError) as caught:
+        again({"m": model}, into={"m": other})
+    for line in (
+        "m.0.weight: shape: expected (4, 2)",
+        "m.1.weight: dtype: expected float64",
+        "m.1.bias: missing in `into`",
+        "m.2.bias: missing in the snapshot",
+    ):
+        assert line in str(caught.value)
+    same(other.state_dict(), before)
+
+
+def test_modules_that_change_their_names_are_not_checked():
+    class Renames(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+            self.register_load_state_dict_pre_hook(self.rename)
+
+        @staticmethod
+        def rename(module, state, prefix, *_):
+            if prefix + "old" in state:
+                state[prefix + "w"] = state.pop(prefix + "old")
+
+    model = Renames()
+    again({"m": {"old": torch.ones(2)}}, into={"m": model})
+    assert torch.equal(model.w.detach(), torch.ones(2))
+    with pytest.raises(InvalidInputError, match=r"m: Renames.load_state_dict failed: [^/]*Unexpected") as caught:
+        again({"m": {"w": torch.ones(2), "other": torch.ones(2)}}, into={"m": model})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_tied_modules():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+    model, other = Tied(), Tied()
+    saved = Saved({"m": model})
+    assert len(saved.parts[1].specs) == 3
+    saved.restore(into={"m": other})
+    same(other.state_dict(), model.state_dict())
+    assert other.a.weight is other.b.weight
+    untied = {key: value.clone() for key, value in model.state_dict().items()}
+    again({"m": untied}, into={"m": other})
+    same(dict(other.state_dict()), untied)
+    untied["a.weight"] += 1
+    with pytest.raises(InvalidInputError, match=r"m\.[ab]\.weight: shares memory"):
+        again({"m": untied}, into={"m": other})
+
+
+def test_an_optimizer_that_casts_is_an_error():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    saved = Saved({"optimizer": optimizer})
+    with pytest.raises(InvalidInputError, match=r"optimizer\.state\.0\.exp_avg: dtype: expected float32, got bfloat16"):
+        saved.restore(into={"optimizer": torch.optim.AdamW(net(torch.bfloat16).parameters())})
+
+
+def test_part_of_an_object():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer)
+    saved = Saved({"model": model, "optimizer": optimizer})
+    other = net()
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.25)
+    before = copy.deepcopy(other.state_dict())
+    saved.restore(into={"model": other, "optimizer": fresh}, keys=["model.0.*", "optimizer.state"])
+    assert torch.equal(other[0].weight, model[0].weight)
+    same(other.state_dict()["3.weight"], before["3.weight"])
+    assert fresh.param_groups[0]["lr"] == 0.25
+    same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+    saved.restore(into={"optimizer": fresh}, keys="optimizer.param_groups.0.lr")
+    assert fresh.param_groups[0]["lr"] == 0.5
+    another = torch.optim.AdamW(net().parameters())
+    saved.restore(into={"optimizer": another}, keys="optimizer.state.0.*")
+    same(another.state_dict()["state"], {0: optimizer.state_dict()["state"][0]})
+    with pytest.raises(InvalidInputError, match="missing in `into`"):
+        saved.restore(into={"model": nn.Sequential(nn.Linear(4, 8))}, keys="model.3.*")
+    two = torch.optim.SGD([{"params": [p]} for p in net().parameters()])
+    with pytest.raises(InvalidInputError, match=r"optimizer\.param_groups: `keys` selects some of it"):
+        saved.restore(into={"optimizer": two}, keys="optimizer.param_groups.0.lr")
+
+
+class Metric:
+    """Hands out its own arrays, some of which it makes anew when it loads."""
+
+    def __init__(self, fill):
+        self.state = {
+            "array": np.full(3, fill),
+            "strided": torch.full((2, 3), fill).t(),
+            "note": fill,
+            "long": bytes(5000),
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_an_objects_own_arrays_are_filled_in_place():
+    saved, other = Metric(1.0), Metric(2.0)
+    held = dict(other.state)
+    again({"m": saved}, into={"m": other})
+    same(other.state, saved.state)
+    assert other.state["array"] is held["array"]
+    assert other.state["strided"] is held["strided"]
+    other.state["array"] = np.zeros(4)
+    with pytest.raises(InvalidInputError, match=r"m\.array: shape"):
+        again({"m": saved}, into={"m": other})

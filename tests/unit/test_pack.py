@@ -1,0 +1,158 @@
+"""Packs: what is written is listed, scanned and read back, in few long reads."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapstore import blob, pack, planes
+from snapstore.digest import digest
+from snapstore.errors import FormatError, IntegrityError
+from snapstore.storage.memory import MemoryStore
+
+SAVE = bytes(range(16))
+
+
+class Counting(MemoryStore):
+    """Remembers the ranges that were read."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def get_ranges(self, key, ranges):
+        self.reads.append((key, list(ranges)))
+        return super().get_ranges(key, ranges)
+
+
+def a_blob(size, element_size=2, seed=0, base=None):
+    chunk = np.random.default_rng(seed).geometric(0.3, size * element_size).astype(np.uint8)
+    statistics = planes.statistics(planes.histograms(planes.split(chunk, element_size)))
+    return blob.encode(chunk, element_size, planes.BYTES, statistics, digest(chunk), base)
+
+
+def a_pack(blobs, part="model", rank=3, sequence=7):
+    writer = pack.PackWriter(SAVE, rank, sequence, part)
+    places = [writer.append(data) for data in blobs]
+    size = writer.size_bytes
+    data = writer.seal()
+    assert len(data) == size + 96 * len(blobs) + len(part.encode()) + 32
+    return data, places
+
+
+def listing(data):
+    store = MemoryStore()
+    store.put("packs/00/p", data)
+    return pack.read_listing(store, "packs/00/p", len(data))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 4, 8]), st.booleans()), max_size=8),
+    st.text(st.characters(codec="utf-8"), max_size=12),
+)
+def test_listing_and_scan_give_what_was_appended(shapes, part):
+    blobs = [a_blob(size, e, i, b"b" * 16 if delta else None) for i, (size, e, delta) in enumerate(shapes)]
+    data, places = a_pack(blobs, part)
+    found = listing(data)
+    assert found.header == pack.PackHeader(3, SAVE, 7)
+    assert found.part == part
+    assert [(int(e["offset"]), int(e["length"])) for e in found.entries] == places
+    scanned = list(pack.scan(memoryview(data), "here"))
+    assert [at for at, _ in scanned] == [offset for offset, _ in places]
+    for data_of, entry, (_, header) in zip(blobs, found.entries, scanned, strict=True):
+        assert entry["digest"].tobytes() == header.digest
+        assert entry["base"].tobytes() == header.base
+        assert (entry["raw_bytes"], entry["transform"]) == (header.raw_bytes, header.transform)
+        assert entry["element_size"] == header.element_size
+        assert entry["codecs"].tobytes() == header.codecs
+        assert entry["plane_bytes"].tolist() == blob.stored_plane_bytes(data_of)
+
+
+def test_blobs_are_aligned_and_padded_with_zeros():
+    data, places = a_pack([a_blob(size) for size in range(60, 70)])
+    end = pack.HEADER.size
+    for offset, length in places:
+        assert offset % blob.ALIGNMENT == 0
+        assert not any(data[end:offset])
+        end = offset + length
+
+
+def test_two_packs_of_one_save_never_have_the_same_bytes():
+    blobs = [a_blob(50)]
+    assert len({bytes(a_pack(blobs, rank=r, sequence=s)[0]) for r in range(2) for s in range(2)}) == 4
+
+
+def test_a_damaged_footer_is_found_and_a_scan_still_works():
+    blobs = [a_blob(100, seed=i) for i in range(4)]
+    data, places = a_pack(blobs)
+    start = places[-1][0] + places[-1][1]
+    start += -start % blob.ALIGNMENT
+    for at in range(start, len(data)):
+        bad = bytearray(data)
+        bad[at] ^= 0x10
+        with pytest.raises((FormatError, IntegrityError)):
+            listing(bad)
+        assert [at for at, _ in pack.scan(memoryview(bad), "here")] == [offset for offset, _ in places]
+
+
+def test_a_scan_ends_at_the_first_damage():
+    data, places = a_pack([a_blob(100, seed=i) for i in range(4)])
+    data[places[2][0] + 90] ^= 1
+    assert [at for at, _ in pack.scan(memoryview(data), "here")] == [offset for offset, _ in places[:2]]
+
+
+def test_every_truncation_is_found():
+    data, _ = a_pack([a_blob(40), a_blob(40)])
+    for length in range(len(data)):
+        with pytest.raises((FormatError, IntegrityError)):
+            listing(data[:length])
+    with pytest.raises(IntegrityError, match="damaged footer"):
+        listing(data + b"\0")
+
+
+@pytest.mark.parametrize(("at", "message"), [(0, "no pack: magic"), (8, "pack version 254, this snapstore reads 1")])
+def test_other_objects_and_versions_are_named(at, message):
+    data, _ = a_pack([a_blob(40)])
+    data[at] ^= 0xFF
+    with pytest.raises(FormatError, match=message):
+        listing(data)
+
+
+def test_neighbours_are_read_together():
+    store = Counting()
+    places = {}
+    for key in ("packs/00/a", "packs/00/b"):
+        data, places[key] = a_pack([a_blob(500, seed=i) for i in range(20)])
+        store.put(key, data)
+    wanted = [(key, *place) for key, of_pack in places.items() for place in of_pack]
+    found = pack.read_blobs(store, wanted[::-1])[::-1]
+    for (key, offset, length), view in zip(wanted, found, strict=True):
+        assert bytes(view) == store.get(key)[offset : offset + length]
+    assert [(key, len(ranges)) for key, ranges in store.reads] == [("packs/00/a", 1), ("packs/00/b", 1)]
+
+
+def test_a_wide_gap_splits_a_read_and_a_narrow_one_does_not():
+    store = Counting()
+    store.put("packs/00/a", bytes(range(256)) * 4096)
+    near, far = 100 + pack.JOIN_GAP_BYTES, 300 + 2 * pack.JOIN_GAP_BYTES
+    pack.read_blobs(store, [("packs/00/a", at, 100) for at in (0, near, far)])
+    assert store.reads == [("packs/00/a", [(0, near + 100), (far, 100)])]
+
+
+def test_no_read_grows_beyond_its_bound(monkeypatch):
+    monkeypatch.setattr(pack, "JOIN_MAX_BYTES", 1000)
+    store = Counting()
+    store.put("packs/00/a", bytes(100_000))
+    pack.read_blobs(store, [("packs/00/a", 300 * i, 300) for i in range(10)] + [("packs/00/a", 50_000, 5000)])
+    ((_, ranges),) = store.reads
+    assert ranges == [(0, 900), (900, 900), (1800, 900), (2700, 300), (50_000, 5000)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(0, 99)), max_size=30))
+def test_any_ranges_overlapping_or_repeated(wanted):
+    store = MemoryStore()
+    for name in "ab":
+        store.put(f"packs/00/{name}", np.random.default_rng(ord(name)).bytes(1000))
+    wanted = [(f"packs/00/{name}", offset, length) for name, offset, length in wanted]
+    found = pack.read_blobs(store, wanted)
+    assert [bytes(view) for view in found] == [store.get(key)[at : at + length] for key, at, length in wanted]

@@ -1,0 +1,240 @@
+"""Parts to states: any state comes back, `into` is filled in place, and every difference is named first."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from states import Saved, again, random_tensor, same
+from torch import nn
+
+from snapstore.errors import FormatError, InvalidInputError
+from snapstore.target import Target
+from snapstore.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+
+dtypes = st.sampled_from(sorted(TORCH_DTYPES))
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+tensors = st.builds(random_tensor, dtypes, shapes, st.integers(0, 99))
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=4))
+arrays = st.builds(
+    lambda kind, shape: np.arange(int(np.prod(shape))).astype(kind).reshape(shape),
+    st.sampled_from(["<i4", ">f4", "<c8", "|u1", "<U3", "|S2", "<M8[s]"]),
+    shapes,
+)
+names = st.one_of(st.text(max_size=3), st.integers(-5, 5))
+states = st.recursive(
+    st.one_of(tensors, arrays, plain),
+    lambda below: st.one_of(
+        st.lists(below, max_size=4),
+        st.lists(below, max_size=4).map(tuple),
+        st.dictionaries(names, below, max_size=4),
+        st.dictionaries(names, below, max_size=4).map(collections.OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@given(states)
+def test_any_state(state):
+    same(again(state), state)
+
+
+@given(states)
+def test_any_state_into_a_copy_of_its_shape(state):
+    if not isinstance(state, dict | list):
+        state = [state]
+
+    def blank(value):
+        if isinstance(value, torch.Tensor):
+            return random_tensor(str(value.dtype)[6:], value.shape, 7)
+        if isinstance(value, np.ndarray):
+            return np.zeros_like(value)
+        if isinstance(value, dict):
+            return type(value)((key, blank(child)) for key, child in value.items())
+        return type(value)(map(blank, value)) if isinstance(value, list | tuple) else None
+
+    into = blank(state)
+    assert again(state, into=into) is into
+    same(into, state)
+
+
+def test_a_broken_tie_is_a_format_error():
+    spec = TensorSpec(("b", "w"), "tensor", "float32", (3,), False, ("", 0))
+    root = StoredPart("", ["dict", ["t", "b"], [["tensor", 0, False], ["part", "b"]]], [])
+    below = StoredPart("b", ["dict", ["w"], [["tensor", 0, False]]], [spec])
+    for other in ({"shape": (4,)}, {"dtype": "int32"}, {"kind": "array", "dtype": "<f4"}, {"tie": ("b", 0)}):
+        fields = {
+            "path": ("t",),
+            "kind": "tensor",
+            "dtype": "float32",
+            "shape": (3,),
+            "requires_grad": False,
+            "tie": None,
+        }
+        tree = [
+            "dict",
+            ["t", "b"],
+            [["array" if "kind" in other else "tensor", 0, *([] if "kind" in other else [False])], ["part", "b"]],
+        ]
+        with pytest.raises(FormatError, match="tied to entry 0"):
+            Target([StoredPart("", tree, [TensorSpec(**{**fields, **other})]), below])
+    with pytest.raises(FormatError):
+        Target([root, below])
+
+
+def test_target_memory_is_that_of_into_where_it_can_be():
+    into = {"a": torch.zeros(3), "b": torch.zeros(2, 2).t()}
+    target = Saved({"a": torch.ones(3), "b": torch.ones(2, 2)}).target(into=into)
+    assert target.buffer(0, 0).ctypes.data == into["a"].data_ptr()
+    assert target.buffer(0, 1).ctypes.data != into["b"].data_ptr()
+    assert target.buffer(0, 1) is target.buffer(0, 1)
+
+
+# --- into
+
+
+def test_into_fills_in_place_and_replaces_plain_leaves():
+    state = {
+        "t": torch.arange(3.0),
+        "list": [1, "x"],
+        "d": {"e": 5},
+        "tuple": (torch.ones(2), 7),
+        "log": [1, 2, 3],
+        "s": {1},
+    }
+    into = {"t": torch.zeros(3), "list": [0, 0], "d": {"e": 0}, "tuple": (torch.zeros(2), 6), "log": [], "s": set()}
+    held = dict(into)
+    Saved(state).restore(into=into)
+    same(into, state)
+    assert into["t"] is held["t"]
+    assert into["list"] is held["list"]
+    assert into["d"] is held["d"]
+    assert into["log"] is held["log"]
+    assert into["tuple"][0] is held["tuple"][0]
+    unchanged = into["tuple"]
+    Saved(state).restore(into=into)
+    assert into["tuple"] is unchanged
+
+
+def test_into_parameters_and_strided_memory():
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    base, array = torch.zeros(2, 6), np.zeros((2, 6))
+    into = {"p": parameter, "v": base.t()[::2], "n": array.T[::2]}
+    state = {"p": torch.randn(3, 2), "v": torch.randn(3, 2), "n": np.random.default_rng(0).random((3, 2))}
+    again(state, into=into)
+    assert torch.equal(parameter.detach(), state["p"])
+    assert torch.equal(base[:, ::2].t(), state["v"])
+    assert np.array_equal(array[:, ::2].T, state["n"])
+    assert not base[:, 1::2].any()
+    assert parameter.grad is None
+
+
+def test_into_a_tensor_or_a_tuple():
+    into = torch.zeros(2)
+    assert again(torch.ones(2), into=into) is into
+    assert torch.equal(into, torch.ones(2))
+    pair = (torch.zeros(2), 3)
+    again((torch.ones(2), 3), into=pair)
+    assert torch.equal(pair[0], torch.ones(2))
+    for state, target in (((torch.ones(2), 4), pair), (5, 6), (b"x" * 5000, b"x" * 5000)):
+        with pytest.raises(InvalidInputError, match="would have to be replaced"):
+            again(state, into=target)
+
+
+def test_every_difference_is_listed_and_nothing_changes():
+    state = {
+        "m": {"a": torch.ones(2, 3), "b": torch.ones(2), "c": torch.ones(2), "gone": [1, torch.ones(1)]},
+        "n": np.ones(2),
+        "x": 1,
+        "l": [torch.ones(1)] * 2,
+    }
+    into = {
+        "m": {
+            "a": torch.zeros(3, 2),
+            "b": torch.zeros(2, dtype=torch.bfloat16),
+            "c": torch.zeros(2),
+            "new": {"w": torch.zeros(1)},
+        },
+        "n": torch.zeros(2, dtype=torch.float64),
+        "x": torch.zeros(1),
+        "l": [torch.zeros(1)],
+    }
+    with pytest.raises(InvalidInputError) as caught:
+        again(state, into=into)
+    for line in (
+        "m.a: shape: expected (3, 2) as in `into`, got (2, 3)",
+        "m.b: dtype: expected bfloat16 as in `into`, got float32",
+        "m.gone.0: missing in `into`",
+        "m.gone.1: missing in `into`",
+        "m.new.w: missing in the snapshot",
+        "n: type: expected tensor as in `into`, got array",
+        "x: type: expected Tensor as in `into`, got int",
+        "l.1: missing in `into`",
+    ):
+        assert line in str(caught.value)
+    assert not into["m"]["c"].any()
+
+
+def test_at_most_fifty_differences_are_listed():
+    with pytest.raises(InvalidInputError, match=r"and 10 more"):
+        again({"m": {str(i): torch.ones(1) for i in range(60)}}, into={"m": {}})
+
+
+def test_targets_that_cannot_be_filled():
+    frozen = np.zeros(2)
+    frozen.flags.writeable = False
+    for target, reason in (
+        (torch.zeros(1).expand(2).double(), None),
+        (torch.zeros(1, dtype=torch.float64).expand(2), "share memory"),
+        (frozen, "read-only"),
+        (torch.zeros(2, dtype=torch.float64, device="meta"), "meta"),
+        (np.zeros(2).view(np.matrix), "matrix"),
+        ([1.0, 2.0], "expected list"),
+        (None, "NoneType"),
+    ):
+        state = {"t": np.zeros(2) if isinstance(target, np.ndarray) else torch.zeros(2, dtype=torch.float64)}
+        if reason is None:
+            again(state, into={"t": target})
+        else:
+            with pytest.raises(InvalidInputError, match=reason):
+                again(state, into={"t": target})
+
+
+def test_containers_of_other_types():
+    for state, into in (
+        ({"a": [torch.ones(1)]}, {"a": (torch.ones(1),)}),
+        ({"a": {"b": 1}}, {"a": [1]}),
+        ({"a": [1]}, {"a": 1}),
+        ({"a": 1}, {"a": [1]}),
+        ({"a": (1,)}, {"a": [1]}),
+        ({"a": collections.deque([1], 1)}, {"a": collections.deque(maxlen=2)}),
+    ):
+        with pytest.raises(InvalidInputError, match=r"a: type: expected"):
+            again(state, into=into)
+    cycle = {}
+    cycle["a"] = cycle
+    with pytest.raises(InvalidInputError):
+        again({"a": {"b": 1}}, into=cycle)
+
+
+def test_views_saved_as_copies_go_back_into_views():
+    flat = torch.arange(6.0)
+    state = {"flat": flat, "head": flat[:4], "tail": flat[2:]}
+    memory = torch.zeros(6)
+    again(state, into={"flat": memory, "head": memory[:4], "tail": memory[2:]})
+    assert torch.equal(memory, flat)
+    with pytest.raises(InvalidInputError, match="shares memory with another array"):
+        again({"a": torch.ones(2), "b": torch.zeros(2)}, into={"a": memory[:2], "b": memory[:2]})
+
+
+def test_device_is_for_new_tensors():
+    assert again({"a": torch.ones(2), "n": np.ones(1)}, device="cpu")["a"].device.type == "cpu"
+    with pytest.raises(InvalidInputError, match="device"):
+        again({"a": 1}, into={"a": 2}, device="cpu")
+
+
+def test_finish_before_complete_is_a_bug():
+    with pytest.raises(RuntimeError, match=r"a: finish\(\)"):
+        Saved({"a": torch.ones(1)}).target().finish()

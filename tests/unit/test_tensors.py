@@ -1,0 +1,60 @@
+"""Specs of arrays: their sizes, and those that no save can have made."""
+
+import pytest
+from states import spec
+
+from snapstore.errors import FormatError
+from snapstore.tensors import StoredPart, numpy_dtype
+from snapstore.tree import decode
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (-1,)},
+        {"shape": (2**62, 2**62)},
+        {"shape": (0, 2**62, 2**62)},
+        {"shape": (1,) * 65},
+        {"shape": (True,)},
+        {"shape": ("1",)},
+        {"dtype": "float7"},
+        {"dtype": "qint8"},
+        {"kind": "object"},
+        {"kind": "array", "dtype": "|O"},
+        {"kind": "array", "dtype": "float32"},
+        {"kind": "bytes"},
+        {"kind": "bytes", "dtype": "bytes"},
+        {"kind": "array", "dtype": "|S0"},
+    ],
+)
+def test_a_hostile_spec_is_a_format_error(changes):
+    with pytest.raises(FormatError):
+        decode([StoredPart("", None, [spec(**changes)])])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "itemsize", "element"),
+    [
+        ("tensor", "float32", 4, 4),
+        ("parameter", "bfloat16", 2, 2),
+        ("tensor", "complex32", 4, 2),
+        ("tensor", "complex64", 8, 4),
+        ("tensor", "complex128", 16, 8),
+        ("tensor", "bool", 1, 1),
+        ("array", "<c8", 8, 4),
+        ("array", ">c16", 16, 8),
+        ("array", "<M8[ns]", 8, 8),
+        ("array", "<U3", 12, 1),
+        ("array", "|S5", 5, 1),
+        ("array", "<f2", 2, 2),
+        ("array", "|b1", 1, 1),
+    ],
+)
+def test_sizes_of_a_spec(kind, dtype, itemsize, element):
+    one = spec(kind=kind, dtype=dtype)
+    assert (one.itemsize, one.element_size, one.nbytes) == (itemsize, element, 6 * itemsize)
+
+
+def test_numpy_dtype_refuses_names_that_are_none():
+    with pytest.raises(FormatError):
+        numpy_dtype(3)

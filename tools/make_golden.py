@@ -1,0 +1,188 @@
+"""Writes the golden repository of the present format version: tests/golden/v<version>/ and its expected.json.
+
+    .venv/bin/python tools/make_golden.py
+
+Run it when a format version is made, and never again for that version: the committed copy is what later releases must
+read. The states are the same in every run; ids, times and with them names of objects are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapstore import KeepEvery, KeepLast, Repository, SaveOptions
+from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
+from snapstore.tensors import TORCH_DTYPES
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
+MAX_BYTES = 200 * 1024
+
+
+def describe(value: Any) -> dict[str, list[Any]]:
+    """Every leaf and container of a state by its path, in plain JSON: types, shapes, SHA-256 of bytes, reprs."""
+    return dict(_described(value, ""))
+
+
+def _described(value: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
+    if isinstance(value, dict | list | tuple | deque) and not isinstance(value, torch.Size):
+        children = value.items() if isinstance(value, dict) else enumerate(value)
+        yield path, [type(value).__name__, len(value)]
+        for key, child in children:
+            yield from _described(child, f"{path}/{key!r}")
+    elif isinstance(value, torch.Tensor):
+        raw = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield path, [type(value).__name__, dtype, list(value.shape), value.requires_grad, _sha256(raw)]
+    elif isinstance(value, np.ndarray):
+        yield path, ["ndarray", value.dtype.str, list(value.shape), False, _sha256(value.tobytes())]
+    elif isinstance(value, bytes | bytearray):
+        yield path, [type(value).__name__, len(value), _sha256(bytes(value))]
+    elif isinstance(value, set | frozenset):
+        yield path, [type(value).__name__, sorted(map(repr, value))]
+    else:
+        yield path, [type(value).__name__, repr(value)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def weights(step: int) -> dict[str, Any]:
+    """A part whose chunks change a little at every step: deltas pay."""
+    rng = np.random.default_rng(1)
+    part: dict[str, Any] = OrderedDict()
+    for name, count, dtype in (("w", 2500, torch.float32), ("h", 3000, torch.bfloat16), ("d", 600, torch.float64)):
+        values, change = rng.normal(0, 0.02, count), rng.normal(0, 1e-5, count)
+        part[name] = torch.from_numpy(values + step * change).to(dtype).reshape(-1, 10)
+    part["w"] = torch.nn.Parameter(part["w"])
+    part["tied"] = part["w"]
+    return part
+
+
+def every_dtype() -> dict[str, Any]:
+    """One inline tensor of every torch dtype, and some that are cut into chunks."""
+    rng = np.random.default_rng(2)
+    part: dict[str, Any] = {}
+    for name, (itemsize, _, _) in TORCH_DTYPES.items():
+        if hasattr(torch, name):
+            raw = torch.from_numpy(rng.integers(0, 2 if name == "bool" else 256, 6 * itemsize, np.uint8))
+            part[name] = raw.view(getattr(torch, name)).reshape(2, 3)
+    part["long"] = torch.arange(700) * 12345678901
+    part["flags"] = torch.from_numpy(rng.integers(0, 2, 4500, np.uint8)).bool()
+    part["waves"] = torch.polar(torch.ones(600), torch.arange(600.0))
+    part["eighths"] = torch.linspace(-2, 2, 4200).to(torch.float8_e4m3fn)
+    part["scalar"] = torch.tensor(1.5)
+    part["empty"] = torch.empty(0, 3)
+    part["nan"] = torch.tensor([0x7FC00123, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    part["expanded"] = torch.tensor([1.0, 2.0]).expand(3, 2)
+    part["grad"] = torch.zeros(3, requires_grad=True)
+    return part
+
+
+def arrays() -> dict[str, Any]:
+    """NumPy: either byte order, strings, times, and more than a chunk."""
+    return {
+        "big_endian": np.arange(1200, dtype=">i4"),
+        "halves": np.linspace(0, 1, 2500).astype("<f2"),
+        "words": np.array(["snap", "store", "größe"] * 80),
+        "raw": np.array([b"ab", b"c"]),
+        "times": np.arange("2026-01", "2026-05", dtype="M8[M]"),
+        "complex": np.array([1 + 2j, -0.0]),
+        "scalar": np.array(7, np.uint16),
+        "bools": np.array([[True], [False]]),
+    }
+
+
+def plain() -> dict[Any, Any]:
+    """Every kind of plain value and container."""
+    return {
+        "none": None, "yes": True, "int": -3, "huge": 2**100, "float": 0.1, "inf": -math.inf, "nan": math.nan,
+        "minus": -0.0, "text": "größe \U0001f600", "lone": "\ud800", "bytes": b"\0\xff", "long": bytes(range(256)) * 20,
+        "array": bytearray(b"xyz"), "complex": 1 - 2j, "list": [1, [2, []]], "tuple": (1, (2,), ()), "set": {1, 2, 3},
+        "frozen": frozenset({"a"}), "deque": deque([1, 2], 5), "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter({3: 4}), "default": defaultdict(list, {"k": [1]}), "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]), "device": torch.device("cuda:1"), "np": np.float32(0.1), "npstr": np.str_("s"),
+        "npdtype": np.dtype("<f4"), 7: "int key", (1, "a"): "tuple key", None: "none key", 1.5: "float key",
+    }  # fmt: skip
+
+
+def state(step: int) -> dict[str, Any]:
+    """What is saved at a step."""
+    model = weights(step)
+    return {
+        "model": model,
+        "frozen": {"table": torch.from_numpy(np.random.default_rng(3).normal(0, 1, 1200).astype(np.float32))},
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "ref": model["w"]}}, "lr": 0.1 / (step + 1)},
+        "extra": {"step": step, "name": f"step {step}"},
+        **({"dtypes": every_dtype(), "arrays": arrays(), "plain": plain()} if step == 0 else {}),
+    }
+
+
+def write(folder: Path) -> None:
+    """The repository: committed, tagged, resaved, forgotten and swept snapshots of two runs, policies, a gc."""
+    with Repository.create(folder, chunk_bytes=4096, options=SaveOptions(max_depth=3, threads=2)) as repo:
+        for step in range(5):
+            repo.save(state(step), run="main", step=step, metrics={"loss": 1 / (step + 1)}, metadata={"step": step})
+        repo.save(state(2), run="main", step=2, tags=["again"])
+        repo.tag("main@0", "start")
+        repo.save({"only": {"w": torch.arange(1500.0)}}, run="gone", step=0)
+        repo.save({"only": {"w": torch.arange(2500.0)}}, run="gone", step=1)
+        repo.forget([KeepLast(1)], run="gone")
+        repo.gc()
+        repo.restore("main@3")
+        repo.save(state(6), run="fork", step=6, metadata="forked")
+        repo.forget_snapshots(["main@1"])
+        repo.set_policies("main", [KeepLast(3), KeepEvery(steps=2)])
+
+
+def expectations(folder: Path) -> dict[str, Any]:
+    """What a reader must find."""
+    snapshots = []
+    with Repository.open(folder) as repo:
+        for s in repo.view().snapshots(states=(COMMITTED, FORGOTTEN, SWEPT, ABORTED)):
+            readable = s.state in (COMMITTED, FORGOTTEN)
+            found = {
+                "id": s.id, "run": s.run, "step": s.step, "seq": s.seq, "state": s.state, "parent": s.parent,
+                "tags": s.tags, "metrics": s.metrics, "depth": s.depth, "logical_bytes": s.logical_bytes,
+                "leaves": describe(repo.restore(f"id:{s.id}")) if readable else None,
+            }  # fmt: skip
+            if readable and s.run != "gone":
+                assert found["leaves"] == describe(state(s.step)), s.ref
+            snapshots.append(found)
+        assert 3 in {s["depth"] for s in snapshots}
+        assert repo.check("restore").ok
+    return {"format": FORMAT_VERSION, "snapshots": snapshots}
+
+
+def main() -> int:
+    """Make everything anew."""
+    if FOLDER.exists():
+        if sys.argv[1:] != ["--replace"]:
+            print(
+                f"{FOLDER} is there; a released version's golden repository never changes (--replace)", file=sys.stderr
+            )
+            return 2
+        shutil.rmtree(FOLDER)
+    write(FOLDER)
+    expected = expectations(FOLDER)
+    for cache in ("index", "tmp"):
+        shutil.rmtree(FOLDER / cache, ignore_errors=True)
+    (FOLDER / "expected.json").write_text(json.dumps(expected, indent=0) + "\n")
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    print(f"{FOLDER}: {size} bytes, {len(expected['snapshots'])} snapshots")
+    return 0 if size < MAX_BYTES else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -147,8 +147,11 @@ class _Check:
                 if found.key != info.key:
                     raise IntegrityError(f"{info.key}: holds the record of {found.key}")
                 known = view.get(found.id)
-                same_revision = known is not None and known.revision == found.revision
-                if same_revision and records.encode(known) != records.encode(found):  # not !=: metrics may be NaN
+                if (
+                    known is not None
+                    and known.revision == found.revision
+                    and records.encode(known) != records.encode(found)  # not known != found: metrics may be NaN
+                ):
                     raise IntegrityError(f"{info.key}: differs from the index; run 'snapstore index rebuild'")
             except NotFoundError:
                 continue  # removed while we look

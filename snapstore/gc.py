@@ -163,10 +163,25 @@ def _settled_view(store: ObjectStore, index: Index) -> View:
     return view
 
 
+def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[View, set[str]]:
+    """The records now, and all that they need.
+
+    A snapshot that is forgotten and swept by another gc while we read its manifests is no damage: we look again.
+    """
+    while True:
+        view = _settled_view(store, index)
+        try:
+            return view, live_keys(store, index, view, present)
+        except IntegrityError:
+            still = {snapshot.key for snapshot in index.refresh().snapshots()}
+            if still.issuperset(snapshot.key for snapshot in view.snapshots()):
+                raise
+
+
 def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, int]]:
     """(keys that nothing live needs, sizes of all): objects are listed before records."""
     sizes = _sizes(store)
-    live = live_keys(store, index, _settled_view(store, index), sizes)
+    _, live = _live(store, index, sizes)
     return sizes.keys() - live, sizes
 
 
@@ -213,8 +228,8 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
     sizes = _sizes(store)
     doomed = mark.keys() & sizes.keys()
     while True:  # until no un-forget has slipped in between
-        view = _settled_view(store, index)
-        doomed -= live_keys(store, index, view, sizes)
+        view, live = _live(store, index, sizes)
+        doomed -= live
         if _write_swept(store, index, view, doomed):
             break
     try:

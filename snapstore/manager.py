@@ -8,6 +8,7 @@ the background is raised at the next call. The names are Orbax's.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import retention
-from .errors import IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from .records import SaveRequest, Snapshot, check_name, check_step
 from .repository import Repository, SaveOptions
 from .storage import ObjectStore
@@ -100,7 +101,11 @@ class SnapshotManager:
         from .staging import Staging
 
         self._staging = Staging(keep_base=keep_base)
-        self._thread: threading.Thread | None = None
+        # Not Thread.join: one that is interrupted takes its thread for ended (CPython 3.11), and two saves would share
+        # their buffers.
+        self._idle = threading.Event()
+        self._idle.set()
+        self._pid = os.getpid()
         self._errors: list[BaseException] = []
         self._closed = False
         if self.keep and not read_only:
@@ -112,7 +117,10 @@ class SnapshotManager:
         except NotFoundError:
             if self.read_only:
                 raise
-            return Repository.create(url, options=options)
+            try:
+                return Repository.create(url, options=options)
+            except AlreadyExistsError:  # another process was first
+                return Repository.open(url, options=options)
 
     # -- save
 
@@ -142,7 +150,7 @@ class SnapshotManager:
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._thread is not None and self._thread.is_alive() and self._skip_busy:
+        if self._skip_busy and not self._idle.is_set():
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._join()
@@ -166,11 +174,26 @@ class SnapshotManager:
             part.values.clear()  # the state itself is no business of the background
         stall_s = time.monotonic() - started
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
-        self._thread = threading.Thread(
-            target=self._run, args=(handle, request, parts, copies, started, stall_s), name=f"snapstore-{self.run}"
+        thread = threading.Thread(
+            target=self._run_alone,
+            args=(handle, request, parts, copies, started, stall_s),
+            name=f"snapstore-{self.run}",
         )
-        self._thread.start()
+        self._idle.clear()
+        try:
+            thread.start()
+        except BaseException:  # no more threads, or interrupted
+            if thread.ident is None:
+                self._idle.set()
+            raise
         return handle
+
+    def _run_alone(self, *args: Any) -> None:
+        """`_run` in a thread of its own."""
+        try:
+            self._run(*args)
+        finally:
+            self._idle.set()
 
     def _run(
         self, handle: SaveHandle, request: SaveRequest, parts: Any, copies: Any, started: float, stall_s: float | None
@@ -215,9 +238,8 @@ class SnapshotManager:
             raise error
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if os.getpid() == self._pid:  # a forked child has no such thread
+            self._idle.wait()
 
     def close(self) -> None:
         """Wait for the running save, let go of memory and repository, and raise what failed in the background."""
@@ -246,6 +268,8 @@ class SnapshotManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("this SnapshotManager is closed")
+        if os.getpid() != self._pid:
+            raise InvalidInputError("this SnapshotManager was made before a fork; make one in the child process")
 
     # -- look and restore
 
@@ -284,6 +308,9 @@ class SnapshotManager:
             newest = self.repository.view().newest(self.run)
             if newest is None:
                 raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
-            return self.repository.restore(f"id:{newest.id}", into=into, keys=keys, device=device)
-        name = step if isinstance(step, str) else str(check_step(step))
-        return self.repository.restore(f"{self.run}@{name}", into=into, keys=keys, device=device)
+            ref = f"id:{newest.id}"
+        else:
+            ref = f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
+        snapshot, state = self.repository.read(ref, into, keys, device)
+        self.repository.go_on_from(self.run, snapshot)
+        return snapshot if into is not None else state

@@ -6,6 +6,8 @@ A Repository may be used from several threads; a save holds a lock of its run. I
 from __future__ import annotations
 
 import logging
+import os
+import re
 import tempfile
 import threading
 import time
@@ -16,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from . import chunking, gc, index, records, retention
 from .delta import DEFAULT_MAX_DEPTH
 from .engine import CpuEngine
@@ -23,6 +27,7 @@ from .errors import (
     AlreadyExistsError,
     ConflictError,
     FormatError,
+    IntegrityError,
     InvalidInputError,
     NotFoundError,
 )
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 KNOWN_FEATURES: frozenset[str] = frozenset()
+#: Every listing reads every record once: they stay small.
+MAX_METADATA_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Repository:
         self._engine = CpuEngine(options.threads)
         folder, temporary = _index_folder(store, config.uuid)
         self._index = Index(store, config.uuid, folder)
-        self._finalizer = weakref.finalize(self, _clean_up, self._index, temporary)
+        self._finalizer = weakref.finalize(self, _clean_up, self._index, self._engine, temporary, os.getpid())
         self._lock = threading.RLock()
         self._lineage = _Lineage()
         self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
@@ -126,7 +133,7 @@ class Repository:
             uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
             created=time.time(), writer=f"snapstore {records.VERSION}",
         )  # fmt: skip
-        if isinstance(store, LocalStore) and any(store.root.iterdir()):
+        if isinstance(store, LocalStore) and _occupied(store.root):
             try:
                 store.stat("config")
             except NotFoundError:
@@ -162,13 +169,14 @@ class Repository:
                 f"{store.url}: format version {config.version} with features {unknown or 'none'}, this snapstore "
                 f"({records.VERSION}) reads version {records.FORMAT_VERSION}; use {config.writer} or newer"
             )
+        if not re.fullmatch(r"[0-9a-f]{32}", config.uuid):  # it names a folder of the cache
+            raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")
         if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
             raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
         return cls(store, config, options or SaveOptions())
 
     def close(self) -> None:
         """Let go of threads, index and temporary files. Closing twice is fine."""
-        self._engine.close()
         self._finalizer()
 
     def __enter__(self) -> Repository:
@@ -241,7 +249,11 @@ class Repository:
         metadata: Any, tags: Sequence[str], full: bool,
     ) -> SaveRequest:  # fmt: skip
         """Check the arguments of a save before anything is done."""
+        self._index.check_process()
         check_name("run", run)
+        for what, given in (("tags", tags), ("bases", bases)):
+            if isinstance(given, str):
+                raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
         view = self.view() if parent or bases else None
         return SaveRequest(
             run=run, step=check_step(step), tags=sorted({_check_tag(tag) for tag in tags}),
@@ -286,13 +298,23 @@ class Repository:
             InvalidInputError: `into` does not fit; every difference is listed, nothing was written.
             IntegrityError: damage was found; `into` may be half written.
         """
-        from .restore import restore
-
-        snapshot = self.snapshot(ref)
-        state = restore(self.store, self._engine, snapshot, into=into, keys=keys, device=device)
+        snapshot, state = self.read(ref, into, keys, device)
         with self._lock:
             self._lineage.restored, self._lineage.restored_for = snapshot.id, set()
         return snapshot if into is not None else state
+
+    def read(self, ref: str, into: Any, keys: str | Sequence[str] | None, device: Any) -> tuple[Snapshot, Any]:
+        """`restore` without a say in the lineage of later saves: (the snapshot, its state)."""
+        from .restore import restore
+
+        snapshot = self.snapshot(ref)
+        return snapshot, restore(self.store, self._engine, snapshot, into=into, keys=keys, device=device)
+
+    def go_on_from(self, run: str, snapshot: Snapshot) -> None:
+        """The next save of `run` has this parent; other runs keep theirs (two managers may share a repository)."""
+        with self._lock:
+            self._lineage.committed[run] = snapshot.id
+            self._lineage.restored_for.add(run)
 
     def _parent(self, run: str) -> str | None:
         """What the next save of a run goes on from: a restore since its last save, else that save."""
@@ -359,7 +381,9 @@ class Repository:
             InvalidInputError: no policy, or one that keeps nothing, without `force`.
             NotFoundError: no such run.
         """
+        check_name("run", run)
         view = self.view()
+        self.store.settle(f"snapshots/{run}/")  # a newer snapshot that a power cut takes must not cost an older one
         snapshots = view.snapshots(run)
         if not snapshots:
             there = ", ".join(view.runs()) or "none"
@@ -431,31 +455,38 @@ class Repository:
     def policies(self, run: str) -> list[retention.Policy]:
         """The retention policies stored for a run, newest revision."""
         newest = self._newest_policy(run)
-        return [retention.from_dict(p) for p in newest[1].policies] if newest else []
+        return [retention.from_dict(p) for p in self._read_policy(newest[1]).policies] if newest else []
 
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
         """Store the retention policies of a run, so that `forget` needs none named."""
         check_name("run", run)
         stored = [retention.to_dict(policy) for policy in keep]
-        newest = self._newest_policy(run)
-        if newest is not None and newest[1].policies == stored:
+        for _ in range(20):
+            newest = self._newest_policy(run)
+            try:
+                if newest is not None and self._read_policy(newest[1]).policies == stored:
+                    return
+            except (IntegrityError, FormatError) as error:
+                log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
+            revision = newest[0] + 1 if newest else 0
+            try:
+                self.store.put(f"policies/{run}.{revision}", records.encode(Policy(run=run, policies=stored)))
+            except AlreadyExistsError:
+                continue  # another process was first: read again
             return
-        revision = newest[0] + 1 if newest else 0
-        try:
-            self.store.put(f"policies/{run}.{revision}", records.encode(Policy(run=run, policies=stored)))
-        except AlreadyExistsError as error:
-            raise ConflictError(f"policies of run {run!r}: another process stored some first; try again") from error
+        raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
 
-    def _newest_policy(self, run: str) -> tuple[int, Policy] | None:
+    def _read_policy(self, key: str) -> Policy:
+        return records.decode(self.store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Policy, key)
+
+    def _newest_policy(self, run: str) -> tuple[int, str] | None:
+        """(revision, key) of the policies that rule."""
         revisions = [
             (int(rev), info.key)
             for info in self.store.list("policies/")
             if (name := info.key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
         ]
-        if not revisions:
-            return None
-        revision, key = max(revisions)
-        return revision, records.decode(self.store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Policy, key)
+        return max(revisions, default=None)
 
     # -- look closer
 
@@ -501,33 +532,48 @@ def _encode_metadata(metadata: Any) -> Any:
         return None
     from .tree import encode_plain
 
-    return encode_plain(metadata)
+    encoded = encode_plain(metadata)
+    size_bytes = len(msgspec.msgpack.encode(encoded))
+    if size_bytes > MAX_METADATA_BYTES:
+        raise InvalidInputError(
+            f"metadata: {size_bytes} bytes, expected at most {MAX_METADATA_BYTES}; put large values into the state"
+        )
+    return encoded
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
     checked = {}
     for name, value in metrics.items():
         try:
             checked[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
     return checked
 
 
-def _index_folder(store: ObjectStore, uuid: str) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+def _index_folder(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
     """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
     if isinstance(store, LocalStore):
         folder = store.root / "index"
         if store.writable() and not index.on_network(store.root):
             return folder, None
         return _cache_folder() / uuid, None
-    temporary = tempfile.TemporaryDirectory(prefix="snapstore-index-")
-    return Path(temporary.name), temporary
+    temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
+    return temporary, temporary
+
+
+def _occupied(root: Path) -> bool:
+    """Whether anything is in a folder but what a `create` leaves that died or failed: temporary files of ours."""
+    for entry in root.iterdir():
+        ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
+        if not ours or not all(re.fullmatch(r"[0-9a-f]{32}", file.name) for file in entry.iterdir()):
+            return True
+    return False
 
 
 def _cache_folder() -> Path:
-    import os
-
     import platformdirs
 
     chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
@@ -536,7 +582,8 @@ def _cache_folder() -> Path:
     return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("snapstore"))
 
 
-def _clean_up(opened: Index, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
+def _clean_up(opened: Index, engine: CpuEngine, temporary: Path | None, pid: int) -> None:
+    engine.close()
     opened.close()
-    if temporary is not None:
-        temporary.cleanup()
+    if temporary is not None and os.getpid() == pid:  # a forked child that ends must not take the parent's
+        index.remove(temporary)

@@ -418,15 +418,27 @@ class _Chunks:
 
 
 def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest]) -> Bases:
-    """The manifests of the session's base snapshots; a base that cannot be read is none."""
+    """The manifests of the session's base snapshots; a base that cannot be read, or lacks a pack, is none."""
 
     def readable() -> Iterator[Base]:
         for snapshot in session.bases:
             try:
                 manifests = [cache.get(ref.sha256) or manifest.read(store, ref) for ref in snapshot.manifests]
+                _check_packs(store, manifests)
             except DAMAGE as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
             yield Base(snapshot, manifests)
 
-    return Bases(list(readable()))
+    bases = list(readable())
+    session.bases = [base.snapshot for base in bases]
+    return Bases(bases)
+
+
+def _check_packs(store: ObjectStore, manifests: Sequence[manifest.Manifest]) -> None:
+    """Every pack is there, of its size: a chunk that is known is referenced unread, and would be lost again."""
+    sizes = {n: s for m in manifests for n, s in zip(m.header.pack_names, m.header.pack_size_list, strict=True)}
+    for name, expected in sizes.items():
+        size = store.stat(pack_key(name)).size_bytes
+        if size != expected:
+            raise IntegrityError(f"{pack_key(name)}: {size} bytes, expected {expected}; run 'snapstore check'")

@@ -166,7 +166,7 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
 
 
 def _start_now(self: Any, function: Callable[[Any], Any], items: Sequence[Any]) -> Callable[[], list[Any]]:
-    """`Threads.start` in the caller's thread: the order of operations is the same in every run, and a Crash gets out."""
+    """`Threads.start` in the caller's thread: operations keep their order from run to run, and a Crash gets out."""
     try:
         results = [function(item) for item in items]
     except Exception as error:  # noqa: BLE001
@@ -198,7 +198,7 @@ def _no_index(*_: object) -> Any:
 
 @lru_cache(maxsize=1000)
 def values(run: str, version: int) -> dict[str, Any]:
-    """The state of a version: a tensor that drifts, one mostly constant, one new each time, and small ones. Shared: read only."""
+    """The state of a version: a tensor that drifts, one mostly constant, one all new, small ones. Shared: read only."""
     of_run = np.random.default_rng(sum(run.encode()))
     drift = of_run.standard_normal(1024).astype(np.float32)
     constant = of_run.standard_normal(1024).astype(np.float32)
@@ -443,7 +443,7 @@ class SteppingStore:
 
 
 def run_randomly(actors: Sequence[Actor], random: Random) -> list[tuple[str, str, str]]:
-    """Let one operation of one actor happen at a time until all have ended; now and then one of them stalls for long."""
+    """One operation of one actor at a time, until all have ended; now and then one of them stalls for long."""
     trace: list[tuple[str, str, str]] = []
     stalled: dict[Actor, int] = {}
     while any(not actor.ended for actor in actors):

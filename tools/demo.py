@@ -282,7 +282,9 @@ def main() -> int:
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="leave the repository, logs and losses in this new folder"
     )
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="save a picture of the output, such as docs/demo.svg")
     args = parser.parse_args()
+    console.record = args.svg is not None
     began = time.monotonic()
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         parser.error(f"--keep {args.keep}: expected a new or empty folder")
@@ -309,6 +311,8 @@ def main() -> int:
     console.print(
         f"[red]{failed} of {len(demo.proofs.lines)} proofs failed[/]" if failed else "[green]All proofs hold[/]"
     )
+    if args.svg:
+        console.save_svg(str(args.svg), title="tools/demo")
     return 1 if failed else 0
 
 

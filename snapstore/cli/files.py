@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..containers import CONTAINERS, children, display
-from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError
+from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ SAFETENSORS = ".safetensors"
 LEAVES_NAMED = 5
 
 # torch's own message recommends to load the file unsafely; of it we show only what was met.
-_OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (\S+)|\bclass (\S+)")
+_OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -43,6 +43,10 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
         raise InvalidInputError(f"{path}: expected a file named *.pt, *.pth, *.bin or *.safetensors")
     if not path.is_file():
         raise InvalidInputError(f"{path}: expected a file, found {'something else' if path.exists() else 'none'}")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error.strerror}") from error
     if path.suffix.lower() == SAFETENSORS:
         return _read_safetensors(path)
     return _read_torch(path), {}
@@ -65,7 +69,9 @@ def _read_torch(path: Path) -> Any:
             f"{path}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
             "state instead, such as torch.save(model.state_dict(), ...), or use the Python interface"
         ) from error
-    except Exception as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch documents none of what it raises for a bad file
         raise InvalidInputError(f"{path}: is no PyTorch file, or a damaged one: {_first_line(error)}") from error
 
 
@@ -124,7 +130,7 @@ def write(
     Raises:
         InvalidInputError: the format cannot hold the state.
         AlreadyExistsError: the file exists, and `force` is not set.
-        OSError: the disk refused.
+        StorageError: the disk refused.
     """
     tensors, others = _leaves(state)
     if path.suffix.lower() != SAFETENSORS:
@@ -198,7 +204,10 @@ def _write_torch(temp: Path, state: Any) -> None:
     import torch
 
     with temp.open("r+b") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's zip writer cannot go on where a write has failed, and hides why
+            raise OSError(error.__context__ or _first_line(error)) from error
 
 
 def _write_safetensors(temp: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -206,6 +215,8 @@ def _write_safetensors(temp: Path, tensors: dict[str, torch.Tensor], metadata: d
     try:
         library.torch.save_file(tensors, temp, metadata=metadata or None)
     except (library.SafetensorError, KeyError, ValueError) as error:
+        if "I/O error" in str(error):
+            raise OSError(_first_line(error)) from error
         raise InvalidInputError(
             f"safetensors cannot hold this state: {_first_line(error)}; write a .pt file"
         ) from error
@@ -225,6 +236,8 @@ def _publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
             temp.replace(path)
         else:
             _name_new(temp, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
     finally:
         with suppress(FileNotFoundError):
             temp.unlink()

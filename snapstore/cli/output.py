@@ -85,6 +85,8 @@ def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def clean(text: str) -> str:
     """`text` without what a terminal would act upon; line ends stay."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -120,7 +122,7 @@ def _rich_table(names: Sequence[str], right: Sequence[bool], cells: Sequence[Seq
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="bold")
     for name, flush in zip(names, right, strict=True):
         drawn.add_column(name, justify="right" if flush else "left", no_wrap=True)
     for row in cells:

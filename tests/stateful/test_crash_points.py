@@ -174,7 +174,7 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
 
 
 THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
-#: Those that differ from a neighbour by what happens in other verbs: every operation only if THOROUGH, else every third.
+#: Much like a neighbour: every operation only if THOROUGH, else every third.
 ALIKE = {"step again", "tagged", "fork", "save, marked", "forget and gc", "gc, unmarked", "rebuild", "restore"}
 
 
@@ -244,10 +244,10 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
 @pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept"])
 def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
-    """The same on a LocalStore, with its index in place; every third operation."""
+    """The same on a LocalStore, with its index in place; a sample of the operations."""
     one_thread(monkeypatch)
     total = operations(verb)
-    for k in range(0, total, 3):
+    for k in range(0, total, 3 if THOROUGH else 7):
         inner = LocalStore(tmp_path / str(k), create=True)
         source = VERBS[verb][0]()
         for key in keys_of(source):

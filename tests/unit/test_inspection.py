@@ -156,12 +156,12 @@ def test_another_shape_or_dtype_is_a_note(repo):
 
 
 def test_paths_that_look_alike_are_kept_apart(repo):
-    a = {"a.b": torch.ones(3), "a": {"b": torch.ones(4)}, 1: torch.zeros(5), "1": torch.zeros(6)}
-    b = {"a.b": torch.ones(3), "a": {"b": torch.zeros(4)}, 1: torch.ones(5), "1": torch.zeros(6)}
+    a = {"a.b": torch.ones(3), "a": {"b": torch.ones(4)}, 1.5: torch.zeros(5), "1.5": torch.zeros(6)}
+    b = {"a.b": torch.ones(3), "a": {"b": torch.zeros(4)}, 1.5: torch.ones(5), "1.5": torch.zeros(6)}
     found = diff(repo, a, b)
     assert sorted((t.path, t.status) for t in found.tensors) == [
-        ("1", "changed"),
-        ("1", "same"),
+        ("1.5", "changed"),
+        ("1.5", "same"),
         ("a.b", "changed"),
         ("a.b", "same"),
     ]

@@ -1,0 +1,171 @@
+"""What the attacks share: forged blobs, packs, manifests and records whose checksums all hold; a measure of memory."""
+
+import hashlib
+import struct
+import tracemalloc
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import torch  # noqa: F401  (before memory is measured: importing it takes much)
+
+from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
+from snapstore.digest import checksum, digest
+from snapstore.manifest import Box, ChunkTable, TensorEntry
+from snapstore.records import ManifestRef, Snapshot
+from snapstore.storage.memory import MemoryStore
+
+MIB = 1024 * 1024
+SIZE = 8192  # of every forged chunk
+CHUNK_BYTES = 8192
+
+
+@contextmanager
+def little_memory(limit_bytes=8 * MIB):
+    """Nothing in the block may allocate more than this at once."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit_bytes, f"{peak} bytes were allocated"
+
+
+def noise(seed, size=SIZE):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def full(chunk, element_size=1):
+    return forge_blob(chunk, digest(chunk), None, element_size)
+
+
+def xor(chunk, base):
+    return forge_blob(np.bitwise_xor(chunk, base), digest(chunk), digest(base))
+
+
+def forge_blob(source, chunk_digest, base, element_size=1):
+    statistics = planes.statistics(planes.histograms(planes.split(source, element_size)))
+    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base))
+
+
+FIELDS = (
+    "magic", "version", "zero", "check", "transform", "element_size", "layout", "zero2", "raw_bytes", "payload_bytes",
+    "block_bytes", "codecs", "count", "zero3", "digest", "base",
+)  # fmt: skip
+
+
+def rewrite(data, **changes):
+    """A blob with other header fields and a checksum that holds."""
+    fields = dict(zip(FIELDS, blob.HEADER.unpack_from(data), strict=True)) | changes
+    out = bytearray(blob.HEADER.pack(*(fields[name] for name in FIELDS)) + data[blob.HEADER.size :])
+    struct.pack_into("<Q", out, 8, checksum(bytes(out[16:])))
+    return bytes(out)
+
+
+def coded_blob(chunk, codec, block, **changes):
+    """A blob of one plane in one block of a codec, whatever the block holds."""
+    head = blob.HEADER.pack(
+        blob.MAGIC, 1, 0, 0, 0, 1, 0, 0, chunk.size, len(block), 65536, bytes([codec]).ljust(8, b"\0"), 1, 0,
+        digest(chunk), bytes(16),
+    )  # fmt: skip
+    return rewrite(head + struct.pack("<I", len(block)) + block, **changes)
+
+
+class World:
+    """A repository in memory into which anything can be planted."""
+
+    def __init__(self):
+        self.store = MemoryStore()
+        Repository.create(self.store, chunk_bytes=CHUNK_BYTES).close()
+        self.packs = []
+
+    def pack(self, *blobs, size_bytes=None):
+        """Put a pack; [(number, offset, length)] of its blobs."""
+        writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
+        places, pieces, at = [], [bytes(writer._pieces[0])], pack.HEADER.size
+        for data in blobs:
+            places.append((len(self.packs), at, len(data)))
+            pieces += [data, bytes(-len(data) % 8)]
+            at += len(data) + -len(data) % 8
+        data = b"".join(pieces) + b"footer" + len(self.packs).to_bytes(4, "little")
+        name = hashlib.sha256(data).hexdigest()
+        self.store.put(records.pack_key(name), data)
+        self.packs.append((name, size_bytes or len(data)))
+        return places
+
+    def table(self, chunks):
+        """A table of [(digest, [(number, offset, length)...])...], newest reference first."""
+        refs = [ref for _, chain in chunks for ref in chain]
+        kinds = [kind for _, chain in chunks for kind in [1] * (len(chain) - 1) + [0]]
+        return ChunkTable(
+            digests=np.array([list(d) for d, _ in chunks], np.uint8).reshape(-1, 16),
+            ref_counts=np.array([len(chain) for _, chain in chunks], np.uint16),
+            ref_kinds=np.array(kinds, np.uint8),
+            ref_packs=np.array([r[0] for r in refs], np.uint32),
+            ref_offsets=np.array([r[1] for r in refs], np.uint64),
+            ref_lengths=np.array([r[2] for r in refs], np.uint32),
+            ref_digests=np.zeros((len(refs), 16), np.uint8),
+            ref_starts=np.zeros(len(refs), np.uint32),
+            ref_sizes=np.full(len(refs), SIZE, np.uint32),
+        )
+
+    def manifest(self, chunks=(), **changes):
+        """A manifest of one byte tensor `w` over these chunks."""
+        n = len(chunks)
+        shape = [n * SIZE]
+        entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
+        fields = {
+            "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": CHUNK_BYTES,
+            "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
+            "table": self.table(chunks), "packs": [name for name, _ in self.packs],
+            "pack_sizes": [size for _, size in self.packs], "logical_bytes": n * SIZE,
+        }  # fmt: skip
+        return manifest.encode(**(fields | changes))
+
+    def commit(self, *manifests, **changes):
+        """A committed snapshot r@0 of these manifests."""
+        refs = []
+        for data in manifests:
+            name = hashlib.sha256(data).hexdigest()
+            self.store.put(records.manifest_key(name), data)
+            refs.append(ManifestRef(part="", rank=0, sha256=name, size_bytes=len(data), logical_bytes=0))
+        fields = {
+            "id": "a" * 32,
+            "run": "r",
+            "step": 0,
+            "seq": 0,
+            "state": "committed",
+            "write_id": "",
+            "manifests": refs,
+        }
+        snapshot = Snapshot(**(fields | changes))
+        self.store.put(f"snapshots/r/{0:012d}-{'a' * 32}.0", records.encode(snapshot))
+        return snapshot
+
+    def open(self):
+        return Repository.open(self.store, options=SaveOptions(threads=1))
+
+    def restore(self):
+        with self.open() as repo:
+            return repo.restore("r@0")
+
+
+def header_of(data):
+    return manifest.decode_header(data, "x")
+
+
+def reheader(data, **changes):
+    """A manifest with other header fields, some beyond what `encode` would write, and a checksum that holds."""
+    fields = msgspec.structs.asdict(header_of(data)) | changes
+    packed = msgspec.msgpack.encode(fields)
+    prefix = manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), checksum(packed))
+    return prefix + packed + data[len(manifest.header_bytes(data)) :]
+
+
+def with_section(data, name, stored, raw_bytes, codec=1):
+    """A manifest in which one section is other bytes, appended at the end."""
+    header = header_of(data)
+    body = len(data) - len(manifest.header_bytes(data))
+    sections = [s if s[0] != name else (name, body, len(stored), raw_bytes, codec) for s in header.sections]
+    return reheader(data, sections=sections) + stored

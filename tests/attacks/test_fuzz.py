@@ -1,0 +1,242 @@
+"""Fuzz: mutated objects of every kind, with and without their checksums mended; only our own errors come out."""
+
+import struct
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from forge import SIZE, World, full, header_of, little_memory, noise, xor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from snapstore import blob, manifest, pack, records
+from snapstore.digest import checksum, digest
+from snapstore.errors import FormatError, IntegrityError, NotFoundError
+from snapstore.records import Config, Mark, Policy, Session, Snapshot
+from snapstore.storage.memory import MemoryStore
+from snapstore.tree import _READERS
+
+OURS = (FormatError, IntegrityError, NotFoundError)
+A, B = noise(1), noise(2)
+fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+
+mutations = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "flip", "cut", "insert", "repeat", "u32"]), st.floats(0, 1), st.integers(0, 2**32 - 1)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mutate(data, changes):
+    out = bytearray(data)
+    for kind, where, value in changes:
+        at = min(int(where * len(out)), max(0, len(out) - 1))
+        if kind == "set" and out:
+            out[at] = value & 0xFF
+        elif kind == "flip" and out:
+            out[at] ^= 1 << value % 8
+        elif kind == "cut":
+            del out[at : at + value % 50]
+        elif kind == "insert":
+            out[at:at] = bytes([value & 0xFF]) * (value >> 8 & 7)
+        elif kind == "repeat":
+            out[at:at] = out[at : at + value % 40]
+        elif kind == "u32":
+            out[at : at + 4] = struct.pack("<I", value)
+    return bytes(out)
+
+
+OBJECTS = [
+    Config(uuid="a" * 32, version=1, chunk_bytes=1024, features=["x"], created=1.0, writer="me"),
+    Snapshot(
+        id="a" * 32, run="r", step=1, seq=2, state="committed", write_id="b", tags=["t"], metrics={"m": 1.5},
+        metadata=["dict", ["a"], [1]],
+        manifests=[records.ManifestRef(part="p", rank=0, sha256="0" * 64, size_bytes=1, logical_bytes=2)],
+    ),
+    Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),
+    Policy(run="r", policies=[{"kind": "last", "n": 3}]),
+    Mark(id="a", started=0.0, packs=bytes(32), manifests=b""),
+]  # fmt: skip
+
+
+@fuzz
+@given(st.sampled_from(OBJECTS), mutations, st.booleans())
+def test_small_objects(value, changes, mended):
+    """Mitigation: the checksum; and where it holds, a typed decoder whose every failure is caught."""
+    data = records.encode(value)
+    if mended:
+        payload = mutate(data[24:], changes)
+        head = data[:8] + struct.pack("<Q", len(payload))
+        data = head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload
+    else:
+        data = mutate(data, changes)
+    with suppress(*OURS):
+        assert isinstance(records.decode(data, type(value), "key"), type(value))
+
+
+@fuzz
+@given(st.binary(max_size=200), st.sampled_from(OBJECTS))
+def test_any_payload(payload, value):
+    """Mitigation: as above."""
+    head = records.encode(value)[:8] + struct.pack("<Q", len(payload))
+    data = head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload
+    with suppress(*OURS):
+        records.decode(data, type(value), "key")
+
+
+def a_world():
+    world = World()
+    a, b = world.pack(full(A), full(B))
+    (ba,) = world.pack(xor(B, A))
+    return world, world.manifest([(digest(A), [a]), (digest(B), [ba, a]), (digest(B), [b])])
+
+
+WORLD, MANIFEST = a_world()
+HEADER = len(manifest.header_bytes(MANIFEST))
+
+
+def mended_header(data, changes):
+    packed = mutate(data[24:HEADER], changes)
+    return manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
+
+
+def planted(data):
+    """The fuzzed manifest as a committed snapshot, under its own SHA-256."""
+    world = World()
+    world.store._objects.update(WORLD.store._objects)
+    world.packs = WORLD.packs
+    world.commit(data)
+    return world
+
+
+@pytest.mark.parametrize("what", ["any", "header", "sections"])
+@settings(fuzz, max_examples=150)
+@given(mutations)
+def test_manifests(what, changes):
+    """Mitigation: everything is validated before it is followed; what still decodes restores, or is found damaged."""
+    if what == "any":
+        data = mutate(MANIFEST, changes)
+    elif what == "header":
+        data = mended_header(MANIFEST, changes)
+    else:
+        data = MANIFEST[:HEADER] + mutate(MANIFEST[HEADER:], changes)
+    with little_memory(64 * 1024 * 1024), suppress(*OURS):
+        manifest.decode(data, "m")
+        planted(data).restore()
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
+nodes = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+)
+tags = st.sampled_from(sorted(_READERS))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.builds(
+        lambda tag, rest: [tag, *rest], tags, st.lists(inner | st.lists(inner, max_size=4), max_size=4)
+    ),
+)
+
+
+@settings(fuzz, max_examples=200)
+@given(nodes | trees)
+def test_trees(tree):
+    """Mitigation: nodes are looked up in a table; whatever their reader raises is a FormatError."""
+    world = World()
+    try:
+        data = world.manifest(tree=["dict", ["w"], [tree]])
+    except (TypeError, OverflowError):
+        return
+    world.commit(data)
+    with world.open() as repo:
+        try:
+            repo.restore("r@0")
+        except OURS:
+            assert not repo.check("metadata").ok
+        else:
+            assert repo.check("metadata").ok
+
+
+entries = st.fixed_dictionaries(
+    {
+        "path": st.lists(st.text(max_size=3) | st.integers(0, 9), max_size=3),
+        "kind": st.sampled_from(["tensor", "parameter", "array", "bytes", "x"]),
+        "dtype": st.sampled_from(
+            ["float32", "bool", "complex32", "<f4", "|S3", "<U2", "bytes", "<M8[s]", "bits8", "x"]
+        ),
+        "shape": st.lists(st.sampled_from([0, 1, 2, SIZE, 2**40, -1]), max_size=3),
+        "requires_grad": st.booleans(),
+        "tie": st.none() | st.tuples(st.sampled_from(["", "x"]), st.integers(-1, 2)),
+        "boxes": st.lists(st.tuples(st.just([0]), st.just([SIZE]), st.integers(-1, 3), st.integers(-1, 3)), max_size=2),
+        "inline": st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
+    }
+)
+
+
+@settings(fuzz, max_examples=200)
+@given(
+    st.lists(entries, min_size=1, max_size=3), st.sampled_from(["tensor", "parameter", "array", "bytes"]), st.booleans()
+)
+def test_tensor_entries(made, tag, grad):
+    """Mitigation: a spec must make sense before memory is sized by it."""
+    world = World()
+    chunks = [(digest(A), world.pack(full(A)))]
+    node = [tag, 0, grad] if tag in ("tensor", "parameter") else [tag, 0]
+    tensors = [list(entry.values()) for entry in made]
+    world.commit(world.manifest(chunks, tensors=tensors, tree=["dict", ["w"], [node]], inline=b"12345678"))
+    with little_memory(64 * 1024 * 1024), suppress(*OURS):
+        world.restore()
+
+
+@fuzz
+@given(mutations, st.booleans())
+def test_packs(changes, mended):
+    """Mitigation: the footer's checksum, sizes that must add up, a scan that ends at the first damage."""
+    writer = pack.PackWriter(bytes(16), 0, 0, "größe")
+    for data in (full(A), xor(B, A)):
+        writer.append(bytearray(data))
+    data = bytes(writer.seal())
+    if mended:
+        start = int.from_bytes(data[-32:-24], "little")
+        footer = mutate(data[start:-32], changes)
+        trailer = pack.TRAILER.unpack(data[-32:])
+        data = data[:start] + footer + pack.TRAILER.pack(start, trailer[1], trailer[2], checksum(footer), trailer[4])
+    else:
+        data = mutate(data, changes)
+    store = MemoryStore()
+    store.put("packs/00/x", data)
+    with suppress(*OURS):
+        pack.read_listing(store, "packs/00/x", len(data))
+    for at, header in pack.scan(memoryview(data), "x"):
+        assert at + blob.length_of(header) <= len(data)
+
+
+@fuzz
+@given(mutations, mutations, st.booleans())
+def test_blobs(head, body, coded):
+    """Mitigation: what decodes under a mended checksum still has its digest."""
+    chunk = np.resize(noise(5, 100) % 7, SIZE).astype(np.uint8) if coded else A
+    data = full(chunk, 2)
+    bad = bytearray(data[:16] + mutate(data[16:80], head)[:64].ljust(64, b"\0") + mutate(data[80:], body))
+    struct.pack_into("<Q", bad, 8, checksum(bytes(bad[16:])))
+    out = np.empty(SIZE, np.uint8)
+    try:
+        blob.decode_chain([memoryview(bad)], ["x"], digest(chunk), out)
+    except OURS:
+        return
+    np.testing.assert_array_equal(out, chunk)
+
+
+def test_the_fuzzed_objects_are_good_ones():
+    assert header_of(MANIFEST).chunks == 3
+    np.testing.assert_array_equal(planted(MANIFEST).restore()["w"].numpy(), np.concatenate([A, B, B]))

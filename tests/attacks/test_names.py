@@ -1,0 +1,242 @@
+"""Names that would leave the repository, objects in each other's places, and things that only a newer release knows."""
+
+import hashlib
+import os
+import struct
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+from forge import World, full, header_of, noise, reheader, rewrite
+from xxhash import xxh3_64_intdigest
+
+from snapstore import Repository, manifest, pack, records
+from snapstore.digest import digest
+from snapstore.errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from snapstore.manifest import Box, TensorEntry
+from snapstore.records import Config, ManifestRef, Session, Snapshot
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+A = noise(1)
+ID = "a" * 32
+TRAVERSALS = [
+    "../outside",
+    "packs/../../outside",
+    "/etc/passwd",
+    "a//b",
+    "a/./b",
+    "..",
+    "a/..",
+    "a\0b",
+    "~/x",
+    "a\\..\\b",
+]
+
+
+@pytest.mark.parametrize("key", TRAVERSALS)
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_keys_stay_inside(tmp_path, key, kind):
+    """Mitigation: every store checks every key, component by component, before it does anything."""
+    (tmp_path / "outside").write_text("secret")
+    store = LocalStore(tmp_path / "repo", create=True) if kind == "local" else MemoryStore()
+    for act in (
+        lambda: store.get(key), lambda: store.put(key, b"x"), lambda: store.delete([key]), lambda: store.stat(key),
+        lambda: store.get_ranges(key, [(0, 1)]), lambda: store.touch(key), lambda: store.hold(key, b"x"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match="not a key"):
+            act()
+    assert (tmp_path / "outside").read_text() == "secret"
+
+
+def commit_raw(world, fields, key=f"snapshots/r/{0:012d}-{ID}.0"):
+    """A record of any fields, its checksum right."""
+    payload = msgspec.msgpack.encode(fields)
+    head = records.ENVELOPE.pack(b"SNAP", 2, 1, 0, len(payload), 0)[:16]
+    world.store.put(key, head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload)
+
+
+BASE = {"id": ID, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "w"}
+REF = {"part": "", "rank": 0, "sha256": "0" * 64, "size_bytes": 10, "logical_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"manifests": [REF | {"sha256": "../" * 21 + "x"}]},
+        {"manifests": [REF | {"sha256": ".." + "0" * 62}]},
+        {"manifests": [REF | {"size_bytes": -5}]},
+        {"run": "../r"},
+        {"id": "b" * 32},
+        {"step": 1},
+        {"revision": 3},
+        {"run": "other"},
+        {"manifests": "x"},
+        {"tags": [b"\xff"]},
+    ],
+    ids=repr,
+)
+def test_forged_records_are_damage(changes):
+    """Mitigation: SHA-256 names are matched when a record is decoded, and a record must be the one its key names."""
+    world = World()
+    commit_raw(world, BASE | changes)
+    with world.open() as repo:
+        assert repo.snapshots() == []
+        assert [p.kind for p in repo.check().problems] == ["record"]
+        with pytest.raises(NotFoundError):
+            repo.restore("r@0")
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            repo.gc()
+
+
+def test_a_record_moved_to_another_key():
+    """Replay of an old record under a new run or step. Mitigation: the record holds its whole key."""
+    world = World()
+    s = world.commit(world.manifest([(digest(A), world.pack(full(A)))]))
+    for key in (f"snapshots/r/{9:012d}-{ID}.0", f"snapshots/q/{0:012d}-{ID}.0", f"snapshots/r/{0:012d}-{ID}.7"):
+        world.store.put(key, world.store.get(s.key))
+        with world.open() as repo:
+            assert key in [p.key for p in repo.check().problems]
+        world.store.delete([key])
+    np.testing.assert_array_equal(world.restore()["w"].numpy(), A)
+
+
+def test_names_that_are_no_records_are_passed_over():
+    """Mitigation: only keys of exactly one form are taken for records."""
+    world = World()
+    s = world.commit(world.manifest())
+    for name in ("x", f"{0:012d}-{ID}", f"{0:012d}-{ID}.00", f"{0:012d}-{ID}.99999999999", f"{0:012d}-{ID}.0.tmp"):
+        world.store.put(f"snapshots/r/{name}", world.store.get(s.key))
+    with world.open() as repo:
+        assert len(repo.snapshots()) == 1
+
+
+def test_a_config_cannot_choose_where_the_index_lies(tmp_path, monkeypatch):
+    """A repository that cannot be written keeps its index under <cache>/<uuid>. Mitigation: a uuid is 32 hex digits."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(LocalStore, "writable", lambda self: False)
+    for uuid in ("../../owned", str(tmp_path / "owned"), "x" * 32, ""):
+        root = tmp_path / hashlib.sha256(uuid.encode()).hexdigest()[:8]
+        store = LocalStore(root, create=True)
+        config = Config(uuid=uuid, version=1, chunk_bytes=1024, features=[], created=0.0, writer="x")
+        store.put("config", records.encode(config))
+        with pytest.raises(FormatError, match="uuid"):
+            Repository.open(root)
+    assert not (tmp_path / "owned").exists()
+    assert not (tmp_path.parent / "owned").exists()
+
+
+def test_a_forged_session_deletes_and_creates_nothing(tmp_path):
+    """gc fences dead sessions by the key they name. Mitigation: it must be a record's, and puts never replace."""
+    with Repository.create(tmp_path / "repo") as repo:
+        kept = repo.save({"w": 1}, run="r", step=0)
+        before = repo.store.get(kept.key)
+        for i, key in enumerate(["config", "../../x", f"packs/00/{'0' * 64}", kept.key, ""]):
+            session = Session(
+                id=f"{i:032x}", key=key, host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
+            )
+            repo.store.put(f"sessions/{i:032x}", records.encode(session))
+        repo.gc()
+        assert repo.store.get(kept.key) == before
+        assert sorted(info.key for info in repo.store.list("packs/")) == []
+        assert [s.ref for s in repo.snapshots()] == ["r@0"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["repo"]
+
+
+def test_a_session_that_names_another_id_is_no_way_out(tmp_path):
+    """Mitigation: whatever a session says, only keys of this store can be removed."""
+    (tmp_path / "victim").write_text("x")
+    with Repository.create(tmp_path / "repo") as repo:
+        session = Session(
+            id="../../victim", key="", host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
+        )
+        repo.store.put(f"sessions/{ID}", records.encode(session))
+        with suppress(SnapstoreError):
+            repo.gc()
+    assert (tmp_path / "victim").read_text() == "x"
+
+
+def test_manifests_swapped_between_snapshots():
+    """Mitigation: a manifest is read under the SHA-256 that the record names."""
+    world = World()
+    s = world.commit(world.manifest([(digest(A), world.pack(full(A)))]))
+    other = world.manifest([(digest(A), world.pack(full(A)))], sequence=9)
+    world.store.delete([s.manifests[0].key])
+    world.store.put(s.manifests[0].key, other)
+    with pytest.raises((IntegrityError, FormatError)):
+        world.restore()
+
+
+# --- what only a newer release knows ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, r"at 64\+\d+: blob version 2, this snapstore reads 1"),
+        ({"transform": 2}, "transform 2, layout 0: a newer snapstore wrote this blob"),
+        ({"layout": 2}, "transform 0, layout 2: a newer snapstore wrote this blob"),
+        ({"codecs": b"\3" + bytes(7)}, r"codec 3 \(unknown\) is not read by this release"),
+        ({"codecs": b"\x45" + bytes(7)}, r"codec 69 \(nvCOMP 5's own format\) is not read"),
+        ({"magic": b"SNBX"}, "no blob: magic b'SNBX'"),
+    ],
+)
+def test_blobs_of_a_newer_release(changes, message):
+    """Mitigation: refused by name, never guessed at."""
+    world = World()
+    data = full(A)
+    if "codecs" in changes:  # a coded plane has entries in the table of lengths
+        data = data[:80] + struct.pack("<I", A.size) + data[80:]
+        changes = changes | {"count": 1}
+    world.commit(world.manifest([(digest(A), world.pack(rewrite(data, **changes)))]))
+    with pytest.raises(FormatError, match=message):
+        world.restore()
+
+
+def test_packs_and_manifests_of_a_newer_release():
+    """Mitigation: the version stands at the front of every object."""
+    store = MemoryStore()
+    data = pack.HEADER.pack(pack.MAGIC, 2, 0, 0, bytes(16), 0) + bytes(32)
+    store.put("packs/00/x", data)
+    with pytest.raises(FormatError, match="pack version 2, this snapstore reads 1"):
+        pack.read_listing(store, "packs/00/x", len(data))
+    with pytest.raises(FormatError, match="m: manifest version 7, this snapstore reads 1"):
+        manifest.decode(manifest.PREFIX.pack(manifest.MAGIC, 7, 0, 0, 0), "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": ["shards", "crypt"]}, r"features \['crypt', 'shards'\]"),
+        ({"version": 2}, "format version 2"),
+        ({"chunk_bytes": 65}, "chunk size 65"),
+        ({"chunk_bytes": 2**40}, "chunk size"),
+    ],
+)
+def test_repositories_of_a_newer_release(changes, message):
+    """Mitigation: unknown features are mandatory; nothing is opened that would be half understood."""
+    store = MemoryStore()
+    fields = {"uuid": ID, "version": 1, "chunk_bytes": 1024, "features": [], "created": 0.0, "writer": "snapstore 9"}
+    store.put("config", records.encode(Config(**(fields | changes))))
+    with pytest.raises(FormatError, match=message):
+        Repository.open(store)
+
+
+def test_sharded_tensors_are_refused():
+    """Mitigation: version 1 reads one box a tensor, and says so."""
+    world = World()
+    half = A.size // 2
+    boxes = [Box([0], [half], 0, 1), Box([half], [half], 0, 1)]
+    entry = TensorEntry(["w"], "tensor", "uint8", [A.size], False, None, boxes, None)
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
+    with pytest.raises(FormatError, match="in 2 shards; a newer snapstore reads them"):
+        world.restore()
+
+
+def test_unknown_keys_in_a_header_are_ignored():
+    """They are how minor additions come; what must be understood is a feature."""
+    data = World().manifest()
+    assert header_of(reheader(data, novel=[1, 2])) == header_of(data)
+    record = Snapshot(**(BASE | {"manifests": [ManifestRef(**REF)]}))
+    assert records.decode(records.encode(record), Snapshot, "k") == record

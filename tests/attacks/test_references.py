@@ -1,0 +1,336 @@
+"""Manifests and packs that point where they must not: huge counts, ranges outside, endless chains, swapped blobs."""
+
+import struct
+
+import numpy as np
+import pytest
+from forge import CHUNK_BYTES, SIZE, World, full, header_of, little_memory, noise, reheader, rewrite, xor
+
+from snapstore import blob, manifest, pack
+from snapstore.digest import checksum, digest
+from snapstore.errors import FormatError, IntegrityError
+from snapstore.manifest import Box, TensorEntry
+from snapstore.storage.memory import MemoryStore
+
+A, B, C = noise(1), noise(2), noise(3)
+HUGE = (2**31, 2**32 - 1)
+
+
+def restored(world):
+    return world.restore()["w"].numpy()
+
+
+def refused(world, error=(FormatError, IntegrityError), match=None):
+    """Restore and check both see it, without taking memory."""
+    with little_memory(16 * 1024 * 1024), pytest.raises(error, match=match):
+        world.restore()
+    with world.open() as repo:
+        result = repo.check("restore")
+    assert not result.ok
+    assert result.restorable == []
+
+
+def test_the_forge_makes_good_repositories():
+    world = World()
+    (a,) = world.pack(full(A))
+    b, c = world.pack(xor(B, A), xor(C, B))
+    world.commit(world.manifest([(digest(A), [a]), (digest(C), [c, b, a])]))
+    np.testing.assert_array_equal(restored(world), np.concatenate([A, C]))
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["count", "payload_bytes", "raw_bytes"])
+@pytest.mark.parametrize("number", HUGE)
+def test_huge_lengths_in_a_blob(field, number):
+    """Mitigation: a blob's lengths must fit in the bytes that were read, its raw length must be the chunk's."""
+    world = World()
+    world.commit(world.manifest([(digest(A), world.pack(rewrite(full(A), **{field: number})))]))
+    refused(world, IntegrityError)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block_bytes": 0}, {"element_size": 0}, {"element_size": 3}, {"element_size": 255}]
+)
+def test_sizes_that_cannot_be_divided_by(changes):
+    """Mitigation: element and block sizes are looked at before anything is divided."""
+    world = World()
+    world.commit(world.manifest([(digest(A), world.pack(rewrite(full(A), **changes)))]))
+    refused(world, IntegrityError, "element size")
+
+
+def test_more_block_lengths_than_blocks():
+    """Mitigation: lengths and payload must be used up exactly by the planes."""
+    world = World()
+    data = full(A)
+    data = data[: blob.HEADER.size] + bytes(4) + data[blob.HEADER.size :]
+    world.commit(world.manifest([(digest(A), world.pack(rewrite(data, count=1)))]))
+    refused(world, IntegrityError, "planes end")
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "name_bytes"),
+    [(0, 2**32 - 1, 0), (64, 0, 2**32 - 1), (2**64 - 1, 1, 1), (2**63, 0, 0), (0, 0, 64)],
+)
+def test_huge_counts_in_a_pack_footer(start, count, name_bytes):
+    """Mitigation: footer and trailer must fill the pack's end exactly, behind its header."""
+    store = MemoryStore()
+    data = pack.HEADER.pack(pack.MAGIC, 1, 0, 0, bytes(16), 0)
+    data += pack.TRAILER.pack(start, count, name_bytes, checksum(data), pack.FOOTER_MAGIC)
+    store.put("packs/00/x", data)
+    with little_memory(), pytest.raises(IntegrityError, match="damaged footer"):
+        pack.read_listing(store, "packs/00/x", len(data))
+
+
+@pytest.mark.parametrize("field", ["chunks", "tensors"])
+@pytest.mark.parametrize("number", [2**40, 2**63, -1])
+def test_huge_counts_in_a_manifest_header(field, number):
+    """Mitigation: nothing is sized by a count; the sections that are there must agree with it."""
+    with little_memory(), pytest.raises(FormatError):
+        manifest.decode(reheader(World().manifest(), **{field: number}), "here")
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -64, 65, 2**27, 2**62])
+def test_chunk_sizes_that_no_repository_has(chunk_bytes):
+    """Mitigation: the header's chunk size is bounded like the config's, before lengths are divided by it."""
+    with pytest.raises(FormatError, match=f"chunks of {chunk_bytes} bytes"):
+        manifest.decode(reheader(World().manifest(), chunk_bytes=chunk_bytes), "here")
+
+
+SHAPES = [[2**40], [2**62], [2**32, 2**32], [2**63], [1] * 65, [-1], [0, 2**62, 2**62]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("boxes", [0, 1])
+def test_huge_shapes(shape, boxes):
+    """Mitigation: a tensor's bytes must be those of its chunks before room is made for it."""
+    world = World()
+    (a,) = world.pack(full(A))
+    box = [Box([0] * len(shape), shape, 0, 1)] * boxes
+    entry = TensorEntry(["w"], "tensor", "float64", shape, False, None, box, None)
+    world.commit(world.manifest([(digest(A), [a])], tensors=[entry]))
+    refused(world, FormatError)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box([0], [SIZE], 0, 0),
+        Box([0], [SIZE], 1, 1),
+        Box([0], [SIZE], 0, 2**62),
+        Box([0], [SIZE], -1, 1),
+        Box([0], [SIZE], 2**63, 1),
+        Box([1], [SIZE], 0, 1),
+        Box([0], [SIZE - 1], 0, 1),
+        Box([], [], 0, 1),
+        Box([0, 0], [SIZE, 1], 0, 1),
+    ],
+)
+def test_boxes_that_do_not_hold_the_tensor(box):
+    """Mitigation: boxes must lie in the table and be the tensor's very shape."""
+    world = World()
+    entry = TensorEntry(["w"], "tensor", "uint8", [SIZE], False, None, [box], None)
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
+    refused(world, FormatError)
+
+
+def test_an_empty_tensor_with_a_box_of_no_chunks():
+    """Mitigation: an empty tensor has no box; the length of a last chunk that is not there is not looked at."""
+    world = World()
+    entry = TensorEntry(["w"], "tensor", "uint8", [0], False, None, [Box([0], [0], 0, 0)], None)
+    world.commit(world.manifest(tensors=[entry]))
+    refused(world, FormatError)
+
+
+@pytest.mark.parametrize("inline", [(0, 2**62), (2**63, 1), (-1, 5), (3, 2), (0, 3)])
+def test_inline_bytes_outside(inline):
+    """Mitigation: the range must lie in the section and be as long as the tensor."""
+    world = World()
+    entry = TensorEntry(["w"], "tensor", "uint8", [4], False, None, [], inline)
+    world.commit(world.manifest(tensors=[entry], inline=b"1234"))
+    refused(world, FormatError)
+
+
+# --- ranges ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [(0, 2**40, 100), (0, 64, 2**32 - 1), (0, 2**62, 100)])
+def test_references_beyond_a_pack_that_is_said_to_be_huge(place):
+    """Mitigation: stores look at an object's size before they make room for a range of it."""
+    world = World()
+    world.pack(full(A), size_bytes=2**63)
+    world.commit(world.manifest([(digest(A), [place])]))
+    refused(world, IntegrityError, "expected all")
+
+
+def test_references_beyond_the_pack():
+    """Mitigation: every reference must end within the size that the manifest gives its pack, without overflow."""
+    for place in ((0, 2**40, 100), (0, 2**64 - 1, 2**32 - 1)):
+        world = World()
+        world.pack(full(A))
+        world.commit(world.manifest([(digest(A), [place])]))
+        refused(world, FormatError, "beyond the end of its pack")
+
+
+@pytest.mark.parametrize("shift", [-8, -1, 1, 8, 80])
+def test_references_between_blobs(shift):
+    """Overlapping references. Mitigation: what lies there must be a blob, whole, with its checksum and its digest."""
+    world = World()
+    (a, (n, at, length)) = world.pack(full(A), full(B))
+    world.commit(world.manifest([(digest(A), [a]), (digest(B), [(n, at + shift, length - abs(shift))])]))
+    refused(world)
+
+
+def test_many_references_to_one_blob_are_read_once():
+    """Overlap as amplification. Mitigation: ranges of one pack are joined before they are read."""
+    world = World()
+    (a,) = world.pack(full(A))
+    world.commit(world.manifest([(digest(A), [a])] * 50))
+    read = []
+    original = world.store.get_ranges
+    world.store.get_ranges = lambda key, ranges: (read.extend(n for _, n in ranges), original(key, ranges))[1]
+    np.testing.assert_array_equal(restored(world), np.tile(A, 50))
+    assert sum(read) < 2 * SIZE
+
+
+def test_a_pack_that_is_not_named():
+    """Mitigation: `ref_packs` must count in the header's list."""
+    world = World()
+    (a,) = world.pack(full(A))
+    data = world.manifest([(digest(A), [a])])
+    with pytest.raises(FormatError, match="does not name"):
+        manifest.decode(reheader(data, packs=b"", pack_sizes=b""), "here")
+    for changes in ({"packs": bytes(33)}, {"pack_sizes": bytes(8)}, {"pack_sizes": b""}):
+        with pytest.raises(FormatError):
+            manifest.decode(reheader(data, **changes | ({} if "packs" in changes else {"packs": bytes(64)})), "here")
+
+
+# --- chains ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_forged_cycle():
+    """A is a delta on B and B on A. Mitigation: chains are lists of bounded length, and the last must be full."""
+    world = World()
+    ab, ba = world.pack(xor(A, B), xor(B, A))
+    for length in (2, 3, 254):
+        again = World()
+        again.store, again.packs = world.store, world.packs
+        chain = [(ab, ba)[i % 2] for i in range(length)]
+        data = again.manifest([(digest(A), chain)])
+        out = np.empty(SIZE, np.uint8)
+        blobs = pack.read_blobs(world.store, [(f"packs/{n[:2]}/{n}", o, s) for (n, _), (_, o, s) in zip(
+            [world.packs[p] for p, _, _ in chain], chain, strict=True)])  # fmt: skip
+        with pytest.raises(IntegrityError, match="ends in a delta"):
+            blob.decode_chain(blobs, ["x"] * length, digest(A), out)
+        assert manifest.decode(data, "x").header.depth == length - 1
+    world.commit(world.manifest([(digest(A), [ab, ba])]))
+    refused(world, IntegrityError, "ends in a delta")
+
+
+def test_chains_of_more_than_255():
+    """Mitigation: a chain has at most 255 references."""
+    world = World()
+    ab, ba = world.pack(xor(A, B), xor(B, A))
+    world.commit(world.manifest([(digest(A), [(ab, ba)[i % 2] for i in range(256)])]))
+    refused(world, FormatError, "expected 1 to 255")
+
+
+def test_a_delta_that_is_its_own_base():
+    """Mitigation: the zero delta on itself never ends."""
+    world = World()
+    (aa,) = world.pack(xor(A, A))
+    world.commit(world.manifest([(digest(A), [aa])]))
+    refused(world, IntegrityError, "ends in a delta")
+
+
+def test_a_chain_with_another_base():
+    """Mitigation: each blob names its base by digest, and the next one must be it."""
+    world = World()
+    c, ba = world.pack(full(C), xor(B, A))
+    world.commit(world.manifest([(digest(B), [ba, c])]))
+    refused(world, IntegrityError, "blob of chunk")
+
+
+def test_a_base_under_a_forged_digest():
+    """Mitigation: whatever the headers say, the bytes that come out are hashed."""
+    world = World()
+    c, ba = world.pack(rewrite(full(C), digest=digest(A)), xor(B, A))
+    world.commit(world.manifest([(digest(B), [ba, c])]))
+    refused(world, IntegrityError, "digest mismatch")
+
+
+def test_swapped_blobs():
+    """Mitigation: a blob says whose it is."""
+    world = World()
+    a, b = world.pack(full(A), full(B))
+    world.commit(world.manifest([(digest(A), [b]), (digest(B), [a])]))
+    refused(world, IntegrityError, "blob of chunk")
+
+
+def test_full_blobs_in_mid_chain():
+    """Mitigation: a full blob has no base, so a chain that goes on behind it does not fit."""
+    world = World()
+    a, b = world.pack(full(A), full(B))
+    world.commit(world.manifest([(digest(B), [b, a])]))
+    refused(world, IntegrityError)
+
+
+def test_a_chain_over_chunks_of_different_lengths():
+    """Mitigation: all references of a chain have one length."""
+    world = World()
+    (a, ba) = world.pack(full(A), xor(B, A))
+    table = world.table([(digest(B), [ba, a])])
+    table.ref_sizes[1] = 64
+    with pytest.raises(FormatError, match="different lengths"):
+        manifest.decode(world.manifest([(digest(B), [ba, a])], table=table), "here")
+    assert header_of(world.manifest()).chunk_bytes == CHUNK_BYTES
+
+
+# --- trees and ties -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", [("", 0), ("", 5), ("", -1), ("other", 0)])
+def test_ties_to_nowhere(tie):
+    """Mitigation: a tie names an entry of another part of the same kind, dtype and shape; it is followed once."""
+    world = World()
+    entry = TensorEntry(["w"], "tensor", "uint8", [SIZE], False, tie, [Box([0], [SIZE], 0, 1)], None)
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
+    if tie[0] == "other":  # with `keys` a part may be left out, and then the tensor stands for itself
+        np.testing.assert_array_equal(restored(world), A)
+    else:
+        with pytest.raises(FormatError, match="tied to entry"):
+            world.restore()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["tensor", "float3"], ["tensor", "<f4"], ["array", "float32"], ["array", "|O"], ["array", "|V8"],
+        ["array", "<U9999999999"], ["array", "|S0"], ["bytes", "uint8"], ["novel", "float32"], ["array", "<M8[foo]"],
+    ],
+)  # fmt: skip
+def test_dtypes_that_are_none(entry):
+    """Mitigation: dtypes are looked up in a table of names and a pattern, never evaluated."""
+    world = World()
+    kind, dtype = entry
+    made = TensorEntry(["w"], kind, dtype, [SIZE], False, None, [Box([0], [SIZE], 0, 1)], None)
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[made]))
+    refused(world, FormatError)
+
+
+@pytest.mark.parametrize(
+    "tree", [["tensor", 1, False], ["tensor", -1, False], ["array", 0], ["part", ""], ["tensor", 0], 5]
+)
+def test_trees_that_point_outside(tree):
+    """Mitigation: a node must name an entry of its kind."""
+    world = World()
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tree=["dict", ["w"], [tree]]))
+    if tree == 5:  # a tensor that no node names is only left out
+        assert world.restore() == {"w": 5}
+    else:
+        refused(world, FormatError)
+
+
+def test_structs_are_what_the_forge_thinks():
+    assert struct.calcsize(blob.HEADER.format) == 80

@@ -1,0 +1,176 @@
+"""The format is frozen: a committed repository of every version is read to the bit, and tiny objects to the byte."""
+
+import json
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from snapstore import Repository, SaveOptions, blob, pack, planes, records
+from snapstore.digest import digest
+from snapstore.errors import NotFoundError
+from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
+from snapstore.retention import KeepEvery, KeepLast
+from snapstore.storage.memory import MemoryStore
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "tools"))
+
+from make_golden import describe, state  # noqa: E402  (tools/ is no package)
+
+EVERY = (COMMITTED, FORGOTTEN, SWEPT, ABORTED)
+
+
+@pytest.fixture(params=sorted(path.name for path in HERE.glob("v*")))
+def golden(request, tmp_path):
+    """(repository, what to expect) of a copy."""
+    shutil.copytree(HERE / request.param, tmp_path / "repo")
+    expected = json.loads((tmp_path / "repo" / "expected.json").read_text())
+    (tmp_path / "repo" / "expected.json").unlink()
+    with Repository.open(tmp_path / "repo", options=SaveOptions(threads=2)) as repo:
+        yield repo, expected["snapshots"]
+
+
+def test_the_log_is_right(golden):
+    repo, expected = golden
+    found = repo.view().snapshots(states=EVERY)
+    fields = ("id", "run", "step", "seq", "state", "parent", "tags", "metrics", "depth", "logical_bytes")
+    assert [{name: getattr(s, name) for name in fields} for s in found] == [
+        {name: e[name] for name in fields} for e in expected
+    ]
+    assert Counter(s.state for s in found) == {COMMITTED: 7, FORGOTTEN: 1, SWEPT: 1}
+    assert {s.depth for s in found} >= {0, 1, 2, 3}
+    assert repo.snapshot("main@2").tags == ["again"], "the later save of the step"
+    assert repo.snapshot("main@start").step == 0
+    assert repo.snapshot(f"id:{repo.snapshot('fork@6').parent}").ref == "main@3"
+    assert repo.policies("main") == [KeepLast(3), KeepEvery(steps=2)]
+
+
+def test_every_state_restores_to_the_bit(golden):
+    repo, expected = golden
+    for e in expected:
+        if e["state"] in (COMMITTED, FORGOTTEN):
+            assert describe(repo.restore(f"id:{e['id']}")) == e["leaves"]
+        else:
+            with pytest.raises(NotFoundError):
+                repo.restore(f"id:{e['id']}")
+
+
+def test_ties_are_tied(golden):
+    repo, _ = golden
+    restored = repo.restore("main@4")
+    model = restored["model"]
+    assert model["tied"] is model["w"]
+    ref = restored["optimizer"]["state"][0]["ref"]
+    assert ref.data_ptr() == model["w"].data_ptr()
+
+
+def test_it_restores_into_a_state(golden):
+    repo, _ = golden
+    target = state(4)
+    with torch.no_grad():
+        target["model"]["w"].zero_()
+    repo.restore("main@4", into=target)
+    assert describe(target) == describe(state(4))
+
+
+def test_check_finds_nothing(golden):
+    repo, expected = golden
+    result = repo.check("restore")
+    assert result.ok, result.problems
+    assert len(result.restorable) == sum(e["state"] in (COMMITTED, FORGOTTEN) for e in expected)
+
+
+def test_saving_on_top_deltas_and_dedups(golden):
+    repo, _ = golden
+    saved = repo.save(state(5), run="main", step=5)
+    assert saved.parent == repo.snapshot("main@2").id, "the newest save of the run"
+    assert saved.new_chunks < saved.chunks
+    assert describe(repo.restore("main@5")) == describe(state(5))
+    repo.unforget("main@1")
+    repo.forget([KeepLast(2)], run="main")
+    repo.gc()
+    assert repo.check("restore").ok
+    assert describe(repo.restore("main@5")) == describe(state(5))
+
+
+# --- to the byte: a change here is a new format version ---
+
+EIGHT = np.arange(8, dtype=np.uint8)
+FULL = bytes.fromhex(
+    "534e424c" "0100" "0000" "1837e46ae92aecef"  # magic, version, zero, XXH3-64
+    "00" "04" "00" "00" "08000000" "08000000" "00000100"  # full, e, layout, zero, raw, payload and block size
+    "0000000000000000" "00000000" "00000000"  # codecs, block lengths, zero
+    "e1e4432a62217fe4cfd50c61c8bb98c1" "00000000000000000000000000000000"  # digest, base
+    "0004" "0105" "0206" "0307"
+)  # fmt: skip
+XOR = bytes.fromhex(
+    "534e424c" "0100" "0000" "673963277d134c18" "01" "02" "01" "00" "08000000" "08000000" "00000100"
+    "0000000000000000" "00000000" "00000000"
+    "68984fb78cbfabfd69607a4363cb9348" "e1e4432a62217fe4cfd50c61c8bb98c1" "0005080c" "7d860a0e"
+)  # fmt: skip
+ZEROS_ZSTD = bytes.fromhex(
+    "534e424c010000003dcb69030a0c0231000100000001000013000000000001000100000000000000"
+    "0100000000000000bb039d71e9630a91a68dfbb1d75c6e8d0000000000000000000000000000000013000000"
+    "28b52ffd6000004d000010000001007b0a6001"
+)
+ZEROS_DEFLATE = bytes.fromhex(
+    "534e424c0100000039d9f159e2da8506000101000001000005000000000001000200000000000000"
+    "0100000000000000bb039d71e9630a91a68dfbb1d75c6e8d00000000000000000000000000000000050000006318e10000"
+)
+PACK = (
+    bytes.fromhex("534e41505041434b" "0100" "0000" "01000000" "000102030405060708090a0b0c0d0e0f" "0200000000000000")
+    + bytes(24)
+    + FULL
+    + bytes.fromhex("4000000000000000" "58000000" "08000000" "00" "04" "000000000000" "0000000000000000")
+    + bytes.fromhex("e1e4432a62217fe4cfd50c61c8bb98c1" "00000000000000000000000000000000")
+    + bytes.fromhex("02000000" "02000000" "02000000" "02000000" "00000000" "00000000" "00000000" "00000000")
+    + b"m"
+    + bytes.fromhex("9800000000000000" "01000000" "01000000" "7408499184f57f4d" "534e4150464f4f54")
+)  # fmt: skip
+ENVELOPE = bytes.fromhex(
+    "534e4150" "06" "01" "0000" "1400000000000000" "401fa1ceb12cb080"  # magic, kind, version, zero, length, XXH3-64
+    "82" "a26964" "a26162" "a873657373696f6e73" "91" "a26364"  # {"id": "ab", "sessions": ["cd"]}
+)  # fmt: skip
+
+
+def decode(blobs, wanted):
+    out = np.empty_like(wanted)
+    blob.decode_chain([memoryview(b) for b in blobs], ["x"] * len(blobs), digest(wanted), out)
+    return out
+
+
+def encode(source, element_size, layout, chunk_digest, base):
+    statistics = planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))
+    return bytes(blob.encode(source, element_size, layout, statistics, chunk_digest, base))
+
+
+def test_blobs():
+    chunk = np.array([0x80, 0x3F, 0, 0xC0, 0, 0, 0, 0], np.uint8)
+    zeros = np.zeros(256, np.uint8)
+    assert encode(EIGHT, 4, planes.BYTES, digest(EIGHT), None) == FULL
+    assert encode(chunk ^ EIGHT, 2, planes.ROTATED, digest(chunk), digest(EIGHT)) == XOR
+    np.testing.assert_array_equal(decode([FULL], EIGHT), EIGHT)
+    np.testing.assert_array_equal(decode([XOR, FULL], chunk), chunk)
+    np.testing.assert_array_equal(decode([ZEROS_ZSTD], zeros), zeros)  # what encoders make of it may change
+    np.testing.assert_array_equal(decode([ZEROS_DEFLATE], zeros), zeros)
+
+
+def test_pack():
+    writer = pack.PackWriter(bytes(range(16)), 1, 2, "m")
+    assert writer.append(bytearray(FULL)) == (64, 88)
+    assert writer.seal() == PACK
+    store = MemoryStore()
+    store.put("packs/00/x", PACK)
+    listing = pack.read_listing(store, "packs/00/x", len(PACK))
+    assert (listing.header, listing.part) == (pack.PackHeader(1, bytes(range(16)), 2), "m")
+    assert [(at, header.digest) for at, header in pack.scan(memoryview(PACK), "x")] == [(64, digest(EIGHT))]
+
+
+def test_envelope():
+    assert records.encode(Wait(id="ab", sessions=["cd"])) == ENVELOPE
+    assert records.decode(ENVELOPE, Wait, "x") == Wait(id="ab", sessions=["cd"])

@@ -1,0 +1,515 @@
+"""Bad input gets a clear error of the right class, and loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from faults import OPTIONS, check_clean, check_restores, check_whole, keys_of, save
+
+from snapstore import (
+    AlreadyExistsError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    KeepBest,
+    KeepLast,
+    KeepSteps,
+    NotFoundError,
+    Repository,
+    SaveOptions,
+    SnapstoreError,
+    UnsupportedLeafError,
+    records,
+)
+from snapstore.records import Config, Mark, Policy
+from snapstore.storage.local import LocalStore
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("bad") / "r"
+    with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(4):
+            save(repository, "a", step, step, tags=("good",) if step == 1 else ())
+        save(repository, "b", 0, 60, full=True)
+    return root
+
+
+@pytest.fixture
+def root(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "r"))
+
+
+@pytest.fixture
+def repository(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        before = keys_of(repository.store)
+        yield repository
+        assert keys_of(repository.store) == before, "a refused call has written something"
+        check_restores(repository)
+
+
+# --- references, names, numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ref", "error", "message"),
+    [
+        ("a@9", NotFoundError, "last steps: 0, 1, 2, 3"),
+        ("a@nothing", NotFoundError, "tags: good"),
+        ("z@0", NotFoundError, "runs: a, b"),
+        ("z@latest", NotFoundError, "no run 'z'"),
+        ("id:ffffffffffffffffffffffffffffffff", NotFoundError, "no snapshot whose id"),
+        ("a@" + "9" * 5000, NotFoundError, "no such step"),
+        ("a@-1", NotFoundError, "no such step"),
+        ("a@1.0", NotFoundError, "no such step"),
+        ("a", InvalidInputError, "expected run@step"),
+        ("", InvalidInputError, "expected run@step"),
+        ("@3", InvalidInputError, "expected run@step"),
+        ("a@", InvalidInputError, "expected run@step"),
+        ("id:", InvalidInputError, "hexadecimal"),
+        ("id:xyz", InvalidInputError, "hexadecimal"),
+        ("../../etc@0", NotFoundError, "no run"),
+        (3, InvalidInputError, "expected a str"),
+        (None, InvalidInputError, "expected a str"),
+        (b"a@0", InvalidInputError, "expected a str"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_references(repository, ref, error, message):
+    calls = [repository.snapshot, repository.restore, repository.children, repository.unforget]
+    calls.append(lambda ref: repository.tag(ref, "new"))
+    calls.append(lambda ref: repository.untag(ref, "good"))
+    calls.append(lambda ref: repository.forget_snapshots([ref]))
+    calls.append(lambda ref: repository.diff("a@0", ref))
+    if ref:
+        calls.append(lambda ref: save(repository, "a", 4, 4, bases=[ref]))
+        calls.append(lambda ref: save(repository, "a", 4, 4, parent=ref))
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call(ref)
+
+
+def test_an_ambiguous_id(repository):
+    ids = sorted(s.id for s in repository.snapshots())
+    shared = [i[0] for i in ids if sum(j[0] == i[0] for j in ids) > 1]
+    if shared:
+        with pytest.raises(InvalidInputError, match="ambiguous"):
+            repository.snapshot(f"id:{shared[0]}")
+    assert repository.snapshot(f"id:{ids[0].upper()}").id == ids[0]
+
+
+NAMES = [
+    "a/b",
+    "../a",
+    ".hidden",
+    "-rf",
+    "",
+    " ",
+    "a b",
+    "é",
+    "日本",
+    "a\n",
+    "a\0",
+    "x" * 129,
+    "x" * 300,
+    "a@b",
+    3,
+    None,
+    b"a",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:12])
+def test_names_of_runs_and_tags(repository, name):
+    for call in (
+        lambda: save(repository, name, 0, 0),
+        lambda: save(repository, "a", 4, 4, tags=[name]),
+        lambda: repository.tag("a@0", name),
+        lambda: repository.set_policies(name, [KeepLast(1)]),
+    ):
+        with pytest.raises(InvalidInputError, match="expected 1 to 128 characters"):
+            call()
+    with pytest.raises((InvalidInputError, NotFoundError)):
+        repository.forget([KeepLast(1)], run=name)
+
+
+@pytest.mark.parametrize("name", ["a.b", "a..b", "a-1", "0", "x" * 128, "a.0", "A_b.c-d"])
+def test_names_that_are_fine(root, name):
+    with Repository.open(root, options=OPTIONS) as repository:
+        save(repository, name, 0, 5)
+        repository.set_policies(name, [KeepLast(7)])
+        repository.set_policies("a", [KeepLast(2)])
+        assert repository.policies(name) == [KeepLast(7)]
+        assert repository.snapshot(f"{name}@latest").run == name
+        check_restores(repository)
+
+
+@pytest.mark.parametrize("tag", ["latest", "0", "123"])
+def test_tags_that_a_reference_could_not_tell(repository, tag):
+    with pytest.raises(InvalidInputError, match="could not tell"):
+        repository.tag("a@0", tag)
+    with pytest.raises(InvalidInputError, match="could not tell"):
+        save(repository, "a", 4, 4, tags=[tag])
+
+
+def test_lists_that_are_one_str(repository):
+    with pytest.raises(InvalidInputError, match="expected a list of str"):
+        save(repository, "a", 4, 4, tags="good")
+    with pytest.raises(InvalidInputError, match="expected a list of str"):
+        save(repository, "a", 4, 4, bases="a@1")
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 10**12, 10**100, True, False, 1.0, 1.5, float("nan"), "3", None, [1], np.float32(1)]
+)
+def test_steps(repository, step):
+    with pytest.raises(InvalidInputError, match="step"):
+        save(repository, "a", step, 0)
+
+
+def test_steps_that_are_fine(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        for step in (10**12 - 1, np.int64(7), np.uint8(9)):
+            assert save(repository, "c", step, 1).step == int(step)
+        assert repository.snapshot(f"c@{10**12 - 1}").step == 10**12 - 1
+        assert repository.snapshot("c@007").step == 7
+        check_restores(repository)
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"x": "high"}, {"x": None}, {"x": 10**400}, {"x": 1j}, {"x": [1]}, [("x", 1)], "x"]
+)
+def test_metrics(repository, metrics):
+    with pytest.raises(InvalidInputError, match="metric"):
+        save(repository, "a", 4, 4, metrics=metrics)
+
+
+def test_metadata(repository):
+    with pytest.raises(UnsupportedLeafError):
+        repository.save({"n": 1}, run="a", step=4, metadata={"x": object()})
+    with pytest.raises(InvalidInputError, match="at most"):
+        repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
+
+
+def test_a_leaf_of_an_unknown_type_is_named_by_its_path(repository):
+    with pytest.raises(UnsupportedLeafError, match=r"optimizer\.state\.3"):
+        repository.save({"optimizer": {"state": [1, 2, 3, object()]}}, run="a", step=4)
+
+
+def test_the_same_step_twice(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        first = repository.snapshot("a@2")
+        second = save(repository, "a", 2, 22)
+        assert second.seq > first.seq
+        assert repository.snapshot("a@2").id == second.id == repository.snapshot("a@latest").id
+        assert repository.restore("a@2")["version"] == 22
+        assert repository.restore(f"id:{first.id}")["version"] == 2
+        assert repository.view().superseded() == {first.id}
+        check_restores(repository)
+
+
+@pytest.mark.parametrize("keep", [[], [KeepSteps([77])], [KeepBest("unknown")]])
+def test_a_policy_that_keeps_nothing(repository, keep):
+    with pytest.raises(InvalidInputError, match=r"keep none|no policy"):
+        repository.forget(keep, run="a")
+    assert len(repository.forget(keep, run="a", dry_run=True, force=True).kept) == 2  # the tagged one and the newest
+
+
+@pytest.mark.parametrize("keep", [KeepLast(1), ["KeepLast(1)"], [3], "KeepLast", [KeepLast]])
+def test_policies_that_are_none(repository, keep):
+    with pytest.raises(InvalidInputError, match="expected"):
+        repository.forget(keep, run="a")
+
+
+def test_forget_and_unforget_of_the_wrong_ones(repository):
+    with pytest.raises(InvalidInputError, match="tagged good"):
+        repository.forget_snapshots(["a@0", "a@1"])
+    with pytest.raises(InvalidInputError, match="not forgotten"):
+        repository.unforget("a@0")
+    with pytest.raises(NotFoundError, match="no tag 'best'"):
+        repository.untag("a@1", "best")
+
+
+def test_tag_of_a_forgotten_one(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        repository.forget_snapshots(["a@0"])
+        with pytest.raises(InvalidInputError, match="unforget"):
+            repository.tag("a@0", "x")
+        assert repository.restore("a@0")["version"] == 0
+        repository.gc()
+        with pytest.raises(NotFoundError):
+            repository.restore("a@0")
+
+
+@pytest.mark.parametrize("options", [{"max_depth": -1}, {"max_depth": 251}, {"pack_bytes": 1}, {"threads": 0}])
+def test_options(options):
+    with pytest.raises(InvalidInputError):
+        SaveOptions(**options)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -16, 17, 48 + 1, 2**40, 1.5, "1024", None, True])
+def test_chunk_sizes(tmp_path, chunk_bytes):
+    with pytest.raises(InvalidInputError, match="chunk size"):
+        Repository.create(tmp_path / "new", chunk_bytes=chunk_bytes)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "many", "1.5", "", "99999"])
+def test_environment(root, monkeypatch, threads):
+    monkeypatch.setenv("SNAPSTORE_THREADS", threads)
+    with pytest.raises(InvalidInputError, match="SNAPSTORE_THREADS"):
+        Repository.open(root)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_places_that_are_no_repository(tmp_path):
+    with pytest.raises(NotFoundError, match="found none"):
+        Repository.open(tmp_path / "missing")
+    with pytest.raises(NotFoundError, match="no snapstore repository"):
+        Repository.open(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidInputError, match="expected a directory"):
+        Repository.open(tmp_path / "file")
+    with pytest.raises(SnapstoreError):
+        Repository.create(tmp_path / "file")
+    with pytest.raises(InvalidInputError, match="not empty"):
+        Repository.create(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+    with pytest.raises(InvalidInputError, match="unknown scheme"):
+        Repository.open("ftp://x/y")
+
+
+def test_a_folder_with_a_tmp_of_somebody_else_is_not_taken(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "thesis.tex").write_text("years of work")
+    with pytest.raises(InvalidInputError, match="not empty"):
+        Repository.create(tmp_path)
+    assert (tmp_path / "tmp" / "thesis.tex").exists()
+
+
+def test_create_twice(root):
+    before = keys_of(LocalStore(root))
+    with pytest.raises(AlreadyExistsError, match="open it instead"):
+        Repository.create(root)
+    assert keys_of(LocalStore(root)) == before
+
+
+def rewrite(root: Path, key: str, data: bytes) -> None:
+    (root / key).unlink()
+    LocalStore(root).put(key, data)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"version": 2, "writer": "snapstore 9.0"}, FormatError, r"version 2 .*use snapstore 9\.0 or newer"),
+        ({"features": ["erasure"]}, FormatError, "erasure"),
+        ({"chunk_bytes": 17}, FormatError, "chunk size"),
+        ({"chunk_bytes": 2**50}, FormatError, "chunk size"),
+        ({"uuid": "../../../home"}, FormatError, "uuid"),
+    ],
+)
+def test_configs_of_another_kind(root, change, error, message):
+    store = LocalStore(root)
+    config = records.decode(store.get("config"), Config, "config")
+    rewrite(root, "config", records.encode(msgspec.structs.replace(config, **change)))
+    with pytest.raises(error, match=message):
+        Repository.open(root)
+    rewrite(root, "config", records.encode(config))
+    check_whole(store)
+
+
+def test_a_config_of_a_newer_envelope(root):
+    data = bytearray((root / "config").read_bytes())
+    data[5] = 2
+    rewrite(root, "config", data)
+    with pytest.raises(FormatError, match="version 2"):
+        Repository.open(root)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "deleted", "record"])
+def test_a_damaged_config(root, how):
+    path = root / "config"
+    data = path.read_bytes()
+    (record,) = (root / "snapshots" / "b").iterdir()
+    contents = {"empty": b"", "cut": data[:40], "flipped": data[:50] + bytes([data[50] ^ 1]) + data[51:],
+                "record": record.read_bytes()}  # fmt: skip
+    path.unlink()
+    if how != "deleted":
+        path.write_bytes(contents[how])
+    with pytest.raises({"deleted": NotFoundError, "record": FormatError}.get(how, IntegrityError)):
+        Repository.open(root)
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+    check_whole(LocalStore(root))
+
+
+# --- damaged objects -------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(data[: len(data) * 2 // 3])
+    elif how.startswith("flipped"):
+        at = {"flipped": len(data) // 2, "flipped first": 0, "flipped early": 70, "flipped last": len(data) - 1}[how]
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+    else:
+        assert how == "deleted"
+
+
+def own_objects(repository: Repository, ref: str) -> dict[str, list[str]]:
+    """Manifests and packs that only this snapshot needs, the others of the store being left alone."""
+    from snapstore.session import needed_keys
+
+    mine = needed_keys(repository._index, repository.snapshot(ref))
+    for other in repository.snapshots():
+        if other.ref != ref:
+            mine -= needed_keys(repository._index, other)
+    return {kind: sorted(key for key in mine if key.startswith(kind)) for kind in ("packs/", "manifests/")}
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "flipped first", "flipped early", "deleted"])
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+def test_damaged_packs_and_manifests(root, kind, how):
+    """That one snapshot is lost, said so by its name; nothing else is; and everything else goes on."""
+    with Repository.open(root, options=OPTIONS) as repository:
+        key = own_objects(repository, "b@0")[kind][0]
+        damage(root / key, how)
+    shutil.rmtree(root / "index")
+    with Repository.open(root, options=OPTIONS) as repository:
+        with pytest.raises((IntegrityError, FormatError)) as caught:
+            repository.restore("b@0")
+        assert key.split("/")[-1][:12] in str(caught.value)
+        for step in range(4):
+            assert repository.restore(f"a@{step}")["version"] == step
+        found = repository.check("restore")
+        assert found.problems
+        assert {s.ref for s in found.damaged} == {"b@0"}
+        assert {i for p in found.problems for i in p.snapshots} == {s.id for s in found.damaged}
+        assert [s.ref for s in found.restorable] == [f"a@{step}" for step in range(4)]
+        packs = keys_of(repository.store, "packs/")
+        if how == "deleted" or (kind == "manifests/" and how in ("empty", "flipped first", "flipped early")):
+            with pytest.raises((IntegrityError, FormatError)):
+                repository.gc()
+            assert set(keys_of(repository.store, "packs/")) == set(packs)
+        save(repository, "b", 1, 61)
+        assert repository.restore("b@1")["version"] == 61
+        assert repository.check("restore").damaged == found.damaged
+        repository.forget_snapshots(["b@0"])
+        repository.gc()
+        assert repository.check("restore").ok
+    check_clean(repository.store)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "flipped first", "flipped last", "deleted"])
+def test_a_damaged_record_loses_no_other(root, how):
+    with Repository.open(root, options=OPTIONS) as repository:
+        key = repository.snapshot("b@0").key
+    damage(root / key, how)
+    shutil.rmtree(root / "index")
+    with Repository.open(root, options=OPTIONS) as repository:
+        with pytest.raises(NotFoundError):
+            repository.restore("b@0")
+        for step in range(4):
+            assert repository.restore(f"a@{step}")["version"] == step
+        packs = keys_of(repository.store, "packs/")
+        if how == "deleted":  # its packs are garbage now, as far as anybody can know
+            repository.gc()
+        else:
+            with pytest.raises(IntegrityError, match="nothing was deleted"):
+                repository.gc()
+            assert keys_of(repository.store, "packs/") == packs
+            assert [p.key for p in repository.check().problems] == [key]
+        save(repository, "b", 1, 61)
+        assert repository.restore("b@1")["version"] == 61
+
+
+def test_things_that_do_not_belong_there(root):
+    """Somebody's notes between the objects: nobody stumbles over them, and nobody deletes them."""
+    places = ["packs/README", "packs/ab/notes.txt", "manifests/x", "snapshots/old/readme.txt", "snapshots/list",
+              "policies/a", "policies/a.b", "gc/notes", "gc/x.txt"]  # fmt: skip
+    for place in places:
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        (root / place).write_text("hello")
+    with Repository.open(root, options=OPTIONS) as repository:
+        repository.forget_snapshots(["a@0"])
+        assert repository.gc(dry_run=True).deleted_objects > 0
+        repository.gc()
+        save(repository, "a", 4, 4)
+        repository.set_policies("a", [KeepLast(3)])
+        assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4]
+        for snapshot in repository.snapshots():
+            repository.restore(f"id:{snapshot.id}")
+        repository.check("restore")
+    assert all((root / place).exists() for place in places)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "flipped first"])
+def test_a_damaged_mark_stops_neither_saves_nor_gc(root, how):
+    store = LocalStore(root)
+    mark = Mark(id="1" * 32, started=0.0, packs=b"", manifests=b"")
+    store.put(f"gc/{mark.id}.mark", records.encode(mark))
+    damage(root / f"gc/{mark.id}.mark", how)
+    with Repository.open(root, options=OPTIONS) as repository:
+        snapshot = save(repository, "a", 4, 4)
+        assert snapshot.bases == []  # what it named cannot be told
+        repository.gc()
+        assert save(repository, "a", 5, 5).bases
+    check_clean(store)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped"])
+def test_damaged_policies(root, how):
+    with Repository.open(root, options=OPTIONS) as repository:
+        repository.set_policies("a", [KeepLast(3)])
+        damage(root / "policies" / "a.0", how)
+        with pytest.raises(IntegrityError, match=r"policies/a\.0"):
+            repository.policies("a")
+        repository.set_policies("a", [KeepLast(3)])
+        assert repository.policies("a") == [KeepLast(3)]
+
+
+def test_policies_of_a_later_release(root):
+    LocalStore(root).put("policies/a.0", records.encode(Policy(run="a", policies=[{"kind": "KeepWhatever"}])))
+    with Repository.open(root, options=OPTIONS) as repository, pytest.raises(FormatError, match="KeepWhatever"):
+        repository.policies("a")
+
+
+def test_a_damaged_session_stops_gc_by_name(root):
+    store = LocalStore(root)
+    store.put("sessions/" + "2" * 32, b"\xff" * 100)
+    with Repository.open(root, options=OPTIONS) as repository:
+        repository.forget_snapshots(["a@0"])
+        packs = keys_of(store, "packs/")
+        with pytest.raises((IntegrityError, FormatError), match="sessions/2222"):
+            repository.gc()
+        assert keys_of(store, "packs/") == packs
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+
+
+def test_check_levels_and_shares(repository):
+    for arguments in ({"level": "deep"}, {"level": "data", "share": 0.0}, {"level": "data", "share": 2.0}):
+        with pytest.raises(InvalidInputError):
+            repository.check(**arguments)
+    assert repository.check("data", share=0.2).ok
+
+
+def test_a_metric_that_is_nan_is_no_damage(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        values: dict[str, Any] = {"loss": float("nan"), "inf": float("inf")}
+        save(repository, "a", 4, 4, metrics=values)
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert repository.check().problems == []

@@ -1,0 +1,791 @@
+"""SnapshotManager: what the training loop may rely on, in one process and at the end of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import OPTIONS, FaultStore, keys_of, same
+
+from snapstore import (
+    AlreadyExistsError,
+    IntegrityError,
+    InvalidInputError,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    NotFoundError,
+    Repository,
+    SaveOptions,
+    SnapshotManager,
+    StorageError,
+)
+from snapstore.index import _Environment
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+TESTS = Path(__file__).parents[1]
+
+
+class GateStore(MemoryStore):
+    """A store whose record puts wait for `gate`, and which counts deletes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.log: list[tuple[str, str]] = []
+        self.refuse: Exception | None = None
+
+    def put(self, key, data):
+        if key.startswith("snapshots/"):
+            assert self.gate.wait(30)
+        if self.refuse is not None and key.startswith("packs/"):
+            raise self.refuse
+        self.log.append(("put", key))
+        super().put(key, data)
+
+    def delete(self, keys):
+        keys = list(keys)
+        self.log.extend(("delete", key) for key in keys)
+        super().delete(keys)
+
+
+def big(version: int, elements: int = 4096) -> dict[str, Any]:
+    weights = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
+    weights[:: 50 + version % 7] += np.float32(version) / 100
+    return {"model": {"w": torch.from_numpy(weights)}, "step": version}
+
+
+def manager(store: Any, run: str = "a", **options: Any) -> SnapshotManager:
+    return SnapshotManager(store, run=run, options=options.pop("options", OPTIONS), **options)
+
+
+@pytest.fixture
+def store() -> GateStore:
+    store = GateStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    return store
+
+
+# --- asynchronous ----------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_holds_the_values_of_its_save(store):
+    tensor, array = torch.arange(4096.0), np.arange(4096.0)
+    tiny, inline = torch.zeros(3), np.zeros(5)
+    state = {"t": tensor, "view": tensor[::2], "a": array, "tiny": tiny, "inline": inline, "list": [1], "n": 1}
+    before = {"t": tensor.clone(), "view": tensor[::2].clone(), "a": array.copy(), "tiny": tiny.clone(),
+              "inline": inline.copy(), "list": [1], "n": 1}  # fmt: skip
+    with manager(store) as snapshots:
+        store.gate.clear()
+        handle = snapshots.save(0, state)
+        assert not handle.done()
+        handle.wait_staged()
+        tensor.zero_()
+        array[:] = -1
+        tiny.fill_(7)
+        inline[:] = 9
+        state["list"].append(2)
+        state["n"] = 2
+        store.gate.set()
+        assert handle.result(30).step == 0
+        assert handle.done()
+        assert same(snapshots.restore(0), before)
+
+
+def test_many_saves_of_a_changing_state_never_mix(store):
+    weights = torch.zeros(64 * 1024)
+    with manager(store, keep_base=True) as snapshots:
+        for step in range(12):
+            weights += 1
+            snapshots.save(step, {"w": weights})
+        for step in range(12):
+            assert torch.equal(snapshots.restore(step)["w"], torch.full_like(weights, step + 1))
+
+
+def test_on_busy_wait_and_skip(store):
+    for on_busy in ("skip", "wait"):
+        with manager(store, run=on_busy, on_busy=on_busy) as snapshots:
+            store.gate.clear()
+            first = snapshots.save(0, big(0))
+            timer = threading.Timer(0.2, store.gate.set)
+            timer.start()
+            second = snapshots.save(1, big(1))
+            if on_busy == "skip":
+                assert second.skipped
+                assert second.done()
+                assert second.result() is None
+                assert not first.done()
+            else:
+                assert first.done()
+            timer.join()
+            snapshots.wait_until_finished()
+            assert snapshots.all_steps() == ([0] if on_busy == "skip" else [0, 1])
+
+
+def test_result_times_out_and_can_be_asked_again(store):
+    with manager(store) as snapshots:
+        store.gate.clear()
+        handle = snapshots.save(0, big(0))
+        with pytest.raises(TimeoutError):
+            handle.result(0.05)
+        store.gate.set()
+        assert handle.result(30).ref == "a@0"
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "check", "close"])
+def test_a_failure_in_the_background_is_raised_once_at_the_next_call(store, call):
+    snapshots = manager(store)
+    store.refuse = StorageError("the disk is on fire")
+    handle = snapshots.save(0, big(0))
+    with pytest.raises(StorageError, match="on fire"):
+        handle.result(30)
+    store.refuse = None
+    calls = {"save": lambda: snapshots.save(1, big(1)), "wait": snapshots.wait_until_finished,
+             "check": snapshots.check_for_errors, "close": snapshots.close}  # fmt: skip
+    with pytest.raises(StorageError, match="on fire"):
+        calls[call]()
+    snapshots.check_for_errors()
+    if call != "close":
+        snapshots.save(2, big(2))
+    snapshots.close()
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert [s.step for s in repository.snapshots()] == ([] if call == "close" else [2])
+        assert repository.check("restore").ok
+
+
+def test_a_synchronous_failure_is_raised_at_once(store):
+    with manager(store, async_save=False) as snapshots:
+        store.refuse = StorageError("the disk is on fire")
+        with pytest.raises(StorageError, match="on fire"):
+            snapshots.save(0, big(0))
+        store.refuse = None
+        assert snapshots.save(1, big(1)).result().depth == 0
+
+
+def test_after_a_failed_save_the_next_one_is_right(store):
+    """The base copy of a failed save is no base."""
+    for async_save in (True, False):
+        run = f"r{async_save}"
+        with manager(store, run=run, async_save=async_save) as snapshots:
+            snapshots.save(0, big(0)).result(30)
+            store.refuse = StorageError("full of holes")
+            with pytest.raises(StorageError):
+                snapshots.save(1, big(1)).result(30)
+            store.refuse = None
+            if async_save:
+                with pytest.raises(StorageError):
+                    snapshots.wait_until_finished()
+            snapshot = snapshots.save(2, big(2)).result(30)
+            assert snapshot.depth == 1
+            assert same(snapshots.restore(2), big(2))
+            assert same(snapshots.restore(0), big(0))
+
+
+def test_an_exception_inside_with_is_not_masked(store):
+    with pytest.raises(ZeroDivisionError), manager(store) as snapshots:  # noqa: PT012
+        store.refuse = StorageError("later")
+        snapshots.save(0, big(0))
+        raise ZeroDivisionError
+    with pytest.raises(StorageError, match="later"), manager(store) as snapshots:
+        snapshots.save(0, big(0))
+
+
+def test_an_exception_inside_with_waits_for_the_save(store):
+    store.gate.clear()
+    with pytest.raises(ZeroDivisionError), manager(store) as snapshots:  # noqa: PT012
+        handle = snapshots.save(0, big(0))
+        threading.Timer(0.1, store.gate.set).start()
+        raise ZeroDivisionError
+    assert handle.result().ref == "a@0"
+
+
+def test_close_twice_and_use_after_close(store):
+    snapshots = manager(store)
+    snapshots.save(0, big(0))
+    snapshots.close()
+    snapshots.close()
+    for use in (lambda: snapshots.save(1, big(1)), snapshots.restore):
+        with pytest.raises(InvalidInputError, match="closed"):
+            use()
+
+
+def test_no_more_threads(store, monkeypatch):
+    with manager(store) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no threads")))
+            with pytest.raises(RuntimeError, match="no threads"):
+                snapshots.save(1, big(1))
+        assert snapshots.save(2, big(2)).result(30).step == 2
+
+
+# --- steps and metrics -----------------------------------------------------------------------------------------------
+
+
+def test_interval_and_force(store):
+    with manager(store, save_interval_steps=10) as snapshots:
+        assert [step for step in range(25) if snapshots.should_save(step)] == [0, 10, 20]
+        assert snapshots.save(3, big(3)).skipped
+        assert not snapshots.save(4, big(4), force=True).skipped
+        assert not snapshots.save(np.int64(10), big(10)).skipped
+        snapshots.wait_until_finished()
+        assert snapshots.all_steps() == [4, 10]
+        assert snapshots.latest_step() == 10
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True, "10", None])
+def test_intervals_that_are_none(store, interval):
+    with pytest.raises(InvalidInputError, match="save_interval_steps"):
+        manager(store, save_interval_steps=interval)
+
+
+def test_read_only(store, tmp_path):
+    with manager(store) as snapshots:
+        snapshots.save(0, big(0))
+    objects = keys_of(store)
+    with manager(store, read_only=True, keep=[KeepLast(1)]) as snapshots:
+        assert not snapshots.should_save(0)
+        with pytest.raises(InvalidInputError, match="read-only"):
+            snapshots.save(0, big(0), force=True)
+        assert same(snapshots.restore(), big(0))
+    assert keys_of(store) == objects
+    with pytest.raises(NotFoundError):
+        SnapshotManager(tmp_path, run="a", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_best_step(store):
+    with manager(store, keep=[KeepBest("loss", n=2), KeepLast(1)]) as snapshots:
+        assert snapshots.best_step() is None
+        for step, loss in enumerate([0.5, 0.3, float("nan"), 0.4]):
+            snapshots.save(step, big(step), metrics={"loss": loss})
+        snapshots.wait_until_finished()
+        assert snapshots.best_step() == 1
+        assert snapshots.all_steps() == [1, 3]
+    with manager(store, run="b") as snapshots, pytest.raises(InvalidInputError, match="KeepBest"):
+        snapshots.best_step()
+
+
+def test_empty_run(store):
+    with manager(store) as snapshots:
+        assert snapshots.latest_step() is None
+        assert snapshots.all_steps() == []
+        with pytest.raises(NotFoundError, match="no committed snapshot"):
+            snapshots.restore()
+        with pytest.raises(NotFoundError):
+            snapshots.restore(3)
+
+
+# --- lineage ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_save_after_a_restore_goes_on_from_it(store):
+    with manager(store) as snapshots:
+        for step in range(4):
+            snapshots.save(step, big(step))
+    with manager(store) as snapshots:
+        into = big(99)
+        restored = snapshots.restore(1, into=into)
+        assert same(into["model"], big(1)["model"])
+        first = snapshots.save(2, big(12)).result(30)
+        assert first.parent == restored.id
+        assert restored.id == first.bases[0]
+        assert first.depth == restored.depth + 1
+        second = snapshots.save(3, big(13)).result(30)
+        assert second.parent == first.id
+        assert snapshots.latest_step() == 3
+        assert snapshots.all_steps() == [0, 1, 2, 3]
+        assert same(snapshots.restore(2), big(12))
+        assert [s.id for s in snapshots.repository.children(f"id:{restored.id}")] != []
+
+
+def test_fork_from_another_run(store):
+    with manager(store) as snapshots:
+        snapshots.save(0, big(0))
+        snapshots.save(1, big(1))
+    with manager(store, run="fork") as snapshots:
+        state = snapshots.repository.restore("a@0")
+        assert same(state, big(0))
+        first = snapshots.save(0, big(5)).result(30)
+        parent = snapshots.repository.snapshot("a@0")
+        assert first.parent == parent.id
+        assert first.bases == [parent.id]
+        assert first.stored_bytes < 0.6 * parent.stored_bytes
+        assert same(snapshots.restore(0), big(5))
+
+
+def test_two_managers_of_two_runs_on_one_repository(store):
+    """Each run goes on from its own snapshot, whatever the other has restored."""
+    with Repository.open(store, options=OPTIONS) as repository:
+        with manager(repository, "a") as a, manager(repository, "b") as b:
+            a.save(0, big(0))
+            b.save(0, big(50))
+        with manager(repository, "a") as a, manager(repository, "b") as b:
+            a.restore()
+            b.restore()
+            handles = [(a.save(1, big(1)), "a"), (b.save(1, big(51)), "b")]
+            for handle, run in handles:
+                assert handle.result(30).parent == repository.snapshot(f"{run}@0").id
+            assert a.all_steps() == b.all_steps() == [0, 1]
+            assert same(a.restore(1), big(1))
+            assert same(b.restore(1), big(51))
+
+
+def test_two_managers_at_once_on_a_new_place(tmp_path):
+    """Both find no repository and make it: one is first, the other opens it."""
+    made: list[SnapshotManager] = []
+    barrier = threading.Barrier(2)
+
+    def make(run: str) -> None:
+        barrier.wait()
+        made.append(SnapshotManager(tmp_path, run=run, options=OPTIONS))
+
+    threads = [threading.Thread(target=make, args=(run,)) for run in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2
+    for snapshots in made:
+        snapshots.save(0, big(0))
+        snapshots.close()
+
+
+def test_a_repository_made_by_another_between_open_and_create(store, monkeypatch):
+    real = Repository.open
+    answers = [NotFoundError("not yet")]
+
+    def open_(url, **options):
+        if answers:
+            raise answers.pop()
+        return real(url, **options)
+
+    monkeypatch.setattr(Repository, "open", open_)
+    with pytest.raises(AlreadyExistsError):
+        Repository.create(store)
+    manager(store).close()
+
+
+# --- retention -------------------------------------------------------------------------------------------------------
+
+
+def test_policies_forget_and_collect_behind_the_commit(store):
+    with manager(store, keep=[KeepLast(2), KeepEvery(4)]) as snapshots:
+        for step in range(10):
+            snapshots.save(step, big(step))
+        snapshots.wait_until_finished()
+        assert snapshots.all_steps() == [0, 4, 8, 9]
+        assert snapshots.repository.stats().unneeded_bytes == 0
+        for step in snapshots.all_steps():
+            assert same(snapshots.restore(step), big(step))
+    committed_at: dict[str, int] = {}
+    for place, (operation, key) in enumerate(store.log):
+        if operation == "put" and key.startswith("snapshots/") and key.endswith(".0"):
+            committed_at[key] = place
+    order = sorted(committed_at.values())
+    log = list(enumerate(store.log))
+    revisions = [i for i, (op, key) in log if op == "put" and key.startswith("snapshots/") and not key.endswith(".0")]
+    deletes = [i for i, (op, key) in log if op == "delete" and key.startswith(("packs/", "manifests/"))]
+    assert revisions
+    assert deletes
+    assert min(revisions) > order[2]  # the third commit is the first to make one superfluous
+    assert min(deletes) > order[2]
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert repository.policies("a") == [KeepLast(2), KeepEvery(4)]
+
+
+def test_nothing_is_forgotten_for_a_save_that_failed(store):
+    with manager(store, keep=[KeepLast(1)]) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+        store.refuse = StorageError("no")
+        with pytest.raises(StorageError):
+            snapshots.save(1, big(1)).result(30)
+        with pytest.raises(StorageError):
+            snapshots.wait_until_finished()
+        store.refuse = None
+        assert snapshots.all_steps() == [0]
+
+
+def test_snapshots_kept_for_long_are_written_full(store):
+    with manager(store, keep=[KeepLast(2), KeepEvery(3), KeepSteps([4])]) as snapshots:
+        depths = {step: snapshots.save(step, big(step)).result(30).depth for step in range(8)}
+        tagged = snapshots.save(8, big(8), tags=["release"]).result(30).depth
+    assert {step: depth == 0 for step, depth in depths.items()} == {
+        0: True, 1: False, 2: False, 3: True, 4: True, 5: False, 6: True, 7: False
+    }  # fmt: skip
+    assert tagged == 0
+
+
+def test_chains_are_bounded_and_keyframes_staggered(store):
+    options = SaveOptions(max_depth=4, pack_bytes=64 * 1024, threads=2)
+    drift = np.random.default_rng(1).standard_normal(64 * 1024).astype(np.float32)
+    stored = []
+    with manager(store, options=options) as snapshots:
+        for step in range(25):
+            drift[::200] += np.float32(0.001)
+            snapshot = snapshots.save(step, {"w": drift}).result(30)
+            assert snapshot.depth <= 4
+            stored.append(snapshot.stored_bytes)
+        assert max(snapshots.repository.stats().depths) == 4
+    assert max(stored[1:]) < 0.55 * stored[0]
+    assert max(stored[6:]) < 2 * min(stored[6:])  # every one pays its share
+
+
+def test_a_corrupted_base_in_memory_costs_nothing_but_time(store):
+    with manager(store, async_save=True) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+        for buffer in snapshots._staging._base.values():
+            buffer[7] ^= 1
+        snapshots.save(1, big(1)).result(30)
+        assert same(snapshots.restore(1), big(1))
+
+
+def test_a_corrupted_base_in_the_store_is_not_built_upon(store):
+    with manager(store, keep_base=False) as snapshots:
+        first = snapshots.save(0, big(0)).result(30)
+        for key in keys_of(store, "packs/"):
+            data, info = store._objects[key]
+            store._objects[key] = data[:200] + bytes([data[200] ^ 1]) + data[201:], info
+        second = snapshots.save(1, {"model": {"w": big(1)["model"]["w"] + 1e-3}, "step": 1}).result(30)
+        assert first.bases == second.bases == []
+        assert second.depth == second.generation == 0
+        assert snapshots.restore(1)["step"] == 1
+        with pytest.raises(IntegrityError):
+            snapshots.restore(0)
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut"])
+def test_a_base_that_lacks_a_pack_is_not_built_upon(store, how):
+    """Known chunks are referenced unread: without this every later snapshot would be lost with the pack."""
+    with manager(store) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+        key = keys_of(store, "packs/")[0]
+        data, _ = store._objects.pop(key)
+        if how == "cut":
+            MemoryStore.put(store, key, data[:-100])
+        snapshots.save(1, big(0)).result(30)
+        assert same(snapshots.restore(1), big(0))
+
+
+def test_damage_found_by_retention_is_raised(store):
+    with manager(store, keep=[KeepLast(1)]) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+        snapshots.wait_until_finished()
+        with Repository.open(store, options=OPTIONS) as repository:
+            repository.save(big(9), run="other", step=0)
+            (ref,) = repository.snapshot("other@0").manifests[:1]
+        store.delete([ref.key])
+        snapshots.save(1, big(1))
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            snapshots.wait_until_finished()
+
+
+def test_damaged_policies_do_not_stop_training(store):
+    manager(store, keep=[KeepLast(1)]).close()
+    data, info = store._objects["policies/a.0"]
+    store._objects["policies/a.0"] = data[:-1] + bytes([data[-1] ^ 1]), info
+    manager(store, keep=[KeepLast(1)]).close()
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert repository.policies("a") == [KeepLast(1)]
+
+
+def test_policies_stored_by_two_at_once(store):
+    """Who loses the race reads again; equal policies need no second revision."""
+
+    class Racing(FaultStore):
+        def put(self, key, data):
+            if key == "policies/a.0":
+                self.inner.put(key, data)
+            super().put(key, data)
+
+    with Repository.open(Racing(store), options=OPTIONS) as repository:
+        repository.set_policies("a", [KeepLast(3)])
+    assert keys_of(store, "policies/") == ["policies/a.0"]
+
+
+def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
+    """The store is away during a commit; when it is back, this very process collects what it left behind."""
+    monkeypatch.setattr("snapstore.session.COMMIT_ATTEMPTS", 1)
+    faulty = FaultStore(store)
+    with Repository.open(faulty, options=OPTIONS) as repository:
+        repository.save(big(0), run="a", step=0)
+        faulty.mode = "outage"
+        real = faulty.put
+
+        def put(key, data):
+            if key.startswith("snapshots/"):
+                faulty.at = len(faulty.log)
+            real(key, data)
+
+        faulty.put = put
+        with pytest.raises(StorageError, match="could not be taken back"):
+            repository.save(big(1), run="a", step=1)
+        faulty.put = real
+        faulty.heal()
+        assert len(keys_of(store, "sessions/")) == 1
+        result = repository.gc()
+        assert len(result.fenced) == 1
+        assert repository.stats().unneeded_bytes == 0
+        assert keys_of(store, "sessions/") == []
+
+
+# --- the end of a process --------------------------------------------------------------------------------------------
+
+PRELUDE = """
+import os, signal, sys, threading, time
+sys.path.insert(0, {tests!r})
+import numpy as np, torch
+from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore.storage.local import LocalStore
+class Slow(LocalStore):
+    "Every pack takes a while; says when the first is being put."
+    def put(self, key, data):
+        if key.startswith("packs/") and SLOW:
+            os.write(1, b"busy\\n")
+            time.sleep(0.15)
+        super().put(key, data)
+SLOW = True
+def state(n):
+    return {{"w": torch.randn(20000, generator=torch.Generator().manual_seed(1)) + n, "n": n}}
+snapshots = SnapshotManager(Slow({root!r}), run="a", options=SaveOptions(pack_bytes=16384, threads=2))
+"""
+
+
+def weights(n: int) -> torch.Tensor:
+    return torch.randn(20000, generator=torch.Generator().manual_seed(1)) + n
+
+
+def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
+    """Run a training script; `kill` it as soon as it says busy for the third time."""
+    script = PRELUDE.format(tests=str(TESTS), root=str(root)) + textwrap.dedent(body)
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        out = ""
+        if kill is not None:
+            for _ in range(3):
+                out += process.stdout.readline()
+            process.send_signal(kill)
+        out += process.communicate(timeout=60)[0]
+        return process.returncode, out
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    Repository.create(tmp_path / "r", chunk_bytes=4096).close()
+    with SnapshotManager(tmp_path / "r", run="a", options=SaveOptions(threads=1)) as snapshots:
+        snapshots.save(0, {"w": weights(0), "n": 0})
+    return tmp_path / "r"
+
+
+def check_after(root: Path, steps: list[int]) -> None:
+    with Repository.open(root) as repository:
+        assert [s.step for s in repository.snapshots("a")] == steps
+        for step in steps:
+            state = repository.restore(f"a@{step}")
+            assert state["n"] == step
+            assert torch.equal(state["w"], weights(step))
+        assert repository.gc().waiting_for == []
+        assert repository.stats().unneeded_bytes == 0
+        assert repository.check("restore").ok
+    store = LocalStore(root)
+    assert keys_of(store, "sessions/") == []
+    assert list((root / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("sys.exit(3)", 3), ("raise ZeroDivisionError", 1), ("del snapshots", 0)],
+    ids=["end", "sys.exit", "exception", "dropped"],
+)
+def test_the_interpreter_ends_with_a_save_running(root, end, code):
+    got, out = run(root, f"snapshots.save(1, state(1))\n{end}")
+    assert got == code, out
+    assert "busy" in out
+    assert "Warning" not in out
+    check_after(root, [0, 1])
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_in_mid_save(root, end):
+    got, out = run(root, "snapshots.save(1, state(1))\ntime.sleep(30)", kill=end)
+    assert got == -end, out
+    assert keys_of(LocalStore(root), "sessions/")
+    check_after(root, [0])
+
+
+def test_sigint_in_mid_save_leaves_a_snapshot(root):
+    got, out = run(root, "snapshots.save(1, state(1))\nsnapshots.wait_until_finished()", kill=signal.SIGINT)
+    assert got != 0
+    assert "KeyboardInterrupt" in out
+    check_after(root, [0, 1])
+
+
+def test_keyboard_interrupt_while_waiting(root):
+    """Ctrl-C in the training loop's wait for the last save: nothing is lost, and the loop can go on."""
+    got, out = run(
+        root,
+        """
+        snapshots.save(1, state(1))
+        try:
+            snapshots.save(2, state(2))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        print("idle", snapshots._idle.is_set(), flush=True)
+        SLOW = False
+        snapshots.save(3, state(3))  # must not begin before the first has ended: they share buffers
+        snapshots.close()
+        """,
+        kill=signal.SIGINT,
+    )
+    assert got == 0, out
+    assert "interrupted" in out
+    assert "idle False" in out
+    check_after(root, [0, 1, 3])
+
+
+def test_os_exit_in_mid_save(root):
+    got, out = run(root, "snapshots.save(1, state(1))\ntime.sleep(0.2)\nos._exit(0)")
+    assert got == 0, out
+    check_after(root, [0])
+
+
+def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_session(root):
+    """As a DataLoader worker would."""
+    got, out = run(
+        root,
+        """
+        snapshots.save(1, state(1))
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            os.close(1); os.close(2)
+            time.sleep(20)
+            os._exit(0)
+        print("child", child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert got == -signal.SIGKILL
+    child = int(out.split("child ")[1].split()[0])
+    try:
+        os.kill(child, 0)
+        check_after(root, [0])
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_with_a_save_running(root):
+    """The child is told to open its own; its own works; the parent's save ends well."""
+    got, out = run(
+        root,
+        """
+        handle = snapshots.save(1, state(1))
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            SLOW = False
+            for use in (snapshots.repository.snapshots, snapshots.latest_step, snapshots.restore,
+                        lambda: snapshots.save(9, state(9)),
+                        lambda: snapshots.repository.save(state(5), run="c", step=5),
+                        lambda: snapshots.repository.restore("a@0"), snapshots.repository.gc,
+                        snapshots.repository.rebuild_index):
+                try:
+                    use()
+                except Exception as error:
+                    os.write(1, f"{type(error).__name__} {'fork' in str(error)}\\n".encode())
+                else:
+                    os.write(1, b"no error\\n")
+            with Repository.open(sys.argv[0] if False else snapshots.repository.store.url) as mine:
+                mine.save(state(7), run="child", step=7)
+                assert torch.equal(mine.restore("a@0")["w"], state(0)["w"])
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print("status", status, flush=True)
+        print("parent", handle.result().ref, flush=True)
+        """,
+    )
+    assert got == 0, out
+    assert out.count("InvalidInputError True") == 8, out
+    assert "status 0" in out
+    assert "parent a@1" in out
+    with Repository.open(root) as repository:
+        assert repository.restore("child@7")["n"] == 7
+        assert repository.view().runs() == ["a", "child"]
+        assert repository.check("restore").ok
+    check_after(root, [0, 1])
+
+
+def test_a_forked_child_that_exits_leaves_the_parents_index(tmp_path):
+    script = """
+import os, sys
+from pathlib import Path
+from snapstore import Repository
+repository = Repository.create("memory://x")
+folder = repository._index.folder
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+assert folder.is_dir()
+repository.save({"n": 1}, run="a", step=0)
+repository.close()
+assert not folder.exists()
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_two_opens_in_one_process_share_the_environment(root):
+    with Repository.open(root) as one:
+        with Repository.open(root) as two, Repository.open(str(root) + "/../r") as three:
+            environments = {id(r._index._environment) for r in (one, two, three)}
+            assert len(environments) == 1
+            two.save({"n": 5, "w": weights(5)}, run="a", step=5)
+            assert [s.step for s in one.snapshots("a")] == [0, 5]
+        one.save({"n": 6, "w": weights(6)}, run="a", step=6)
+        assert one._index._environment._users == 1
+    assert str(root / "index") not in {path for _, path in _Environment._open}
+    check_after(root, [0, 5, 6])
+
+
+def test_threads_of_one_repository(root):
+    """Saves of two runs, a reader and a collector at once."""
+    errors: list[BaseException] = []
+    with Repository.open(root, options=SaveOptions(pack_bytes=16384, threads=2)) as repository:
+
+        def work(run: str) -> None:
+            try:
+                for step in range(6):
+                    if run == "gc":
+                        repository.gc()
+                    elif run == "read":
+                        assert repository.restore("a@0")["n"] == 0
+                    else:
+                        repository.save({"w": torch.arange(9000.0) + step, "n": step}, run=run, step=step)
+                        repository.forget([KeepLast(2)], run=run)
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(run,)) for run in ("x", "y", "gc", "read")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert errors == []
+        repository.gc()
+        assert repository.check("restore").ok
+        assert [s.step for s in repository.snapshots("x")] == [4, 5]

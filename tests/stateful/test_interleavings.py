@@ -1,0 +1,407 @@
+"""Saves, forgets, un-forgets and gcs that take turns at every store operation: no committed snapshot ever dangles.
+
+Random schedules first (SNAPSTORE_TEST_SCHEDULES many), then the counter-examples that the models of the protocol print
+when one of its rules is dropped, each driven by hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+from faults import (
+    OPTIONS,
+    Actor,
+    check_clean,
+    check_restores,
+    clone,
+    keys_of,
+    one_thread,
+    opened,
+    run_randomly,
+    save,
+    values,
+)
+
+from snapstore import (
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    StorageError,
+)
+from snapstore.storage import ObjectStore
+from snapstore.storage.memory import MemoryStore
+
+SCHEDULES = int(os.environ.get("SNAPSTORE_TEST_SCHEDULES", "160"))
+PER_TEST = 20
+
+
+@cache
+def history() -> MemoryStore:
+    """a@0 to a@2 of which a@1 is forgotten, b@0 that was forked from a@1."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(store) as repository:
+        for step in range(3):
+            save(repository, "a", step, step)
+        save(repository, "b", 0, 50, parent="a@1")
+        repository.forget_snapshots(["a@1"])
+    return store
+
+
+@pytest.fixture
+def actors(monkeypatch) -> Iterator[list[Actor]]:
+    """Whom to stop at the end."""
+    one_thread(monkeypatch, index=False)
+    found: list[Actor] = []
+    yield found
+    for actor in found:
+        actor.stop()
+
+
+# --- what the actors do ----------------------------------------------------------------------------------------------
+
+
+def saving(run: str, step: int, version: int, **options: Any) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return save(repository, run, step, version, **options)
+
+    return body
+
+
+def collecting(fence_after_s: float = 3600.0) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.gc(fence_after_s=fence_after_s)
+
+    return body
+
+
+def forgetting(*refs: str) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.forget_snapshots(refs) if refs else repository.forget([KeepLast(1)], run="a")
+
+    return body
+
+
+def unforgetting(ref: str) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.unforget(ref)
+
+    return body
+
+
+def several(*bodies: Any) -> Any:
+    """One after the other; what a lost race or a collected reference refuses does not stop the next."""
+
+    def body(store: ObjectStore) -> None:
+        for each in bodies:
+            with suppress(ConflictError, NotFoundError, InvalidInputError):
+                each(store)
+
+    return body
+
+
+# --- random schedules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
+def test_random_schedules(first, actors):
+    for seed in range(first, min(first + PER_TEST, SCHEDULES)):
+        random = Random(seed)
+        store = clone(history())
+        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
+        gc = collecting(-1.0 if impatient else 3600.0)
+        cast = {
+            "S": several(saving("a", 10, 10), saving("a", 11, 11)),
+            "T": several(saving("a", 20, 20, parent=random.choice((None, "a@0"))), saving("b", 1, 51)),
+            "F": several(forgetting("a@0"), unforgetting("a@0"), unforgetting("a@1"), forgetting("a@2"), forgetting()),
+            "G": several(gc, gc),
+            "H": several(gc),
+        }
+        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
+        actors.extend(playing)
+        trace = run_randomly(playing, random)
+        about = f"seed {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
+            " ".join(t) for t in trace[-60:]
+        )
+        for actor in playing:
+            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
+        store.drop_holds()
+        with opened(store) as repository:
+            check_restores(repository, about)
+            repository.gc()
+        check_clean(store, about)
+
+
+# --- schedules of the models' counter-examples -----------------------------------------------------------------------
+
+
+class Stage:
+    """A store, and actors that go on when told to."""
+
+    def __init__(self, cast: list[Actor]) -> None:
+        self.store, self._cast = clone(history()), cast
+
+    def enter(self, name: str, body: Any, **options: Any) -> Actor:
+        self._cast.append(Actor(name, self.store, body, **options))
+        return self._cast[-1]
+
+    def check(self) -> set[str]:
+        """All restores; and after everybody is gone nothing is left over. The references committed."""
+        with opened(self.store) as repository:
+            refs = {s.ref for s in check_restores(repository)}
+            repository.gc()
+            assert {s.ref for s in repository.snapshots()} == refs
+        check_clean(self.store)
+        return refs
+
+
+@pytest.fixture
+def stage(actors) -> Stage:
+    return Stage(actors)
+
+
+def test_gc_between_session_and_record_waits(stage):
+    """ "no wait for sessions": S has chosen bases before the mark, and commits a reference to a candidate behind it."""
+    saver = stage.enter("S", saving("a", 3, 3)).until("put", "packs/")
+    forgetting("a@0", "a@2")(stage.store)
+    result = collecting()(stage.store)
+    assert len(result.waiting_for) == 1
+    assert result.deleted_objects == 0
+    assert saver.finish().bases
+    assert "a@3" in stage.check()
+
+
+@pytest.mark.parametrize("operation", ["put", "list", "stat"])
+def test_a_save_that_begins_behind_the_mark_does_not_build_on_candidates(stage, operation):
+    """ "no list of marks": gc has listed sessions before S announced itself, S takes a base that is about to go."""
+    forgetting("a@0", "a@2")(stage.store)
+    where = {"put": ".wait", "list": "sessions/", "stat": ".mark"}[operation]
+    gc = stage.enter("G", collecting()).until("put", ".mark")
+    gc.until(operation, where)
+    if operation != "stat":
+        unforgetting("a@2")(stage.store)  # committed again, yet its packs are candidates
+    saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
+    gc.until("delete") if operation == "stat" else gc.finish()
+    assert saver.finish().bases == []
+    gc.finish()
+    assert "a@3" in stage.check()
+
+
+def test_a_base_that_no_mark_names_is_used_beside_a_mark(stage):
+    forgetting("a@0", "a@2")(stage.store)
+    gc = stage.enter("G", collecting()).until("stat", ".mark")
+    assert saving("b", 1, 51)(stage.store).bases
+    gc.finish()
+    assert "b@1" in stage.check()
+
+
+@pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])
+def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
+    """ "fence not atomic": S sleeps for hours, gc gives it up and deletes its packs, S wakes up and commits."""
+    saver = stage.enter("S", saving("a", 3, 3)).until("put", stand)
+    forgetting("a@0", "a@2")(stage.store)
+    gc = stage.enter("G", collecting(-1.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    with pytest.raises(ConflictError, match="gave this save up"):
+        saver.finish()
+    refs = stage.check()
+    assert "a@3" not in refs
+
+
+def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
+    saver = stage.enter("S", saving("a", 3, 3)).until("release", "sessions/")
+    gc = stage.enter("G", collecting(-1.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    saver.finish()
+    assert "a@3" in stage.check()
+
+
+def test_a_fence_between_commit_and_reading_it_back(stage):
+    """The saver's put and the gc's: exactly one wins, whoever comes first."""
+    saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
+    gc = stage.enter("G", collecting(-1.0), seen_dead=True).until("put", "snapshots/")
+    saver.until("release", "sessions/")
+    gc.finish()
+    saver.finish()
+    assert "a@3" in stage.check()
+
+
+def test_a_session_announced_while_sessions_are_listed(stage):
+    """ "sessions listed before records": here S announces itself between gc's records and its mark."""
+    forgetting("a@0", "a@2")(stage.store)
+    gc = stage.enter("G", collecting()).until("put", ".mark")
+    saver = stage.enter("S", saving("a", 3, 3, bases=["b@0"])).until("hold").until("list", "snapshots/")
+    assert gc.finish().waiting_for
+    saver.finish()
+    assert "a@3" in stage.check()
+
+
+@pytest.mark.parametrize("stand", [".wait", "list snapshots", "put snapshots", "stat mark", "delete"])
+def test_unforget_races_the_sweep(stage, stand):
+    """ "un-forget in place": a@1 comes back while its packs are deleted. Either it is whole, or it stays gone."""
+    forgetting("a@0")(stage.store)
+    name, part = {
+        ".wait": ("put", ".wait"), "list snapshots": ("list", "snapshots/"), "put snapshots": ("put", "snapshots/"),
+        "stat mark": ("stat", ".mark"), "delete": ("delete", "packs/"),
+    }[stand]  # fmt: skip
+    gc = stage.enter("G", collecting()).until("put", ".wait").until(name, part)
+    back: set[str] = set()
+    for ref in ("a@0", "a@1"):
+        try:
+            unforgetting(ref)(stage.store)
+            back.add(ref)
+        except NotFoundError:
+            assert stand in ("stat mark", "delete")
+    gc.finish()
+    assert stage.check() >= back
+
+
+def test_unforget_paused_past_the_sweep(stage):
+    """It has read the forgotten record; the sweep writes `swept` first; the next revision is taken."""
+    back = stage.enter("U", unforgetting("a@1")).until("put", "snapshots/")
+    collecting()(stage.store)
+    with pytest.raises(ConflictError):
+        back.finish()
+    with pytest.raises(NotFoundError, match="collected"):
+        unforgetting("a@1")(stage.store)
+    assert "a@1" not in stage.check()
+
+
+@pytest.mark.parametrize("stand", ["put .wait", "list snapshots", "stat .mark", "delete packs"])
+def test_another_gc_completes_the_mark_of_one_that_stalls(stage, stand):
+    """ "B completes A's mark": then S builds on what comes alive, and A wakes up."""
+    forgetting("a@0", "a@2")(stage.store)
+    operation, part = stand.split()
+    a = stage.enter("A", collecting()).until("put", ".mark").until("list", "sessions/").until(operation, part)
+    if stand == "list snapshots":
+        a.step()  # it has recomputed
+    assert collecting()(stage.store).deleted_objects > 0
+    saver = saving("a", 3, 3)(stage.store)
+    assert saver.bases == []
+    forgetting("a@3")(stage.store)
+    unforgetting("a@3")(stage.store)
+    again = stage.enter("S", saving("a", 4, 4)).until("put", "snapshots/")
+    a.finish()
+    again.finish()
+    assert {"a@3", "a@4"} <= stage.check()
+
+
+def test_a_mark_that_was_completed_is_not_acted_upon(stage):
+    """A has recomputed and stalls before it looks for its mark; what it would delete is alive again by then."""
+    with opened(stage.store) as repository:
+        repository.forget([KeepLast(1)], run="a")
+    a = stage.enter("A", collecting()).until("stat", ".mark")
+    deleted = collecting()(stage.store).deleted_objects
+    assert deleted > 0
+    assert a.finish().deleted_objects == 0
+    stage.check()
+
+
+@pytest.mark.parametrize("stand", ["hold", "list", "get_ranges", "put"])
+def test_the_parent_is_forgotten_and_collected_while_a_save_deltas_against_it(stage, stand):
+    saver = stage.enter("S", saving("a", 3, 3, parent="a@2"))
+    saver.until(stand, {"hold": "sessions/", "list": "gc/", "get_ranges": "", "put": "packs/"}[stand])
+    forgetting("a@2", "a@0")(stage.store)
+    result = collecting()(stage.store)
+    assert bool(result.waiting_for) == (stand != "hold")
+    snapshot = saver.finish()
+    assert snapshot.parent is not None
+    assert bool(snapshot.bases) == (stand not in ("hold", "list"))
+    collecting()(stage.store)
+    assert "a@3" in stage.check()
+
+
+def test_restore_beside_a_sweep_fails_loudly_or_is_right(stage):
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.restore("a@2")
+
+    dry = stage.enter("R", body)
+    dry.finish()
+    for steps in range(1, dry.steps):
+        stage.store = clone(history())
+        reader = stage.enter("R", body)
+        for _ in range(steps):
+            reader.step()
+        forgetting("a@0", "a@2")(stage.store)
+        collecting()(stage.store)
+        try:
+            state = reader.finish()
+        except (IntegrityError, NotFoundError):
+            continue
+        assert state["version"] == 2
+        assert state["optimizer"]["noise"].tobytes() == values("a", 2)["optimizer"]["noise"].tobytes()
+
+
+def test_two_writers_of_one_step(stage):
+    """Both see the same highest seq: one of them is `run@step`, the same everywhere, and the other is superseded."""
+    one = stage.enter("S", saving("a", 7, 70)).until("put", "snapshots/")
+    two = stage.enter("T", saving("a", 7, 71)).until("put", "snapshots/")
+    first, second = one.finish(), two.finish()
+    assert first.seq == second.seq
+    with opened(stage.store) as repository:
+        view = repository.view()
+        assert view.superseded() == {min(first.id, second.id)}
+        assert view.resolve("a@7").id == view.resolve("a@latest").id == view.newest("a").id == max(first.id, second.id)
+        repository.forget([KeepLast(2)], run="a")
+        assert repository.snapshot("a@7").id == max(first.id, second.id)
+    stage.check()
+
+
+def test_two_revisions_at_once(stage):
+    """tag and forget meet on one revision: the loser reads again, and a tagged snapshot stays."""
+
+    def tagging(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.tag("a@0", "good")
+
+    tagger = stage.enter("T", tagging).until("put", "snapshots/")
+    forgetter = stage.enter("F", forgetting()).until("put", "snapshots/")
+    tagger.finish()
+    assert [s.ref for s in forgetter.finish().forgotten] == []
+    assert "a@0" in stage.check()
+
+
+def test_a_listing_that_lacks_records_stops_gc(stage):
+    """A stale listing must not make live packs into garbage."""
+    with opened(stage.store) as repository:
+        repository.view()
+        (gone,) = (key for key in keys_of(stage.store, "snapshots/a/") if "/000000000002-" in key)
+        data = stage.store.get(gone)
+        stage.store.delete([gone])
+        packs = keys_of(stage.store, "packs/")
+        with pytest.raises(IntegrityError, match="lacks 1 known"):
+            repository.gc()
+        assert keys_of(stage.store, "packs/") == packs
+        stage.store.put(gone, data)
+        repository.gc()
+    assert "a@2" in stage.check()
+
+
+def test_a_failed_listing_stops_gc(stage, monkeypatch):
+    packs = keys_of(stage.store, "packs/")
+
+    def refuse(prefix: str) -> Any:
+        if prefix == "snapshots/":
+            raise StorageError("403 (injected)")
+        return type(stage.store).list(stage.store, prefix)
+
+    with opened(stage.store) as repository:
+        monkeypatch.setattr(stage.store, "list", refuse)
+        with pytest.raises(StorageError, match="403"):
+            repository.gc()
+        monkeypatch.undo()
+    assert keys_of(stage.store, "packs/") == packs

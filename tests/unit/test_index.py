@@ -1,0 +1,318 @@
+"""The index is never the truth: whatever happens to its folder costs time, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+from faults import OPTIONS, check_restores, keys_of, save
+
+from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError, Repository
+from snapstore import index as index_module
+from snapstore.index import _Environment
+from snapstore.storage.local import LocalStore
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("index") / "r"
+    with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(4):
+            save(repository, "a", step, step, tags=("good",) if step == 1 else ())
+        repository.forget([KeepLast(2)], run="a")
+        save(repository, "b", 0, 9, parent="a@3")
+        repository.gc()
+    return root
+
+
+@pytest.fixture
+def root(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "r"))
+
+
+def check_works(root: Path) -> None:
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2", "a@3", "b@0"]
+        check_restores(repository)
+        save(repository, "a", 4, 4)
+        repository.forget([KeepLast(1)], run="a")
+        repository.gc()
+        assert repository.stats().unneeded_bytes == 0
+    with Repository.open(root, options=OPTIONS) as repository:
+        check_restores(repository)
+        assert repository._index._environment is not None
+
+
+def test_an_index_is_used_again(root, monkeypatch):
+    with Repository.open(root) as repository:
+        monkeypatch.setattr(type(repository.store), "get", lambda *_, **__: pytest.fail("read a record"))
+        assert len(repository.snapshots()) == 4
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "verified", "lock"])
+@pytest.mark.parametrize("how", ["deleted", "empty", "cut", "garbage", "longer"])
+def test_files_of_the_index(root, name, how):
+    path = root / "index" / name
+    data = path.read_bytes()
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": data[: len(data) // 2], "garbage": b"\xff" * 9000, "longer": data * 2}[how]
+        )
+    check_works(root)
+
+
+def test_a_deleted_folder(root):
+    shutil.rmtree(root / "index")
+    check_works(root)
+
+
+def test_a_folder_in_the_way_of_a_file(root):
+    (root / "index" / "data.mdb").unlink()
+    (root / "index" / "data.mdb").mkdir()
+    with Repository.open(root, options=OPTIONS) as repository:
+        check_restores(repository)
+        save(repository, "a", 4, 4)
+        repository.rebuild_index()
+        assert repository.gc().deleted_objects == 0
+
+
+def test_the_index_of_another_repository(root, tmp_path):
+    with Repository.create(tmp_path / "other", chunk_bytes=1024, options=OPTIONS) as other:
+        save(other, "z", 0, 0)
+    shutil.rmtree(root / "index")
+    shutil.copytree(tmp_path / "other" / "index", root / "index")
+    with Repository.open(root) as repository:
+        assert repository.view().runs() == ["a", "b"]
+        assert repository.view().vanished == []
+    check_works(root)
+
+
+FLIP = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from random import Random
+from faults import OPTIONS
+from snapstore import Repository
+root, start, count = Path({root!r}), {start}, {count}
+data = (root / "index" / "data.mdb").read_bytes()
+verified = (root / "index" / "verified").read_bytes()
+random = Random(start)
+used = int(verified.split()[0])
+pages = used // 4096
+places = [p * 4096 + random.choice((0, 8, 10, 12, 14, 16, random.randrange(4096))) for p in range(pages)]
+places += [random.randrange(used) for _ in range(count)]
+for place in places:
+    flipped = bytearray(data)
+    flipped[place] ^= 1 << random.randrange(8)
+    (root / "index" / "data.mdb").write_bytes(flipped)
+    (root / "index" / "verified").write_bytes(verified)
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2", "a@3", "b@0"], place
+        assert repository.check().ok, place
+print("flipped", len(places))
+"""
+
+
+@pytest.mark.parametrize("start", range(3))
+def test_any_flipped_byte(root, start):
+    """In every page, at its header and elsewhere; in a process of its own, since LMDB might take it down."""
+    script = FLIP.format(tests=str(TESTS), root=str(root), start=start, count=150)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("flipped ")
+
+
+def test_a_write_that_was_not_sealed(root):
+    """A crash between LMDB's commit and the seal: built anew."""
+    environment = lmdb.open(str(root / "index"), map_size=2**30, max_dbs=3)
+    with environment.begin(write=True) as transaction:
+        transaction.put(b"snapshots/x", b"not a record", db=environment.open_db(b"records", txn=transaction))
+    environment.close()
+    check_works(root)
+
+
+@pytest.mark.parametrize("error", [lmdb.MapFullError("full"), OSError(errno.ENOSPC, "no space"), lmdb.DiskError("io")])
+def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
+    shutil.rmtree(root / "index")
+
+    def put(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Environment, "put", put)
+        with Repository.open(root, options=OPTIONS) as repository:
+            save(repository, "a", 4, 4)
+            check_restores(repository)
+            repository.gc()
+            assert "cannot be written" in caplog.text
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert len(check_restores(repository)) == 5
+
+
+@pytest.mark.parametrize("error", [lmdb.ReadersFullError("readers"), lmdb.BadRslotError("slot")])
+def test_an_index_that_cannot_be_read(root, monkeypatch, error):
+    def get(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_Environment, "get", get)
+    with Repository.open(root, options=OPTIONS) as repository:
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+        repository.gc()
+
+
+def test_a_small_map(root, monkeypatch):
+    monkeypatch.setattr(index_module, "MAP_BYTES", 64 * 1024)
+    shutil.rmtree(root / "index")
+    with Repository.open(root, options=OPTIONS) as repository:
+        for step in range(10, 30):
+            save(repository, "a", step, step % 5)
+        assert len(check_restores(repository)) == 24
+
+
+@pytest.mark.parametrize("error", [lmdb.Error("no"), PermissionError(13, "read-only"), lmdb.InvalidError("no lmdb")])
+def test_an_index_that_cannot_be_opened(root, monkeypatch, error, caplog):
+    def open_(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(index_module.lmdb, "open", open_)
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert "cannot be used" in caplog.text
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+        repository.rebuild_index()
+        repository.gc()
+
+
+def test_a_read_only_repository_has_its_index_in_the_cache(root, monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
+    before = (root / "index" / "data.mdb").read_bytes()
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert repository._index.folder == tmp_path / "cache" / repository.config.uuid
+        check_restores(repository)
+    assert (root / "index" / "data.mdb").read_bytes() == before
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
+    with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
+        Repository.open(root)
+
+
+def test_a_network_file_system_has_its_index_in_the_cache(root, monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    mounts = f"/dev/x / ext4 rw 0 0\nserver:/x {root.parent} nfs4 rw 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, *_: mounts if str(self) == "/proc/mounts" else "")
+    assert index_module.on_network(root)
+    assert not index_module.on_network(Path("/usr"))
+    monkeypatch.undo()
+    assert not index_module.on_network(root)
+
+
+# --- what the index knows and the store does not show ----------------------------------------------------------------
+
+
+def record_of(root: Path, ref: str) -> Path:
+    with Repository.open(root) as repository:
+        return root / repository.snapshot(ref).key
+
+
+def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
+    path = record_of(root, "a@2")
+    data = path.read_bytes()
+    packs = keys_of(LocalStore(root), "packs/")
+    path.unlink()
+    with Repository.open(root, options=OPTIONS) as repository:
+        (key,) = repository.view().vanished
+        assert key.startswith("snapshots/a/000000000002-")
+        assert [p.kind for p in repository.check().problems] == ["index"]
+        with pytest.raises(IntegrityError, match=r"lacks 1 known record.*index rebuild"):
+            repository.gc()
+        assert keys_of(LocalStore(root), "packs/") == packs
+        with pytest.raises(NotFoundError):
+            repository.restore("a@2")
+        path.write_bytes(data)  # the listing was stale: it is back
+        assert repository.view().vanished == []
+        repository.gc()
+        path.unlink()
+        repository.rebuild_index()
+        repository.gc()
+        assert repository.check("restore").ok
+        assert repository.stats().unneeded_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty"])
+def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
+    path = record_of(root, "a@2")
+    data = path.read_bytes()
+    shutil.rmtree(root / "index")
+    path.write_bytes({"flipped": data[:60] + bytes([data[60] ^ 4]) + data[61:], "cut": data[:50], "empty": b""}[how])
+    packs = keys_of(LocalStore(root), "packs/")
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert list(repository.view().damaged) == [str(path.relative_to(root))]
+        (problem,) = repository.check("restore").problems
+        assert problem.kind == "record"
+        assert [s.ref for s in repository.check().restorable] == ["a@1", "a@3", "b@0"]
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            repository.gc()
+        assert keys_of(LocalStore(root), "packs/") == packs
+        with pytest.raises(NotFoundError):
+            repository.restore("a@2")
+        save(repository, "a", 5, 5)
+        repository.restore("a@5")
+        path.write_bytes(data)
+        repository.gc()
+        assert len(check_restores(repository)) == 5
+
+
+def test_a_record_damaged_behind_the_index_is_found_by_check(root):
+    path = record_of(root, "a@2")
+    data = bytearray(path.read_bytes())
+    data[80] ^= 1
+    path.write_bytes(data)
+    with Repository.open(root, options=OPTIONS) as repository:
+        repository.restore("a@2")  # from the cached record: nothing is wrong with its data
+        (problem,) = repository.check().problems
+        assert (problem.kind, problem.key) == ("record", str(path.relative_to(root)))
+
+
+def test_a_record_under_another_name(root):
+    path = record_of(root, "a@2")
+    shutil.rmtree(root / "index")
+    path.rename(path.with_name(path.name.replace("000000000002", "000000000007")))
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert len(repository.view().damaged) == 1
+        with pytest.raises(IntegrityError, match="moved or altered"):
+            repository.gc()
+
+
+def test_rebuild_reads_everything_anew(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        before = repository.view().snapshots(states=None)
+        assert repository.rebuild_index() == len(before)
+        assert [s.key for s in repository.view().snapshots(states=None)] == [s.key for s in before]
+    check_works(root)
+
+
+def test_rebuild_beside_another_open_repository(root):
+    with Repository.open(root, options=OPTIONS) as one, Repository.open(root, options=OPTIONS) as two:
+        one.rebuild_index()
+        save(two, "a", 4, 4)
+        assert len(check_restores(one)) == len(check_restores(two)) == 5
+
+
+def test_lineage(root):
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert [s.ref for s in repository.children("a@3")] == ["b@0"]
+        assert [s.ref for s in repository.children("a@2")] == ["a@3"]
+        before = {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)}
+        repository.rebuild_index()
+        assert {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)} == before

@@ -70,15 +70,17 @@ def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
     return sum(plane_bytes if b > RAW_ABOVE_BITS else min(plane_bytes, plane_bytes * b / 8 + overhead) for b in bits)
 
 
+def bound(raw_bytes: int, element_size: int) -> int:
+    """The most that a blob of a chunk of `raw_bytes` takes."""
+    blocks = element_size * -(-raw_bytes // element_size // codecs.BLOCK_BYTES)
+    return HEADER.size + 4 * blocks + raw_bytes
+
+
 def encode(
-    source: Bytes,
-    element_size: int,
-    layout: int,
-    statistics: planes.Statistics,
-    chunk_digest: bytes,
-    base: bytes | None,
-) -> bytearray:
-    """One blob, padded to ALIGNMENT.
+    source: Bytes, element_size: int, layout: int, statistics: planes.Statistics, chunk_digest: bytes,
+    base: bytes | None, out: Bytes,
+) -> memoryview:  # fmt: skip
+    """One blob.
 
     Args:
         source: (r,) uint8, the chunk, or chunk XOR base.
@@ -87,24 +89,33 @@ def encode(
         statistics: of the planes of `source`; they choose each plane's codec.
         chunk_digest: of the chunk itself.
         base: digest of the base when `source` is a delta, else None.
+        out: `bound` bytes, uint8.
+
+    Returns:
+        The blob, the beginning of `out`.
     """
     chosen: list[int] = []
     lengths: list[int] = []
     payload: list[bytes | memoryview] = []
-    for k, plane in enumerate(planes.split(source, element_size, layout)):
+    split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
+    for k, plane in enumerate(split):
         codec, blocks = _encode_plane(plane, layout, float(statistics.bits[k]), float(statistics.top_share[k]))
         chosen.append(codec)
         payload.extend(blocks)
         if codec != codecs.RAW:
             lengths.extend(map(len, blocks))
-    table = struct.pack(f"<{len(lengths)}I", *lengths)
-    payload_bytes = sum(map(len, payload))
-    head = HEADER.pack(
-        MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, layout, 0, source.size, payload_bytes,
-        codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest, base or NO_BASE,
+    at = HEADER.size + 4 * len(lengths)
+    HEADER.pack_into(
+        out.data, 0, MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, layout, 0, source.size,
+        sum(map(len, payload)), codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest,
+        base or NO_BASE,
     )  # fmt: skip
-    blob = bytearray().join([head, table, *payload])
-    struct.pack_into("<Q", blob, 8, checksum(memoryview(blob)[16:]))
+    struct.pack_into(f"<{len(lengths)}I", out.data, HEADER.size, *lengths)
+    for piece in payload:
+        out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    blob = out[:at].data
+    struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
     return blob
 
 
@@ -163,7 +174,7 @@ def length_of(header: Header) -> int:
     return header.payload_start + header.payload_bytes
 
 
-def stored_plane_bytes(blob: bytearray) -> list[int]:
+def stored_plane_bytes(blob: memoryview) -> list[int]:
     """Stored length of plane 0 to 7 of a blob that `encode` has made, zero beyond its element size."""
     _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
@@ -205,7 +216,6 @@ def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tupl
 
 def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
     """Decode a blob's planes into, or XOR them onto, planes_out (e, n) uint8."""
-    scratch: Bytes | None = None
     for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
         if codec == codecs.RAW:
             plane = np.frombuffer(blocks[0], np.uint8)
@@ -213,7 +223,7 @@ def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: boo
             if fresh:
                 plane = planes_out[k]
             else:
-                plane = scratch = np.empty(planes_out.shape[1], np.uint8) if scratch is None else scratch
+                plane = planes.scratch.room("plane", planes_out.shape[1])
             try:
                 codecs.decoder(codec, where)(blocks, plane, header.block_bytes)
             except IntegrityError as error:
@@ -248,7 +258,8 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
         kind = (header.element_size, header.layout)
         fresh = kind not in by_layout
         if fresh:
-            by_layout[kind] = np.empty((header.element_size, out.size // header.element_size), np.uint8)
+            room = planes.scratch.room(f"planes {kind}", out.size)
+            by_layout[kind] = room.reshape(header.element_size, -1)
         patch_planes(blob, header, by_layout[kind], fresh, where)
         wanted = header.base
     if wanted != NO_BASE:

@@ -23,6 +23,7 @@ from . import blob, manifest, records
 from .engine import Engine
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .fetch import Fetcher, Wanted
+from .gc import OBJECT_NAME
 from .index import Index
 from .manifest import Manifest
 from .records import COMMITTED, FORGOTTEN, Snapshot
@@ -108,7 +109,11 @@ class _Check:
         """All levels up to the one asked for."""
         result = self._result
         for prefix in ("packs/", "manifests/"):
-            self._sizes.update((info.key, info.size_bytes) for info in self._store.list(prefix))
+            for info in self._store.list(prefix):
+                if OBJECT_NAME.fullmatch(info.key):
+                    self._sizes[info.key] = info.size_bytes
+                else:
+                    self._report(prefix[:-2], info.key, f"{info.key}: no name of an object; it does not belong here")
         snapshots = self._records()
         manifests = {s.id: self._manifests(s) for s in snapshots}
         needed = {ref.key for s in snapshots if s.state == COMMITTED for ref in s.manifests}

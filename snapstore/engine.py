@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any, Protocol, TypeVar
@@ -18,6 +20,9 @@ import numpy as np
 from . import blob, delta, planes
 from .digest import Bytes, digest
 from .errors import InvalidInputError
+
+#: Blobs of this many chunks may be on their way from the threads to the packs.
+MAX_FREE_BUFFERS = 64
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,10 +53,11 @@ class DecodeJob:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One new blob."""
+    """One new blob, in a buffer that the engine takes back with `recycle`."""
 
-    data: bytearray
+    data: memoryview
     is_delta: bool
+    buffer: Bytes
 
 
 class Engine(Protocol):
@@ -63,6 +69,10 @@ class Engine(Protocol):
 
     def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
         """Begin to encode a batch: delta or full, planes, codecs."""
+        ...
+
+    def recycle(self, encoded: Sequence[Encoded]) -> None:
+        """Take back the memory of blobs that have been copied away."""
         ...
 
     def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
@@ -109,6 +119,7 @@ class CpuEngine:
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = Threads(threads or default_threads())
+        self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
     def digests(self, chunks: Sequence[Bytes]) -> list[bytes]:
         """XXH3-128 of every chunk, in order; in the caller's thread, at tens of GB/s, beside an encoding batch."""
@@ -116,15 +127,29 @@ class CpuEngine:
 
     def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
         """Begin to encode a batch."""
-        return self._threads.start(encode_chunk, jobs)
+        return self._threads.start(lambda job: encode_chunk(job, self._buffer(job)), jobs)
+
+    def _buffer(self, job: EncodeJob) -> Bytes:
+        """A used buffer that fits, else a new one."""
+        needed = blob.bound(job.chunk.size, job.element_size)
+        with suppress(IndexError):
+            buffer = self._free.popleft()
+            if needed <= buffer.size <= 2 * needed:
+                return buffer
+        return np.empty(needed, np.uint8)
+
+    def recycle(self, encoded: Sequence[Encoded]) -> None:
+        """Take back the memory of blobs that have been copied away."""
+        self._free.extend(e.buffer for e in encoded)
 
     def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
         """Begin to rebuild a batch."""
         return self._threads.start(_decode_chunk, jobs)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, drop the buffers."""
         self._threads.close()
+        self._free.clear()
 
 
 def default_threads() -> int:
@@ -141,19 +166,23 @@ def default_threads() -> int:
     return int(value)
 
 
-def encode_chunk(job: EncodeJob) -> Encoded:
-    """Delta or full by their sampled histograms, then the blob."""
-    full = planes.statistics(planes.histograms(planes.sample(job.chunk, job.element_size, job.layout)))
+def encode_chunk(job: EncodeJob, out: Bytes) -> Encoded:
+    """Delta or full by their sampled histograms, then the blob, into `out` (see `blob.bound`)."""
+    source, base, chosen = job.chunk, None, _statistics(job.chunk, job)
     if job.base is not None:
-        difference = np.bitwise_xor(job.chunk, job.base)
-        xor = planes.statistics(planes.histograms(planes.sample(difference, job.element_size, job.layout)))
+        difference = planes.scratch.room("difference", job.chunk.size)
+        np.bitwise_xor(job.chunk, job.base, out=difference)
+        xor = _statistics(difference, job)
         plane_bytes = job.chunk.size // job.element_size
-        full_bytes = blob.estimate_bytes(full.bits.tolist(), plane_bytes)
+        full_bytes = blob.estimate_bytes(chosen.bits.tolist(), plane_bytes)
         if delta.pays(blob.estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
-            return Encoded(
-                blob.encode(difference, job.element_size, job.layout, xor, job.digest, job.base_digest), True
-            )
-    return Encoded(blob.encode(job.chunk, job.element_size, job.layout, full, job.digest, None), False)
+            source, base, chosen = difference, job.base_digest, xor
+    data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
+    return Encoded(data, base is not None, out)
+
+
+def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
+    return planes.statistics(planes.histograms(planes.sample(source, job.element_size, job.layout)))
 
 
 def _decode_chunk(job: DecodeJob) -> None:

@@ -42,7 +42,7 @@ DEFAULT_FENCE_AFTER_S = 3600.0
 #: Each revision is one small durable put: they wait for the disk, not for a core.
 FORGET_THREADS = 8
 #: What else may lie there was put there by somebody else, and is left alone.
-_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
+OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def collect(
 def _sizes(store: ObjectStore) -> dict[str, int]:
     """Size of every pack and manifest, by key."""
     found = (info for prefix in ("packs/", "manifests/") for info in store.list(prefix))
-    return {info.key: info.size_bytes for info in found if _NAME.fullmatch(info.key)}
+    return {info.key: info.size_bytes for info in found if OBJECT_NAME.fullmatch(info.key)}
 
 
 def _standing_marks(store: ObjectStore) -> list[Mark]:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import blob
-from .digest import checksum
+from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError
 from .storage import ObjectStore
 
@@ -60,36 +60,48 @@ JOIN_MAX_BYTES = 16 * 1024 * 1024
 
 
 class PackWriter:
-    """Collects blobs; `seal` gives the pack's bytes."""
+    """Collects blobs in one buffer; `seal` gives the pack's bytes.
 
-    def __init__(self, save_id: bytes, rank: int, sequence: int, part: str) -> None:
-        self._pieces: list[bytes | bytearray] = [HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence)]
+    Args:
+        buffer: (n,) uint8 of an earlier pack to use again; it grows when it must.
+    """
+
+    def __init__(self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None) -> None:
+        self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
         self._entries: list[bytes] = []
         self._part = part
-        self.size_bytes = HEADER.size
+        self.size_bytes = 0
+        self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence))
 
-    def append(self, data: bytearray) -> tuple[int, int]:
+    def _write(self, data: bytes | memoryview) -> None:
+        end = self.size_bytes + len(data)
+        if end > self.buffer.size:
+            grown = np.empty(max(end, 2 * self.buffer.size), np.uint8)
+            grown[: self.size_bytes] = self.buffer[: self.size_bytes]
+            self.buffer = grown
+        self.buffer[self.size_bytes : end] = np.frombuffer(data, np.uint8)
+        self.size_bytes = end
+
+    def append(self, data: memoryview) -> tuple[int, int]:
         """Add a blob; its (offset, length) in the pack."""
         offset, length = self.size_bytes, len(data)
         fields = blob.HEADER.unpack_from(data)
         _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
-        plane_bytes = blob.stored_plane_bytes(data)
-        padding = -length % blob.ALIGNMENT
-        self._pieces.extend([data, bytes(padding)] if padding else [data])
+        self._write(data)
+        self._write(bytes(-length % blob.ALIGNMENT))
         self._entries.append(
             struct.pack("<QIIBB6x8s16s16s8I", offset, length, raw_bytes, transform, element_size, codec_ids,
-                        chunk_digest, base, *plane_bytes)
+                        chunk_digest, base, *blob.stored_plane_bytes(data))
         )  # fmt: skip
-        self.size_bytes += length + padding
         return offset, length
 
-    def seal(self) -> bytearray:
-        """All bytes of the pack; the writer is empty afterwards."""
-        name = self._part.encode()
+    def seal(self) -> memoryview:
+        """All bytes of the pack, in `buffer`; nothing can be added any more."""
+        start, name = self.size_bytes, self._part.encode()
         footer = b"".join(self._entries) + name
-        trailer = TRAILER.pack(self.size_bytes, len(self._entries), len(name), checksum(footer), FOOTER_MAGIC)
-        pieces, self._pieces = self._pieces, []
-        return bytearray().join([*pieces, footer, trailer])
+        self._write(footer)
+        self._write(TRAILER.pack(start, len(self._entries), len(name), checksum(footer), FOOTER_MAGIC))
+        return self.buffer[: self.size_bytes].data
 
 
 @dataclass(frozen=True, slots=True)

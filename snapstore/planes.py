@@ -7,6 +7,7 @@ strided copy of bytes gives 3.6 and a transpose 0.7 - 1.3 (docs/design/cpu-engin
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,24 @@ SAMPLE_RUN = 512
 SAMPLE_EVERY = 16
 
 
-def split(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
+class Scratch(threading.local):
+    """Memory that a thread uses again for every chunk: fresh pages cost more than what is done in them."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Bytes] = {}
+
+    def room(self, purpose: str, nbytes: int) -> Bytes:
+        """(nbytes,) uint8, this thread's until it asks again for the same purpose."""
+        room = self._rooms.get(purpose)
+        if room is None or room.size < nbytes:
+            room = self._rooms[purpose] = np.empty(nbytes, np.uint8)
+        return room[:nbytes]
+
+
+scratch = Scratch()
+
+
+def split(chunk: Bytes, element_size: int, layout: int = BYTES, out: Bytes | None = None) -> Bytes:
     """Planes of a chunk.
 
     Args:
@@ -30,6 +48,7 @@ def split(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
         element_size: 1, 2, 4 or 8.
         layout: BYTES, or ROTATED for floats: each element is rotated left by one bit first, so that the sign bit, which
             is noise, leaves the exponent to a plane of its own.
+        out: (r,) uint8 to put them in; None: new memory.
 
     Returns:
         (element_size, r / element_size) uint8; a view of `chunk` for element size 1.
@@ -37,8 +56,8 @@ def split(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
     if element_size == 1:
         return chunk.reshape(1, -1)
     elements = chunk.view(_UNSIGNED[element_size])
-    planes = np.empty((element_size, elements.size), np.uint8)
-    shifted = np.empty_like(elements)
+    planes = (np.empty(chunk.size, np.uint8) if out is None else out).reshape(element_size, -1)
+    shifted = scratch.room("shifted", chunk.size).view(elements.dtype)
     for k in range(element_size):
         if layout == BYTES or k:
             np.right_shift(elements, 8 * k - layout, out=shifted)

@@ -34,6 +34,8 @@ BATCH_BYTES = 16 * 1024 * 1024
 BATCH_CHUNKS = 1024
 #: Packs being hashed and put while the next ones fill; each is held in memory.
 PUTS_IN_FLIGHT = 2
+#: Room in a pack's buffer for the blob that fills it and for the footer; a larger pack makes its buffer grow.
+PACK_SLACK_BYTES = 2 * 1024 * 1024
 
 #: What reading a damaged repository raises.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
@@ -159,7 +161,7 @@ def _write_manifests(
     return written
 
 
-def _put_once(store: ObjectStore, key: str, data: bytes | bytearray) -> None:
+def _put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object; one that is there already is this very one (a lost response, repeated)."""
     with suppress(AlreadyExistsError):
         store.put(key, data)
@@ -197,6 +199,7 @@ class _Chunks:
         self._part = ""
         self._writer: PackWriter | None = None
         self._putters = Threads(PUTS_IN_FLIGHT)
+        self._free: list[Bytes] = []  # buffers of packs that have been put
         self._puts: list[tuple[int, Callable[[], list[tuple[str, int]]]]] = []
         self.packs = list(bases.packs)  # own packs follow; their names are known once they are put
         self.pack_sizes = list(bases.pack_sizes)
@@ -334,10 +337,14 @@ class _Chunks:
             return
         rows, _, candidates, batch, encoding = self._encoding
         self._encoding = None
-        for row, candidate, encoded in zip(rows, candidates, encoding(), strict=True):
+        made = encoding()
+        for row, candidate, encoded in zip(rows, candidates, made, strict=True):
             if self._writer is None:
                 sequence = len(self.packs) - len(self.bases.packs)
-                self._writer = PackWriter(self._save_id, self._rank, sequence, self._part)
+                buffer = (
+                    self._free.pop() if self._free else np.empty(self._plan.pack_bytes + PACK_SLACK_BYTES, np.uint8)
+                )
+                self._writer = PackWriter(self._save_id, self._rank, sequence, self._part, buffer)
                 self.packs.append("")
                 self.pack_sizes.append(0)
             offset, length = self._writer.append(encoded.data)
@@ -346,6 +353,7 @@ class _Chunks:
             self.new_chunks += 1
             if self._writer.size_bytes >= self._plan.pack_bytes:
                 self._seal()
+        self._engine.recycle(made)
         for part, tensor, start, chunk in zip(batch.part, batch.tensor, batch.start, batch.chunk, strict=True):
             self._on_chunk(part, tensor, start, chunk)
 
@@ -364,6 +372,7 @@ class _Chunks:
         data = writer.seal()
         name = hashlib.sha256(data).hexdigest()
         _put_once(self._store, pack_key(name), data)
+        self._free.append(writer.buffer)
         return name, len(data)
 
     def start_put(self, key: str, data: bytes) -> Callable[[], object]:

@@ -46,7 +46,8 @@ def xor(chunk, base):
 
 def forge_blob(source, chunk_digest, base, element_size=1):
     statistics = planes.statistics(planes.histograms(planes.split(source, element_size)))
-    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base))
+    out = np.empty(blob.bound(source.size, element_size), np.uint8)
+    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base, out))
 
 
 FIELDS = (
@@ -83,7 +84,7 @@ class World:
     def pack(self, *blobs, size_bytes=None):
         """Put a pack; [(number, offset, length)] of its blobs."""
         writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
-        places, pieces, at = [], [bytes(writer._pieces[0])], pack.HEADER.size
+        places, pieces, at = [], [writer.buffer[: pack.HEADER.size].tobytes()], pack.HEADER.size
         for data in blobs:
             places.append((len(self.packs), at, len(data)))
             pieces += [data, bytes(-len(data) % 8)]

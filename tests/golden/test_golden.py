@@ -146,7 +146,8 @@ def decode(blobs, wanted):
 
 def encode(source, element_size, layout, chunk_digest, base):
     statistics = planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))
-    return bytes(blob.encode(source, element_size, layout, statistics, chunk_digest, base))
+    out = np.empty(blob.bound(source.size, element_size), np.uint8)
+    return bytes(blob.encode(source, element_size, layout, statistics, chunk_digest, base, out))
 
 
 def test_blobs():

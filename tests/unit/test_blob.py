@@ -29,7 +29,8 @@ def content(kind, size, seed=0):
 
 def encode(source, element_size, chunk_digest, base, layout=planes.ROTATED):
     statistics = planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))
-    return blob.encode(source, element_size, layout, statistics, chunk_digest, base)
+    out = np.empty(blob.bound(source.size, element_size), np.uint8)
+    return bytearray(blob.encode(source, element_size, layout, statistics, chunk_digest, base, out))
 
 
 def full(chunk, element_size=4, layout=planes.ROTATED):

@@ -12,7 +12,7 @@ import xxhash
 
 from snapstore import blob, planes
 from snapstore.digest import digest
-from snapstore.engine import CpuEngine, DecodeJob, EncodeJob, Threads, default_threads, encode_chunk
+from snapstore.engine import CpuEngine, DecodeJob, Encoded, EncodeJob, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
 
 
@@ -21,6 +21,10 @@ def engine():
     made = CpuEngine(2)
     yield made
     made.close()
+
+
+def encoded(job: EncodeJob) -> Encoded:
+    return encode_chunk(job, np.empty(blob.bound(job.chunk.size, job.element_size), np.uint8))
 
 
 def noise(size, seed=0):
@@ -60,7 +64,7 @@ def test_a_delta_is_stored_where_it_pays():
         job = EncodeJob(
             chunk, digest(chunk), 4, planes.ROTATED, base.view(np.uint8), digest(base.view(np.uint8)), 70_000
         )
-        made = encode_chunk(job)
+        made = encoded(job)
         header = blob.parse(memoryview(made.data), "x")
         assert made.is_delta is expected
         assert header.base == (digest(base.view(np.uint8)) if expected else blob.NO_BASE)
@@ -68,24 +72,24 @@ def test_a_delta_is_stored_where_it_pays():
     long_chain = EncodeJob(
         near, digest(near), 4, planes.ROTATED, base.view(np.uint8), digest(base.view(np.uint8)), 10**6
     )
-    assert not encode_chunk(long_chain).is_delta
+    assert not encoded(long_chain).is_delta
 
 
 def test_a_delta_is_smaller_and_decodes():
     base = weights(20_000).view(np.uint8)
     chunk = changed(weights(20_000))
-    full = encode_chunk(EncodeJob(chunk, digest(chunk), 4))
-    xor = encode_chunk(EncodeJob(chunk, digest(chunk), 4, planes.ROTATED, base, digest(base), 70_000))
+    full = encoded(EncodeJob(chunk, digest(chunk), 4))
+    xor = encoded(EncodeJob(chunk, digest(chunk), 4, planes.ROTATED, base, digest(base), 70_000))
     assert len(xor.data) < 0.7 * len(full.data)
     out = np.empty_like(chunk)
-    chain = [memoryview(xor.data), memoryview(encode_chunk(EncodeJob(base, digest(base), 4)).data)]
+    chain = [memoryview(xor.data), memoryview(encoded(EncodeJob(base, digest(base), 4)).data)]
     blob.decode_chain(chain, ["a", "b"], digest(chunk), out)
     np.testing.assert_array_equal(out, chunk)
 
 
 def test_an_unchanged_chunk_costs_next_to_nothing():
     base = weights(200_000).view(np.uint8)
-    made = encode_chunk(EncodeJob(base, digest(base), 4, planes.ROTATED, base, digest(base), 700_000))
+    made = encoded(EncodeJob(base, digest(base), 4, planes.ROTATED, base, digest(base), 700_000))
     assert made.is_delta
     assert len(made.data) < 3000
 

@@ -28,14 +28,15 @@ class Counting(MemoryStore):
 def a_blob(size, element_size=2, seed=0, base=None):
     chunk = np.random.default_rng(seed).geometric(0.3, size * element_size).astype(np.uint8)
     statistics = planes.statistics(planes.histograms(planes.split(chunk, element_size)))
-    return blob.encode(chunk, element_size, planes.BYTES, statistics, digest(chunk), base)
+    out = np.empty(blob.bound(chunk.size, element_size), np.uint8)
+    return blob.encode(chunk, element_size, planes.BYTES, statistics, digest(chunk), base, out)
 
 
 def a_pack(blobs, part="model", rank=3, sequence=7):
     writer = pack.PackWriter(SAVE, rank, sequence, part)
     places = [writer.append(data) for data in blobs]
     size = writer.size_bytes
-    data = writer.seal()
+    data = bytes(writer.seal())
     assert len(data) == size + 96 * len(blobs) + len(part.encode()) + 32
     return data, places
 

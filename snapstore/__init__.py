@@ -7,10 +7,10 @@
 
 The data path, and the modules that are its stages:
 
-    save     state.py flatten -> staging.py copy -> chunking.py split -> digest.py -> delta.py known? base?
+    save     state/ flatten -> staging.py copy -> chunking.py split -> digest.py -> delta.py known? base?
              -> planes.py -> codecs/ -> blob.py -> pack.py -> storage/ put -> manifest.py -> records.py -> index.py
     restore  records.py -> manifest.py -> pack.py get ranges -> blob.py decode, patch the chain in plane space, verify
-             -> target.py put together
+             -> state/ put together
 
 `save.py` and `restore.py` tell these two stories; `writer.py` and `fetch.py` run their middles in batches on an engine
 (`engine.py`). `session.py` and `gc.py` are the protocol that keeps saves and deletions apart, `retention.py` says what
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         KeepWithin,
         KeepYearly,
     )
-    from .rng import RngState
+    from .state.rng import RngState
 
 _HOME = {
     "AlreadyExistsError": "errors",
@@ -74,7 +74,7 @@ _HOME = {
     "KeepYearly": "retention",
     "NotFoundError": "errors",
     "Repository": "repository",
-    "RngState": "rng",
+    "RngState": "state.rng",
     "SaveHandle": "manager",
     "SaveOptions": "repository",
     "Snapshot": "records",

@@ -195,8 +195,8 @@ class _Check:
     def _tree(self, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
         """The trees, the tensors and the parts belong together."""
         from .restore import spec_of
-        from .tensors import StoredPart
-        from .tree import decode
+        from .state.tensors import StoredPart
+        from .state.tree import decode
 
         try:
             decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])

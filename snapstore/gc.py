@@ -275,13 +275,13 @@ def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: Gc
     over = session_id in LEFT_OVER or held is False
     if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False
-    _fence(store, session)
+    _fence(store, key, session)
     LEFT_OVER.discard(session_id)
     result.fenced.append(session_id)
     return True
 
 
-def _fence(store: ObjectStore, session: Session) -> None:
+def _fence(store: ObjectStore, key: str, session: Session) -> None:
     """Create the dead save's record as aborted, so that it can never commit; if it has committed, that stands."""
     parsed = records.parse_record_key(session.key)
     if parsed is not None:
@@ -292,7 +292,7 @@ def _fence(store: ObjectStore, session: Session) -> None:
         )  # fmt: skip
         with suppress(AlreadyExistsError):
             store.put(aborted.key, records.encode(aborted))
-    store.release(f"sessions/{session.id}")
+    store.release(key)  # the key that was listed, not what the object says of itself
 
 
 def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> None:

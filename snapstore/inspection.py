@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from . import codecs, manifest, pack, records
-from .containers import CONTAINERS, Path, children, display
 from .digest import Bytes
 from .engine import Engine
 from .fetch import Fetcher, Wanted
@@ -24,9 +23,10 @@ from .index import Index
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
 from .restore import check_layout, read_manifests, spec_of
+from .state.containers import CONTAINERS, Path, children, display
+from .state.tensors import Slot, StoredPart, TensorSpec
+from .state.tree import decode, encode_plain
 from .storage import ObjectStore
-from .tensors import Slot, StoredPart, TensorSpec
-from .tree import decode, encode_plain
 
 # --- stats -----------------------------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class SnapshotManager:
 
     def _begin(self, request: SaveRequest, state: Any, started: float) -> SaveHandle:
         from . import chunking
-        from .state import flatten
+        from .state.flatten import flatten
 
         parts = flatten(state)
         handle = SaveHandle()

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from .errors import FormatError, IntegrityError, InvalidInputError
+from .state.tree import decode_plain
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -92,7 +93,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     manifests: list[ManifestRef] = []
     tags: list[str] = []
     metrics: dict[str, float] = {}
-    metadata: Any = None
+    metadata_node: Any = msgspec.field(default=None, name="metadata")
     created: float = 0.0
     generation: int = 0
     depth: int = 0
@@ -109,6 +110,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """The key of this revision in the store."""
         return record_key(self.run, self.step, self.id, self.revision)
+
+    @property
+    def metadata(self) -> Any:
+        """What the caller of `save` wanted kept beside it.
+
+        Raises:
+            FormatError: the record holds no plain value there.
+        """
+        return decode_plain(self.metadata_node)
 
     @property
     def ref(self) -> str:
@@ -133,7 +143,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     bases: list[str]
     metrics: dict[str, float]
-    metadata: Any  # a node of docs/format.md, "Tree"
+    metadata_node: Any  # a node of docs/format.md, "Tree"
     tags: list[str]
     full: bool
 

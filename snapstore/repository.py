@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .inspection import Diff, Stats
     from .manifest import Manifest
     from .staging import Staging
-    from .state import Part
+    from .state.flatten import Part
 
 log = logging.getLogger("snapstore")
 KNOWN_FEATURES: frozenset[str] = frozenset()
@@ -239,7 +239,7 @@ class Repository:
         """
         request = self.request(run, step, parent, bases, metrics, metadata, tags, full)
         from .staging import Staging
-        from .state import flatten
+        from .state.flatten import flatten
 
         started = time.monotonic()
         return self.write(request, flatten(state), staging=Staging(keep_base=False), copies=None, started=started)
@@ -259,7 +259,7 @@ class Repository:
             run=run, step=check_step(step), tags=sorted({_check_tag(tag) for tag in tags}),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
-            metrics=_check_metrics(metrics or {}), metadata=_encode_metadata(metadata), full=full or bool(tags),
+            metrics=_check_metrics(metrics or {}), metadata_node=_encode_metadata(metadata), full=full or bool(tags),
         )  # fmt: skip
 
     def write(
@@ -530,7 +530,7 @@ def _check_tag(name: str) -> str:
 def _encode_metadata(metadata: Any) -> Any:
     if metadata is None:
         return None
-    from .tree import encode_plain
+    from .state.tree import encode_plain
 
     encoded = encode_plain(metadata)
     size_bytes = len(msgspec.msgpack.encode(encoded))

@@ -17,10 +17,10 @@ from .errors import FormatError
 from .fetch import Fetcher, Wanted
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
-from .selection import parts_needed
+from .state.selection import parts_needed
+from .state.target import Target
+from .state.tensors import StoredPart, TensorSpec
 from .storage import ObjectStore
-from .target import Target
-from .tensors import StoredPart, TensorSpec
 
 
 def restore(

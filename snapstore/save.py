@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 from . import records, writer
-from .arrays import as_bytes
 from .delta import Bases
 from .digest import Bytes
 from .engine import Engine
@@ -20,7 +19,8 @@ from .manifest import Manifest
 from .records import SaveRequest, Snapshot
 from .session import Session
 from .staging import Staging
-from .state import Part
+from .state.arrays import as_bytes
+from .state.flatten import Part
 from .storage import ObjectStore
 from .writer import Plan, Written
 
@@ -55,9 +55,10 @@ def save(
             written = _write(store, engine, session, parts, copies, bases, staging, plan)
         total_s = time.monotonic() - started
         snapshot = session.commit(
-            manifests=written.manifests, tags=request.tags, metrics=request.metrics, metadata=request.metadata,
-            created=time.time(), generation=bases.generation, depth=written.depth, chunks=written.chunks,
-            new_chunks=written.new_chunks, logical_bytes=written.logical_bytes, stored_bytes=written.stored_bytes,
+            manifests=written.manifests, tags=request.tags, metrics=request.metrics,
+            metadata_node=request.metadata_node, created=time.time(), generation=bases.generation,
+            depth=written.depth, chunks=written.chunks, new_chunks=written.new_chunks,
+            logical_bytes=written.logical_bytes, stored_bytes=written.stored_bytes,
             stall_s=total_s if stall_s is None else stall_s, total_s=total_s,
         )  # fmt: skip
     staging.commit(snapshot.id, copied=copies is not None)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .arrays import copy_into
 from .digest import Bytes
-from .state import Part
+from .state.arrays import copy_into
+from .state.flatten import Part
 
 #: Part, path, and which of the tensors of that path: keys such as 1.0 and "1.0" look alike in a path.
 Key = tuple[str, tuple[str | int, ...], int]

@@ -25,9 +25,9 @@ from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, PackWriter
 from .records import ManifestRef, manifest_key, pack_key
 from .session import Session
-from .state import Part
+from .state.flatten import Part
+from .state.tensors import TensorSpec
 from .storage import ObjectStore
-from .tensors import TensorSpec
 
 log = logging.getLogger("snapstore")
 BATCH_BYTES = 16 * 1024 * 1024

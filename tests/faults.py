@@ -220,9 +220,8 @@ def save(repository: Repository, run: str, step: int, version: int, **options: A
 
 def version_of(snapshot: Snapshot) -> tuple[str, int]:
     """(run, version) whose `values` a snapshot must hold."""
-    from snapstore.tree import decode_plain
 
-    run, version = decode_plain(snapshot.metadata)
+    run, version = snapshot.metadata
     return run, version
 
 

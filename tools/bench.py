@@ -92,14 +92,18 @@ def compare(name: str, snapshots: int, every: int) -> tuple[list[Figure], list[d
 
             turns: list[tuple[str, Callable[[], Any]]] = [("snapstore", ours)]
             for peer in everyone:
-                turns.append((peer.name, lambda peer=peer, tree=tree: peer.save(tree, folder / f"{peer.name}-{number}")))
+                turns.append(
+                    (peer.name, lambda peer=peer, tree=tree: peer.save(tree, folder / f"{peer.name}-{number}"))
+                )
             shift = number % len(turns)
             for who, call in turns[shift:] + turns[:shift]:
                 saves.setdefault(who, []).append(timed(call))
                 written = history[-1].stored_bytes if who == "snapstore" else stored_bytes(folder / f"{who}-{number}")
                 stored.setdefault(who, []).append(written)
             bound.add(tree)
-            print(f"  {name} step {step}: " + ", ".join(f"{w} {b[-1] / size:.3f}" for w, b in stored.items()), flush=True)
+            print(
+                f"  {name} step {step}: " + ", ".join(f"{w} {b[-1] / size:.3f}" for w, b in stored.items()), flush=True
+            )
         loads: dict[str, list[float]] = {}
         for _ in range(3):
             for peer in everyone:
@@ -129,7 +133,8 @@ def _figures(
     ours = sum(stored["snapstore"])
     best = min(sum(b) for who, b in stored.items() if who != "snapstore")
     fewer = all(
-        mine < min(b[i] for who, b in stored.items() if who != "snapstore") for i, mine in enumerate(stored["snapstore"])
+        mine < min(b[i] for who, b in stored.items() if who != "snapstore")
+        for i, mine in enumerate(stored["snapstore"])
     )
     speed = median["torch.save + zstd -3"] / median["snapstore"]
     flat = statistics.median(loads["snapstore depth 0"])
@@ -343,7 +348,11 @@ def to_markdown(report: dict[str, Any]) -> str:
         met = {True: "yes", False: "**no**", None: ""}[f["met"]]
         lines.append(f"| {f['name']} | {f['value']:.3g} {f['unit']} | {f['goal']} | {met} |")
     if report["peers"]:
-        lines += ["", "| series | who | logical / stored | stored MB | save MB/s | restore MB/s |", "|---|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| series | who | logical / stored | stored MB | save MB/s | restore MB/s |",
+            "|---|---|---|---|---|---|",
+        ]
         for r in report["peers"]:
             lines.append(
                 f"| {r['series']} | {r['who']} | {r['ratio']:.3f} | {r['stored_MB']} | {r['save_MBps']} | {r['restore_MBps']} |"

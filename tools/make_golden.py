@@ -23,7 +23,7 @@ import torch
 
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions
 from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
-from snapstore.tensors import TORCH_DTYPES
+from snapstore.state.tensors import TORCH_DTYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 200 * 1024

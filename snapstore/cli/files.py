@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..containers import CONTAINERS, children, display
 from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError
+from ..state.containers import CONTAINERS, children, display
 
 if TYPE_CHECKING:
     import torch

@@ -89,7 +89,6 @@ def show(shell: Shell, ref: Ref) -> None:
     """Show one snapshot: record, lineage, tensors, reasons."""
     with shell.repository() as repository:
         from .. import manifest
-        from ..tree import decode_plain
 
         view = repository.view()
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
@@ -100,7 +99,7 @@ def show(shell: Shell, ref: Ref) -> None:
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
-    metadata = plain(decode_plain(snapshot.metadata)) if snapshot.metadata is not None else None
+    metadata = plain(snapshot.metadata)
     if shell.as_json:
         manifests = [
             {"part": m.part, "rank": m.rank, "sha256": m.sha256, "size_bytes": m.size_bytes,
@@ -118,8 +117,8 @@ def show(shell: Shell, ref: Ref) -> None:
 
 
 def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
-    from ..containers import display
     from ..restore import spec_of
+    from ..state.containers import display
 
     for entry in m.tensors:
         yield {

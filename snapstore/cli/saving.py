@@ -137,9 +137,7 @@ def restore(
 
 def _about(snapshot: Snapshot) -> dict[str, str]:
     """The metadata of the .safetensors file that a snapshot was saved from."""
-    from ..tree import decode_plain
-
-    metadata: Any = decode_plain(snapshot.metadata) if snapshot.metadata is not None else None
+    metadata: Any = snapshot.metadata
     about = metadata.get("safetensors") if isinstance(metadata, dict) else None
     if not isinstance(about, dict):
         return {}

@@ -14,8 +14,8 @@ from snapstore import blob, manifest, pack, records
 from snapstore.digest import checksum, digest
 from snapstore.errors import FormatError, IntegrityError, NotFoundError
 from snapstore.records import Config, Mark, Policy, Session, Snapshot
+from snapstore.state.tree import _READERS
 from snapstore.storage.memory import MemoryStore
-from snapstore.tree import _READERS
 
 OURS = (FormatError, IntegrityError, NotFoundError)
 A, B = noise(1), noise(2)
@@ -53,7 +53,7 @@ OBJECTS = [
     Config(uuid="a" * 32, version=1, chunk_bytes=1024, features=["x"], created=1.0, writer="me"),
     Snapshot(
         id="a" * 32, run="r", step=1, seq=2, state="committed", write_id="b", tags=["t"], metrics={"m": 1.5},
-        metadata=["dict", ["a"], [1]],
+        metadata_node=["dict", ["a"], [1]],
         manifests=[records.ManifestRef(part="p", rank=0, sha256="0" * 64, size_bytes=1, logical_bytes=2)],
     ),
     Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),

@@ -29,7 +29,7 @@ from faults import (
     save,
 )
 
-from snapstore import KeepLast, Repository, SnapstoreError, StorageError
+from snapstore import KeepLast, Repository, SnapstoreError, StorageError, StorageFullError
 from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -290,3 +290,79 @@ def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
         store.release("sessions/" + "1" * 32)
         repository.gc()
     check_clean(store)
+
+
+@pytest.mark.parametrize("verb", ["forget", "gc"])
+def test_a_listing_is_settled_before_it_is_acted_upon(verb, monkeypatch):
+    """Listed, then made durable: settled first, a record that appears in between could still be lost to a power cut."""
+    one_thread(monkeypatch)
+    prepare, act = VERBS[verb]
+    store = FaultStore(clone(prepare()))
+    with opened(store) as repository:
+        begin = len(store.log)
+        act(repository)
+    log = store.log[begin:]
+    acts = [i for i, (op, key) in enumerate(log) if (op, key[:10]) == ("put", "snapshots/") or op == "delete"]
+    listed = max(i for i in range(acts[0]) if log[i] == ("list", "snapshots/"))
+    assert ("settle", "snapshots/a/") in log[listed : acts[0]]
+
+
+def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
+    one_thread(monkeypatch)
+    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    store = FaultStore(clone(history()))
+    real = store.inner.touch
+
+    def touch(key: str) -> None:
+        raise StorageError("503")
+
+    with opened(store) as repository:
+        monkeypatch.setattr(store.inner, "touch", touch)
+        save(repository, "a", 4, 4)
+        monkeypatch.setattr(store.inner, "touch", real)
+        save(repository, "a", 5, 5)
+        repository.gc()
+    assert "touch" in {operation for operation, _ in store.log}
+    check_clean(store.inner)
+
+
+def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
+    """The first PUT of the record timed out and may land yet; the second finds the disk full: nothing is known."""
+    one_thread(monkeypatch)
+    store = FaultStore(clone(history()))
+    answers = [StorageError("timed out"), *[StorageFullError("full")] * 9]
+    real = store.inner.put
+
+    def put(key: str, data: bytes) -> None:
+        if key.startswith("snapshots/"):
+            raise answers.pop(0)
+        real(key, data)
+
+    with opened(store) as repository:
+        monkeypatch.setattr(store.inner, "put", put)
+        with pytest.raises(StorageError, match="could not be taken back"):
+            save(repository, "a", 4, 4)
+        assert keys_of(store.inner, "sessions/")  # it keeps the packs safe
+        monkeypatch.setattr(store.inner, "put", real)
+        assert len(repository.gc().fenced) == 1
+    check_clean(store.inner)
+
+
+def test_full_at_the_commit_is_refused_for_certain(monkeypatch):
+    one_thread(monkeypatch)
+    store = FaultStore(clone(history()))
+    real = store.inner.put
+
+    def put(key: str, data: bytes) -> None:
+        if key.startswith("snapshots/"):
+            raise StorageFullError("full")
+        real(key, data)
+
+    with opened(store) as repository:
+        monkeypatch.setattr(store.inner, "put", put)
+        with pytest.raises(StorageFullError):
+            save(repository, "a", 4, 4)
+        assert keys_of(store.inner, "sessions/") == []
+        monkeypatch.setattr(store.inner, "put", real)
+        repository.gc()
+    check_clean(store.inner)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from snapstore.arrays import as_bytes, copy_into
-from snapstore.selection import parts_needed
-from snapstore.state import flatten
-from snapstore.target import Target
-from snapstore.tensors import TORCH_DTYPES, StoredPart, TensorSpec
-from snapstore.tree import encode_plain
+from snapstore.state.arrays import as_bytes, copy_into
+from snapstore.state.flatten import flatten
+from snapstore.state.selection import parts_needed
+from snapstore.state.target import Target
+from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.tree import encode_plain
 
 
 def packed(value):

@@ -8,9 +8,9 @@ import torch
 from states import again, random_tensor, same
 from torch import nn
 
-from snapstore.arrays import as_bytes
-from snapstore.state import flatten
-from snapstore.tensors import TORCH_DTYPES
+from snapstore.state.arrays import as_bytes
+from snapstore.state.flatten import flatten
+from snapstore.state.tensors import TORCH_DTYPES
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)

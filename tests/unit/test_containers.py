@@ -5,7 +5,7 @@ import collections
 import msgspec
 from states import bits
 
-from snapstore.containers import display, like, step
+from snapstore.state.containers import display, like, step
 
 
 def test_paths():

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore import blob, chunking, codecs, containers, manifest, pack, planes, records, tensors, tree
+from snapstore import blob, chunking, codecs, manifest, pack, planes, records
 from snapstore.codecs import deflate, zstd
+from snapstore.state import containers, tensors, tree
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -78,7 +79,7 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
     ("title", "kind", "more"),
     [
         ("config", records.Config, set()),
-        ("record", records.Snapshot, STATES | set(records.ManifestRef.__struct_fields__)),
+        ("record", records.Snapshot, STATES | set(records.ManifestRef.__struct_encode_fields__)),
         ("session", records.Session, set()),
         ("policy", records.Policy, {"kind"}),
         ("mark", records.Mark, set()),
@@ -88,8 +89,8 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
 )
 def test_keys_of_small_objects(title, kind, more):
     text = re.search(rf"\*\*{title}\*\*(.*?)(?=\n- \*\*|\*\*wait|\*\*done|\n\n)", section("Envelope"), re.S)[1]
-    assert set(names_in(text)) - more == set(kind.__struct_fields__) - more
-    assert set(kind.__struct_fields__) <= set(names_in(text))
+    assert set(names_in(text)) - more == set(kind.__struct_encode_fields__) - more
+    assert set(kind.__struct_encode_fields__) <= set(names_in(text))
 
 
 def test_states():
@@ -165,7 +166,7 @@ def test_manifest_prefix():
 
 def test_manifest_header():
     text = re.search(r"^Header: (.*?)\n\n", section("Manifest"), re.S | re.M)[1]
-    assert names_in(text) == list(manifest.ManifestHeader.__struct_fields__)
+    assert names_in(text) == list(manifest.ManifestHeader.__struct_encode_fields__)
 
 
 def test_sections():
@@ -194,10 +195,10 @@ def test_tensor_entries_and_boxes():
     named = [
         name for name in names_in(entry.split("]. ")[0] + "]") if name not in ("tensor", "parameter", "array", "bytes")
     ]
-    assert named == list(manifest.TensorEntry.__struct_fields__)
+    assert named == list(manifest.TensorEntry.__struct_encode_fields__)
     assert names_in(box.split("]")[0]) == ["offsets", "sizes"]
     assert re.search(r"\[`offsets`, `sizes`, first chunk, number of\s+chunks\]", box)
-    assert manifest.Box.__struct_fields__ == ("offsets", "sizes", "first_chunk", "chunks")
+    assert manifest.Box.__struct_encode_fields__ == ("offsets", "sizes", "first_chunk", "chunks")
     assert "bfloat16" in tensors.TORCH_DTYPES
     assert "`bfloat16`" in entry + box
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
-from snapstore.state import flatten
+from snapstore.state.flatten import flatten
 
 OPTIMIZERS = [
     kind

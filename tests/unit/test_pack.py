@@ -36,7 +36,7 @@ def a_pack(blobs, part="model", rank=3, sequence=7):
     writer = pack.PackWriter(SAVE, rank, sequence, part)
     places = [writer.append(data) for data in blobs]
     size = writer.size_bytes
-    data = bytes(writer.seal())
+    data = bytearray(writer.seal())
     assert len(data) == size + 96 * len(blobs) + len(part.encode()) + 32
     return data, places
 

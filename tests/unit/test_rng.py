@@ -8,7 +8,7 @@ import torch
 from states import Loader, Saved
 
 from snapstore.errors import InvalidInputError
-from snapstore.rng import RngState
+from snapstore.state.rng import RngState
 
 
 def draw():

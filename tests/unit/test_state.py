@@ -10,7 +10,7 @@ from states import Saved, again, same
 from torch import nn
 
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
-from snapstore.state import flatten
+from snapstore.state.flatten import flatten
 
 # --- parts
 

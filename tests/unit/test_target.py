@@ -11,8 +11,8 @@ from states import Saved, again, random_tensor, same
 from torch import nn
 
 from snapstore.errors import FormatError, InvalidInputError
-from snapstore.target import Target
-from snapstore.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.target import Target
+from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 
 dtypes = st.sampled_from(sorted(TORCH_DTYPES))
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)

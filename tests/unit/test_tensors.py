@@ -4,8 +4,8 @@ import pytest
 from states import spec
 
 from snapstore.errors import FormatError
-from snapstore.tensors import StoredPart, numpy_dtype
-from snapstore.tree import decode
+from snapstore.state.tensors import StoredPart, numpy_dtype
+from snapstore.state.tree import decode
 
 
 @pytest.mark.parametrize(

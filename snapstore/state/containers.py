@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .errors import InvalidInputError
+from ..errors import InvalidInputError
 
 Path = tuple[str | int, ...]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
-from .errors import CapabilityError, UnsupportedLeafError
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..errors import InvalidInputError, NotFoundError
 from .containers import CONTAINERS, Path, children, display, leaves, like, shown
-from .errors import InvalidInputError, NotFoundError
 
 
 class Selection:

@@ -11,8 +11,8 @@ import sys
 import types
 from typing import Any
 
+from ..errors import InvalidInputError
 from .containers import CONTAINERS, Path, shown
-from .errors import InvalidInputError
 from .tensors import is_array
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import FormatError, InvalidInputError
 from .arrays import as_bytes, assign, extent_of, from_bytes, memory_key, memory_view, new_array
 from .containers import CONTAINERS, Path, children, like, shown
-from .errors import FormatError, InvalidInputError
 from .selection import Selection
 from .tensors import Slot, StoredPart, TensorSpec, family
 

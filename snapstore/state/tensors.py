@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import FormatError
 from .containers import INT_MAX, Path, shown
-from .errors import FormatError
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]; a recursive alias buys nothing over msgpack's Any
 

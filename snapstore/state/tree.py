@@ -46,8 +46,8 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
+from ..errors import FormatError, InvalidInputError, UnsupportedLeafError
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_DEPTH, Path, children, is_mapping, shown, step
-from .errors import FormatError, InvalidInputError, UnsupportedLeafError
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, is_array, numpy_dtype, numpy_dtype_name
 
 INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they are cut into chunks

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from ..errors import InvalidInputError, SnapstoreError
 from .arrays import cannot_take, dtype_name
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
-from .errors import InvalidInputError, SnapstoreError
 from .filling import Filling
 from .objects import is_stateful, is_strict_module, state_of
 from .selection import Selection

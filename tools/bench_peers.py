@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -78,25 +79,27 @@ def _safetensors_load(path: Path) -> Any:
 
 def _dcp_save(extensions: list[Any] | None) -> Callable[[Tree, Path], None]:
     def save(tree: Tree, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict_saver
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         shutil.rmtree(path, ignore_errors=True)
-        writer = dcp.FileSystemWriter(path, thread_count=THREADS, _extensions=extensions)
+        writer = FileSystemWriter(path, thread_count=THREADS, _extensions=extensions)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"flat": _flat(tree)}, storage_writer=writer, no_dist=True)
+            state_dict_saver.save({"flat": _flat(tree)}, storage_writer=writer, no_dist=True)
 
     return save
 
 
 def _dcp_load(like: dict[str, torch.Tensor]) -> Callable[[Path], Any]:
     def load(path: Path) -> Any:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict_loader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         into = {"flat": {name: torch.empty_like(tensor) for name, tensor in like.items()}}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            state_dict_loader.load(into, storage_reader=FileSystemReader(path), no_dist=True)
         return into
 
     return load
@@ -105,8 +108,11 @@ def _dcp_load(like: dict[str, torch.Tensor]) -> Callable[[Path], Any]:
 def _zipnn_save(tree: Tree, path: Path) -> None:
     from zipnn import ZipNN
 
-    with path.open("wb") as file:
-        for tensor in _flat(tree).values():
+    flat = _flat(tree)
+    head = json.dumps({name: [str(t.dtype), list(t.shape)] for name, t in flat.items()}).encode()
+    with path.open("wb") as file:  # what safetensors would say, or nobody could tell which tensor is which
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in flat.values():
             coder = ZipNN(input_format="byte", bytearray_dtype="float32", threads=THREADS)
             data = coder.compress(bytearray(tensor.reshape(-1).view(torch.uint8).numpy()))
             file.write(len(data).to_bytes(8, "little"))
@@ -118,9 +124,10 @@ def _zipnn_load(path: Path) -> Any:
 
     out = []
     with path.open("rb") as file:
-        while head := file.read(8):
+        json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        while length := file.read(8):
             coder = ZipNN(input_format="byte", bytearray_dtype="float32", threads=THREADS)
-            out.append(coder.decompress(file.read(int.from_bytes(head, "little"))))
+            out.append(coder.decompress(file.read(int.from_bytes(length, "little"))))
     return out
 
 

@@ -131,17 +131,17 @@ def _figures(
             "save_MBps": round(size / seconds / 1e6), "restore_MBps": round(size / load / 1e6),
         })  # fmt: skip
     ours = sum(stored["snapstore"])
-    best = min(sum(b) for who, b in stored.items() if who != "snapstore")
-    fewer = all(
-        mine < min(b[i] for who, b in stored.items() if who != "snapstore")
-        for i, mine in enumerate(stored["snapstore"])
-    )
+    theirs = [b for who, b in stored.items() if who != "snapstore"]
+    best = min(map(sum, theirs))
+    fewer = sum(mine < min(b[i] for b in theirs) for i, mine in enumerate(stored["snapstore"]))
+    first = stored["snapstore"][0] / min(b[0] for b in theirs)
     speed = median["torch.save + zstd -3"] / median["snapstore"]
     flat = statistics.median(loads["snapstore depth 0"])
     restore = statistics.median(loads["torch.save + zstd -3"]) / flat
     figures = [
         Figure(f"{name}: stored bytes / best peer's, over the series", ours / best, "x", "< 1", ours < best),
-        Figure(f"{name}: snapshots smaller than every peer's", fewer, f"of {len(history)}", "all", fewer == len(history)),
+        Figure(f"{name}: snapshots smaller than every peer's", fewer, f"of {len(history)}", "all",
+               fewer == len(history)),
         Figure(f"{name}: first snapshot (no base) / best peer's", first, "x"),
         Figure(f"{name}: stored bytes / order-0 entropy of the planes stored", ours / entropy, "x", "<= 1.02",
                ours <= 1.02 * entropy),

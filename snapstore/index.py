@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundErro
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from .storage import ObjectStore
+from .storage.local import LocalStore
 
 log = logging.getLogger("snapstore")
 
@@ -418,3 +420,28 @@ def on_network(folder: Path) -> bool:
 def remove(folder: Path) -> None:
     """Delete an index folder that no process uses."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
+    """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
+    if isinstance(store, LocalStore):
+        folder = store.root / "index"
+        if store.writable() and not on_network(store.root):
+            return folder, None
+        return cache_folder() / uuid, None
+    temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
+    return temporary, temporary
+
+
+def cache_folder() -> Path:
+    """SNAPSTORE_CACHE_DIR, else the user's cache.
+
+    Raises:
+        InvalidInputError: the variable is no absolute path.
+    """
+    import platformdirs
+
+    chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
+    if chosen is not None and not Path(chosen).is_absolute():
+        raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("snapstore"))

@@ -20,7 +20,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 BYTES, ROTATED = 0, 1
 #: One run of this many elements out of every SAMPLE_EVERY runs goes into a sampled histogram.
 SAMPLE_RUN = 512
-SAMPLE_EVERY = 16
+SAMPLE_EVERY = 64
 
 
 class Scratch(threading.local):
@@ -86,7 +86,7 @@ def merge(planes: Bytes, out: Bytes, layout: int = BYTES) -> None:
 
 
 def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
-    """About 1/16 of a chunk's elements, in runs, as planes (e, m) uint8; all of a short chunk."""
+    """About 1/64 of a chunk's elements, in runs, as planes (e, m) uint8; all of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])
     runs = elements.size // SAMPLE_RUN
     if runs >= 2 * SAMPLE_EVERY:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,11 +19,13 @@ import msgspec
 import xxhash
 
 from .errors import FormatError, IntegrityError, InvalidInputError
-from .state.tree import decode_plain
+from .state.tree import decode_plain, encode_plain
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
+#: Every listing reads every record once: they stay small.
+MAX_METADATA_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -276,6 +279,38 @@ def check_step(step: object) -> int:
     if not 0 <= number <= MAX_STEP:
         raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
     return number
+
+
+def check_tag(name: str) -> str:
+    """`name` if a tag may be called that, else InvalidInputError."""
+    check_name("tag", name)
+    if name == "latest" or name.isdecimal():
+        raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
+    return name
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`metrics` as str -> float, else InvalidInputError."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
+    return checked
+
+
+def encode_metadata(metadata: Any) -> Any:
+    """The node of plain values to be kept in a record, else InvalidInputError."""
+    encoded = encode_plain(metadata)
+    size_bytes = len(msgspec.msgpack.encode(encoded))
+    if size_bytes > MAX_METADATA_BYTES:
+        raise InvalidInputError(
+            f"metadata: {size_bytes} bytes, expected at most {MAX_METADATA_BYTES}; put large values into the state"
+        )
+    return encoded
 
 
 def pack_key(sha256: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import threading
 import time
 import weakref
@@ -18,23 +17,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from . import chunking, gc, index, records, retention
+from . import chunking, gc, index, policies, records, retention
 from .delta import DEFAULT_MAX_DEPTH
 from .engine import CpuEngine
 from .errors import (
     AlreadyExistsError,
     ConflictError,
     FormatError,
-    IntegrityError,
     InvalidInputError,
     NotFoundError,
+    SnapstoreError,
 )
 from .gc import GcResult
 from .index import Index, View
 from .pack import DEFAULT_PACK_BYTES
-from .records import COMMITTED, FORGOTTEN, SWEPT, Config, Policy, SaveRequest, Snapshot, check_name, check_step
+from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
 from .storage import ObjectStore, open_store
 from .storage.local import LocalStore
 
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 KNOWN_FEATURES: frozenset[str] = frozenset()
-#: Every listing reads every record once: they stay small.
-MAX_METADATA_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ class Repository:
         self.store, self.config, self.options = store, config, options
         self.url = store.url
         self._engine = CpuEngine(options.threads)
-        folder, temporary = _index_folder(store, config.uuid)
+        folder, temporary = index.folder_for(store, config.uuid)
         self._index = Index(store, config.uuid, folder)
         self._finalizer = weakref.finalize(self, _clean_up, self._index, self._engine, temporary, os.getpid())
         self._lock = threading.RLock()
@@ -133,7 +128,7 @@ class Repository:
             uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
             created=time.time(), writer=f"snapstore {records.VERSION}",
         )  # fmt: skip
-        if isinstance(store, LocalStore) and _occupied(store.root):
+        if isinstance(store, LocalStore) and store.occupied():
             try:
                 store.stat("config")
             except NotFoundError:
@@ -256,10 +251,11 @@ class Repository:
                 raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
         view = self.view() if parent or bases else None
         return SaveRequest(
-            run=run, step=check_step(step), tags=sorted({_check_tag(tag) for tag in tags}),
+            run=run, step=check_step(step), tags=sorted({records.check_tag(tag) for tag in tags}),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
-            metrics=_check_metrics(metrics or {}), metadata_node=_encode_metadata(metadata), full=full or bool(tags),
+            metrics=records.check_metrics(metrics or {}), metadata_node=records.encode_metadata(metadata),
+            full=full or bool(tags),
         )  # fmt: skip
 
     def write(
@@ -280,6 +276,10 @@ class Repository:
             self._lineage.committed[request.run] = snapshot.id
             self._lineage.restored_for.add(request.run)
             self._manifests = {name: m for of_run in self._at_hand.values() for name, m in of_run.items()}
+        try:
+            self._take_tags(request.tags, snapshot)
+        except SnapstoreError as error:  # the save is committed; the newest of two that hold a tag is the one it means
+            log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot
 
     def restore(
@@ -330,16 +330,20 @@ class Repository:
 
         A tag names one snapshot of a run: it moves here if another one of the run has it.
         """
-        _check_tag(name)
+        records.check_tag(name)
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
             return {"tags": sorted({*snapshot.tags, name})}
 
         tagged = self._revise(ref, add)
-        for other in self.snapshots(tagged.run):
-            if other.id != tagged.id and name in other.tags:
-                self._revise(f"id:{other.id}", lambda s: {"tags": [tag for tag in s.tags if tag != name]})
+        self._take_tags([name], tagged)
         return tagged
+
+    def _take_tags(self, names: Sequence[str], holder: Snapshot) -> None:
+        """Take tags off the other snapshots of the holder's run."""
+        for other in self.snapshots(holder.run) if names else []:
+            if other.id != holder.id and not set(names).isdisjoint(other.tags):
+                self._revise(f"id:{other.id}", lambda s: {"tags": [tag for tag in s.tags if tag not in names]})
 
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
@@ -454,39 +458,11 @@ class Repository:
 
     def policies(self, run: str) -> list[retention.Policy]:
         """The retention policies stored for a run, newest revision."""
-        newest = self._newest_policy(run)
-        return [retention.from_dict(p) for p in self._read_policy(newest[1]).policies] if newest else []
+        return policies.read(self.store, run)
 
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
         """Store the retention policies of a run, so that `forget` needs none named."""
-        check_name("run", run)
-        stored = [retention.to_dict(policy) for policy in keep]
-        for _ in range(20):
-            newest = self._newest_policy(run)
-            try:
-                if newest is not None and self._read_policy(newest[1]).policies == stored:
-                    return
-            except (IntegrityError, FormatError) as error:
-                log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
-            revision = newest[0] + 1 if newest else 0
-            try:
-                self.store.put(f"policies/{run}.{revision}", records.encode(Policy(run=run, policies=stored)))
-            except AlreadyExistsError:
-                continue  # another process was first: read again
-            return
-        raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
-
-    def _read_policy(self, key: str) -> Policy:
-        return records.decode(self.store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Policy, key)
-
-    def _newest_policy(self, run: str) -> tuple[int, str] | None:
-        """(revision, key) of the policies that rule."""
-        revisions = [
-            (int(rev), info.key)
-            for info in self.store.list("policies/")
-            if (name := info.key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
-        ]
-        return max(revisions, default=None)
+        policies.store(self.store, check_name("run", run), keep)
 
     # -- look closer
 
@@ -518,68 +494,6 @@ class Repository:
 
         view = self.view()
         return diff(self.store, self._engine, view.resolve(a), view.resolve(b))
-
-
-def _check_tag(name: str) -> str:
-    check_name("tag", name)
-    if name == "latest" or name.isdecimal():
-        raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
-    return name
-
-
-def _encode_metadata(metadata: Any) -> Any:
-    if metadata is None:
-        return None
-    from .state.tree import encode_plain
-
-    encoded = encode_plain(metadata)
-    size_bytes = len(msgspec.msgpack.encode(encoded))
-    if size_bytes > MAX_METADATA_BYTES:
-        raise InvalidInputError(
-            f"metadata: {size_bytes} bytes, expected at most {MAX_METADATA_BYTES}; put large values into the state"
-        )
-    return encoded
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    if not isinstance(metrics, Mapping):
-        raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
-    checked = {}
-    for name, value in metrics.items():
-        try:
-            checked[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
-    return checked
-
-
-def _index_folder(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
-    """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
-    if isinstance(store, LocalStore):
-        folder = store.root / "index"
-        if store.writable() and not index.on_network(store.root):
-            return folder, None
-        return _cache_folder() / uuid, None
-    temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-    return temporary, temporary
-
-
-def _occupied(root: Path) -> bool:
-    """Whether anything is in a folder but what a `create` leaves that died or failed: temporary files of ours."""
-    for entry in root.iterdir():
-        ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
-        if not ours or not all(re.fullmatch(r"[0-9a-f]{32}", file.name) for file in entry.iterdir()):
-            return True
-    return False
-
-
-def _cache_folder() -> Path:
-    import platformdirs
-
-    chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
-    if chosen is not None and not Path(chosen).is_absolute():
-        raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("snapstore"))
 
 
 def _clean_up(opened: Index, engine: CpuEngine, temporary: Path | None, pid: int) -> None:

@@ -22,9 +22,9 @@ from pathlib import Path
 from .. import records
 from ..engine import default_threads
 from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError, SnapstoreError
-from ..index import on_network
+from ..index import folder_for, on_network
 from ..records import human_bytes
-from ..repository import Repository, _index_folder
+from ..repository import Repository
 from ..storage import ObjectStore, open_store
 from ..storage.local import LocalStore
 
@@ -120,7 +120,7 @@ def _repository(store: ObjectStore) -> Finding:
     try:
         with Repository.open(store) as repository:
             count = len(repository.snapshots())
-            index = _index_folder(store, repository.config.uuid)[0] if isinstance(store, LocalStore) else "temporary"
+            index = folder_for(store, repository.config.uuid)[0] if isinstance(store, LocalStore) else "temporary"
             about = f"{store.url}: a repository of {count} snapshots, format version {repository.config.version}"
             return Finding("repository", True, f"{about}; index: {index}")
     except NotFoundError:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,6 +91,14 @@ class LocalStore:
     def root(self) -> Path:
         """The directory."""
         return self._root
+
+    def occupied(self) -> bool:
+        """Whether anything is here but what a `create` leaves that died or failed: temporary files of ours."""
+        for entry in self._root.iterdir():
+            ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
+            if not ours or not all(re.fullmatch(r"[0-9a-f]{32}", file.name) for file in entry.iterdir()):
+                return True
+        return False
 
     def writable(self) -> bool:
         """Whether this process may write here, by the file system's word (permissions, read-only mounts)."""

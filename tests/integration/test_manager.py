@@ -789,3 +789,12 @@ def test_threads_of_one_repository(root):
         repository.gc()
         assert repository.check("restore").ok
         assert [s.step for s in repository.snapshots("x")] == [4, 5]
+
+
+def test_a_tag_of_a_save_moves_to_it(tmp_path):
+    with SnapshotManager(tmp_path / "repo", run="a", options=OPTIONS) as manager:
+        for step in range(3):
+            manager.save(step, {"w": np.arange(step, 500 + step)}, tags=["good", f"s{step}"])
+        manager.wait_until_finished()
+        assert [s.tags for s in manager.repository.snapshots("a")] == [["s0"], ["s1"], ["good", "s2"]]
+        assert manager.repository.snapshot("a@good").step == 2

@@ -132,7 +132,7 @@ def test_what_has_no_numbers(repo):
     other[:500] = "x"
     times = np.arange(2000).astype("M8[s]")
     a = {"w": words, "t": times, "b": b"x" * 6000, "s": np.array([b"abc"] * 3000)}
-    b = {"w": other, "t": times + 1, "b": b"x" * 5999 + b"y", "s": np.array([b"abd"] * 3000)}
+    b = {"w": other, "t": times + np.timedelta64(1, "s"), "b": b"x" * 5999 + b"y", "s": np.array([b"abd"] * 3000)}
     found = by_path(diff(repo, a, b))
     assert {p: (t.changed_share, t.relative_l2) for p, t in found.items()} == {
         "w": (0.25, None), "t": (1.0, None), "b": (1 / 6000, None), "s": (1.0, None)

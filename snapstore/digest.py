@@ -10,7 +10,6 @@ import numpy.typing as npt
 import xxhash
 
 Bytes = npt.NDArray[np.uint8]
-DIGEST_BYTES = 16
 
 
 def digest(chunk: Bytes) -> bytes:

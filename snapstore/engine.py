@@ -107,8 +107,10 @@ class Threads:
 
     def close(self) -> None:
         """End the threads once they are idle."""
+        if self._pid != os.getpid():  # before the lock: a fork may have left it held
+            return
         with self._lock:
-            if self._pool is not None and self._pid == os.getpid():
+            if self._pool is not None:
                 self._pool.close()
                 self._pool.join()
             self._pool = None

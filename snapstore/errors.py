@@ -7,7 +7,7 @@ SnapstoreError                    anything below; the message names the thing, s
 ├── InvalidInputError (ValueError)  an argument, name, policy or target that cannot be used; nothing was written
 │   └── UnsupportedLeafError      a value in the state that has no stored form, named by its path
 ├── StorageError                  the store failed: unreachable, refused, read-only; nothing was committed
-│   └── StorageFullError          no space or quota left; forget and gc still work
+│   └── StorageFullError          no space or quota left; what is committed stays
 ├── FormatError                   bytes that are not of this format, or of a version this release does not read
 ├── IntegrityError                bytes of this format that are damaged or missing; see `snapstore check`
 └── CapabilityError               something this machine, store or installation cannot do

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from . import pack
@@ -61,9 +62,12 @@ class Fetcher:
                 if len(decoding) > 1:  # one batch is read and two are decoded: no core waits for the next
                     yield _finished(*decoding.popleft())
             decoding.extend(self._decode(*begun) for begun in reading)
-            for begun_decoding in decoding:
-                yield _finished(*begun_decoding)
+            while decoding:
+                yield _finished(*decoding.popleft())
         finally:
+            for _, wait in decoding:  # nothing may write into the caller's memory any more
+                with suppress(Exception):
+                    wait()
             self._reader.close()
 
     def _read(self, batch: list[Wanted]) -> list[memoryview]:

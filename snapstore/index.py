@@ -250,14 +250,6 @@ class Index:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             return self.refresh()
 
-    def forget_keys(self, keys: Iterable[str]) -> None:
-        """Drop records that are gone from the store on purpose (an operator removed them)."""
-        with self._lock:
-            for key in keys:
-                self._snapshots.pop(key, None)
-            if self._environment:
-                self._environment.delete(b"records", keys)
-
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
         """Cache; a cache that cannot be written is no failure."""
         if not items or self._environment is None:
@@ -274,8 +266,10 @@ class Index:
 
     def close(self) -> None:
         """Let go of the environment; the last of the process closes it."""
+        if os.getpid() != self._pid:  # before the lock: the fork may have left it held
+            return
         with self._lock:
-            if self._environment is not None and os.getpid() == self._pid:
+            if self._environment is not None:
                 self._environment.release()
             self._environment = None
 
@@ -385,14 +379,6 @@ class _Environment:
                     transaction.put(key.encode(), data, db=self._databases[database])
             self._seal()
 
-    def delete(self, database: bytes, keys: Iterable[str]) -> None:
-        """Remove items."""
-        with self._locked():
-            with self._env.begin(write=True) as transaction:
-                for key in keys:
-                    transaction.delete(key.encode(), db=self._databases[database])
-            self._seal()
-
     def get(self, database: bytes, key: str) -> bytes | None:
         """One item."""
         with self._lock, self._env.begin() as transaction:
@@ -403,6 +389,13 @@ class _Environment:
         """All items, copied out so that no reader stays open."""
         with self._lock, self._env.begin() as transaction:
             return list(transaction.cursor(db=self._databases[database]))
+
+
+def _renew_lock() -> None:
+    _Environment._open_lock = threading.Lock()  # the parent's may be held, by a thread that a child does not have
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def on_network(folder: Path) -> bool:
@@ -424,6 +417,7 @@ def remove(folder: Path) -> None:
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
     """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
+    _chosen_cache()  # a bad setting is an error wherever the index will lie
     if isinstance(store, LocalStore):
         folder = store.root / "index"
         if store.writable() and not on_network(store.root):
@@ -441,7 +435,11 @@ def cache_folder() -> Path:
     """
     import platformdirs
 
+    return _chosen_cache() or Path(platformdirs.user_cache_dir("snapstore"))
+
+
+def _chosen_cache() -> Path | None:
     chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
     if chosen is not None and not Path(chosen).is_absolute():
         raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("snapstore"))
+    return Path(chosen) if chosen else None

@@ -71,13 +71,13 @@ class SnapshotManager:
         keep: retention policies, ORed; after every commit the rest is forgotten and collected in the background.
             They are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
-        on_busy: what `save` does while the last one is running: "wait" for it, or "skip".
+        on_busy: what `save` does while the last one is running: "wait" for it, or "skip"; with `force` it waits.
         keep_base: hold the last snapshot's bytes in host memory, as bases for the next (once the state's size); else
             bases are read back from the store.
         read_only: never write; for evaluation jobs.
         options: how saves are stored, when the repository is opened here.
 
-    Not for use from several threads at once, nor across a fork.
+    Not for use across a fork, nor from a signal handler: set a flag there, and save from the loop.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class SnapshotManager:
         from .staging import Staging
 
         self._staging = Staging(keep_base=keep_base)
-        # Not Thread.join: one that is interrupted takes its thread for ended (CPython 3.11), and two saves would share
-        # their buffers.
-        self._idle = threading.Event()
-        self._idle.set()
+        # One save at a time holds the slot: first the caller's thread, then the one in the background. A lock and not
+        # Thread.join: one that is interrupted takes its thread for ended (CPython 3.11).
+        self._slot = threading.Lock()
+        self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
         self._errors: list[BaseException] = []
         self._closed = False
@@ -146,20 +146,37 @@ class SnapshotManager:
         self._check_open()
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
+        step = check_step(step)
         self.check_for_errors()
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not self._idle.is_set():
+        if self._skip_busy and not force and self._slot.locked():
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
-        self._join()
-        self.check_for_errors()
-        full = retention.keeps_for_long(self.keep, step)
-        request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
-        return self._begin(request, state, started)
+        self._check_inside()
+        self._inside.add(threading.get_ident())
+        token = [self]  # who pops it releases the slot: this thread, or the one that goes on in the background
+        launched = False
+        try:
+            self._slot.acquire()
+            try:
+                self.check_for_errors()
+                full = retention.keeps_for_long(self.keep, step)
+                request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
+                handle = self._begin(request, state, started, token)
+                launched = self._async
+            finally:
+                if not launched and _popped(token):
+                    self._slot.release()
+        finally:
+            self._inside.discard(threading.get_ident())
+        if not self._async:
+            handle.result()
+        return handle
 
-    def _begin(self, request: SaveRequest, state: Any, started: float) -> SaveHandle:
+    def _begin(self, request: SaveRequest, state: Any, started: float, token: list[SnapshotManager]) -> SaveHandle:
+        """Run the save, or copy the state and leave the rest to a thread."""
         from . import chunking
         from .state.flatten import flatten
 
@@ -167,33 +184,22 @@ class SnapshotManager:
         handle = SaveHandle()
         if not self._async:
             self._run(handle, request, parts, None, started, None)
-            handle.result()
             return handle
         copies = self._staging.copy(parts, chunking.INLINE_BYTES)
         for part in parts:
             part.values.clear()  # the state itself is no business of the background
         stall_s = time.monotonic() - started
-        # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
-        thread = threading.Thread(
-            target=self._run_alone,
-            args=(handle, request, parts, copies, started, stall_s),
-            name=f"snapstore-{self.run}",
-        )
-        self._idle.clear()
-        try:
-            thread.start()
-        except BaseException:  # no more threads, or interrupted
-            if thread.ident is None:
-                self._idle.set()
-            raise
-        return handle
 
-    def _run_alone(self, *args: Any) -> None:
-        """`_run` in a thread of its own."""
-        try:
-            self._run(*args)
-        finally:
-            self._idle.set()
+        def run() -> None:
+            if _popped(token):  # else the caller was interrupted and has given up
+                try:
+                    self._run(handle, request, parts, copies, started, stall_s)
+                finally:
+                    self._slot.release()
+
+        # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
+        threading.Thread(target=run, name=f"snapstore-{self.run}").start()
+        return handle
 
     def _run(
         self, handle: SaveHandle, request: SaveRequest, parts: Any, copies: Any, started: float, stall_s: float | None
@@ -211,16 +217,19 @@ class SnapshotManager:
             return
         handle._finish(snapshot, None)
         if self.keep:
-            self._retain()
+            try:
+                self._retain()
+            except BaseException as error:  # noqa: BLE001  likewise
+                log.error("run=%s retention stopped: %s", self.run, error)
+                self._errors.append(error)
 
     def _retain(self) -> None:
         """Forget and collect. What fails here costs space, not snapshots: only damage is raised."""
         try:
             if self.repository.forget(self.keep, run=self.run, force=True).forgotten:
                 self.repository.gc()
-        except IntegrityError as error:
-            log.error("run=%s retention stopped: %s", self.run, error)
-            self._errors.append(error)
+        except IntegrityError:
+            raise
         except SnapstoreError as error:
             log.warning("run=%s retention failed, the next save tries again: %s", self.run, error)
 
@@ -238,8 +247,19 @@ class SnapshotManager:
             raise error
 
     def _join(self) -> None:
+        """Wait until no save holds the slot."""
         if os.getpid() == self._pid:  # a forked child has no such thread
-            self._idle.wait()
+            self._check_inside()
+            with self._slot:
+                pass
+
+    def _check_inside(self) -> None:
+        """Refuse a call from within save in the same thread: it would wait for itself."""
+        if threading.get_ident() in self._inside:
+            raise InvalidInputError(
+                "SnapshotManager was called while this thread is inside save (from a signal handler?); "
+                "set a flag in the handler, and save or close from the training loop"
+            )
 
     def close(self) -> None:
         """Wait for the running save, let go of memory and repository, and raise what failed in the background."""
@@ -290,7 +310,7 @@ class SnapshotManager:
         """
         for policy in self.keep:
             if isinstance(policy, retention.KeepBest):
-                ranked = policy.ranked(self.repository.snapshots(self.run))
+                ranked = policy.ranked(retention.current(self.repository.snapshots(self.run)))
                 return ranked[0].step if ranked else None
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
@@ -314,3 +334,12 @@ class SnapshotManager:
         snapshot, state = self.repository.read(ref, into, keys, device)
         self.repository.go_on_from(self.run, snapshot)
         return snapshot if into is not None else state
+
+
+def _popped(token: list[SnapshotManager]) -> bool:
+    """Whether this thread was the one to take the token."""
+    try:
+        token.pop()
+    except IndexError:
+        return False
+    return True

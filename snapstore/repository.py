@@ -1,6 +1,6 @@
 """Repository: all data under one URL, and everything one can do with it. A facade: each verb is a module of its own.
 
-A Repository may be used from several threads; a save holds a lock of its run. It must not be used across a fork.
+A Repository may be used from several threads, also for several saves at once. It must not be used across a fork.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class SaveOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("max_depth", self.max_depth), ("pack_bytes", self.pack_bytes), ("threads", self.threads)):
+            if type(value) is not int and not (name == "threads" and value is None):
+                raise InvalidInputError(f"{name} {value!r}: expected an int, got {type(value).__name__}")
         if not 0 <= self.max_depth <= 250:
             raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
         if not 4096 <= self.pack_bytes <= 1024**3:
@@ -123,7 +126,7 @@ class Repository:
             StorageError, CapabilityError: the place cannot be written, or is not safe to use.
         """
         chunking.check_chunk_bytes(chunk_bytes)
-        store = open_store(str(url), create=True) if isinstance(url, str | Path) else url
+        store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
         config = Config(
             uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
             created=time.time(), writer=f"snapstore {records.VERSION}",
@@ -150,7 +153,7 @@ class Repository:
             FormatError: it is of a format or has a feature that this release does not know.
             IntegrityError: its config is damaged.
         """
-        store = open_store(str(url)) if isinstance(url, str | Path) else url
+        store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
         try:
             config = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
         except NotFoundError as error:
@@ -409,11 +412,11 @@ class Repository:
                 forgotten += gc.forget(self.store, self._index, group, policy=policy, reason=reason)
         return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
 
-    def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False) -> ForgetResult:
+    def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the snapshots named.
 
         Raises:
-            InvalidInputError: one is tagged.
+            InvalidInputError: one is tagged; or is the newest of its run, without `force`.
             NotFoundError: a reference names nothing.
         """
         view = self.view()
@@ -421,6 +424,8 @@ class Repository:
         for snapshot in chosen:
             if snapshot.tags:
                 raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
+            if snapshot == view.newest(snapshot.run) and not force:
+                raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
         if not dry_run:
             chosen = gc.forget(self.store, self._index, chosen, policy="", reason="named by the user")
         return ForgetResult([], chosen, dry_run)
@@ -452,6 +457,8 @@ class Repository:
         Raises:
             IntegrityError, StorageError: it cannot be told what is live; nothing was deleted.
         """
+        if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
+            raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s)
 
     # -- policies
@@ -494,6 +501,12 @@ class Repository:
 
         view = self.view()
         return diff(self.store, self._engine, view.resolve(a), view.resolve(b))
+
+
+def _store(given: ObjectStore) -> ObjectStore:
+    if not callable(getattr(given, "get_ranges", None)):
+        raise InvalidInputError(f"{given!r}: expected a URL, a path or an object store, got {type(given).__name__}")
+    return given
 
 
 def _clean_up(opened: Index, engine: CpuEngine, temporary: Path | None, pid: int) -> None:

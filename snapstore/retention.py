@@ -336,12 +336,11 @@ def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = F
             f"forget: expected snapshots of one run, got {', '.join(runs)}; apply policies run by run"
         )
 
-    current = list({snapshot.step: snapshot for snapshot in oldest_first}.values())  # the newest of a step wins
-    current.sort(key=_age, reverse=True)
-    by_policy = [policy.reasons(current) for policy in policies]
-    if current and not any(by_policy) and not force:
+    steps = current(oldest_first)
+    by_policy = [policy.reasons(steps) for policy in policies]
+    if steps and not any(by_policy) and not force:
         raise InvalidInputError(
-            f"forget: {describe(policies)} would keep none of the {len(current)} steps of run {runs[0]}; "
+            f"forget: {describe(policies)} would keep none of the {len(steps)} steps of run {runs[0]}; "
             "add a policy such as KeepLast(1), or force it"
         )
 
@@ -353,6 +352,12 @@ def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = F
             reasons.append("newest")
         decisions.append(Decision(snapshot, tuple(dict.fromkeys(reasons))))
     return decisions
+
+
+def current(snapshots: Iterable[S]) -> list[S]:
+    """The newest snapshot of every step, newest first: what superseded ones do not count beside."""
+    by_step = {snapshot.step: snapshot for snapshot in sorted(snapshots, key=_age)}
+    return sorted(by_step.values(), key=_age, reverse=True)
 
 
 def keeps_for_long(policies: Iterable[Policy], step: int) -> bool:
@@ -406,7 +411,6 @@ def _age(snapshot: SnapshotLike) -> tuple[int, str]:
 
 
 def check(policies: Iterable[Policy]) -> list[Policy]:
-    """`policies` as a list, if that is what they are, else InvalidInputError."""
     """The policies as a list; an InvalidInputError names what is none."""
     if isinstance(policies, _CLASSES) or not isinstance(policies, Iterable):
         raise InvalidInputError(f"keep: expected a list of policies, got {policies!r}")

@@ -88,7 +88,7 @@ def forget(
         "KeepDaily": keep_daily, "KeepWeekly": keep_weekly, "KeepMonthly": keep_monthly, "KeepYearly": keep_yearly,
     }  # fmt: skip
     given = {kind: value for kind, value in options.items() if value is not None}
-    by_policy = given or keep_best or keep_steps is not None or force
+    by_policy = given or keep_best or keep_steps is not None
     if refs and (run is not None or by_policy):
         raise UsageError("name snapshots, or a --run with policies, not both")
     if not refs and run is None:
@@ -96,7 +96,7 @@ def forget(
     keep = _policies(given, keep_best or [], keep_steps)
     with shell.repository() as repository:
         if refs:
-            result = repository.forget_snapshots(refs, dry_run=dry_run)
+            result = repository.forget_snapshots(refs, dry_run=dry_run, force=force)
         else:
             assert run is not None
             keep = keep or _stored_policies(repository, run, force)

@@ -24,7 +24,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def state_of(value: Any, path: Path) -> Any:
-    """Call `state_dict()`; leave functions out of a torch scheduler's (docstring of state.py)."""
+    """Call `state_dict()`; leave functions out of a torch scheduler's (docstring of flatten.py)."""
     try:
         state = value.state_dict()
     except Exception as error:

@@ -24,6 +24,9 @@ class Selection:
     """
 
     def __init__(self, keys: str | Sequence[str] | None) -> None:
+        listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
+        if keys is not None and not listed:  # a str is a sequence of str too
+            raise InvalidInputError(f"keys {keys!r}: expected a pattern or a list of patterns")
         self.patterns = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
         if self.patterns is not None and not self.patterns:
             raise InvalidInputError("keys: no pattern given; leave keys out to restore everything")

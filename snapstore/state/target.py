@@ -2,7 +2,7 @@
 
 In: parts as manifests give them, and maybe `into`, what to fill. Out: which arrays to read, memory for each of them
 (filling.py), and the state. All differences between the snapshot and `into` are raised at once, before a byte is
-written. `state.py` is the inverse.
+written. `flatten.py` is the inverse.
 
 Rules that users see:
 

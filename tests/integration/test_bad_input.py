@@ -513,3 +513,41 @@ def test_a_metric_that_is_nan_is_no_damage(root):
         save(repository, "a", 4, 4, metrics=values)
     with Repository.open(root, options=OPTIONS) as repository:
         assert repository.check().problems == []
+
+
+def test_the_newest_of_a_run_is_not_forgotten_by_name_unless_forced(tmp_path):
+    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
+        save(repository, "a", 1, 1)
+        with pytest.raises(InvalidInputError, match="newest of its run"):
+            repository.forget_snapshots(["a@1"])
+        assert [s.step for s in repository.snapshots("a")] == [1]
+        assert repository.forget_snapshots(["a@1"], force=True).forgotten
+        assert not repository.snapshots("a")
+
+
+@pytest.mark.parametrize("options", [{"threads": "x"}, {"pack_bytes": "1"}, {"max_depth": 1.5}, {"threads": True}])
+def test_options_of_other_types(options):
+    with pytest.raises(InvalidInputError, match="expected an int"):
+        SaveOptions(**options)
+
+
+def test_arguments_of_other_types(tmp_path):
+    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
+        save(repository, "a", 1, 1)
+        for call in (
+            lambda: repository.restore("a@1", keys=3),
+            lambda: repository.restore("a@1", keys=["w", 3]),
+            lambda: repository.gc(fence_after_s="x"),
+            lambda: repository.gc(fence_after_s=-1),
+            lambda: Repository.open(b"/x"),
+            lambda: Repository.create(3),
+        ):
+            with pytest.raises(InvalidInputError):
+                call()
+
+
+@pytest.mark.parametrize("folder", ["", "relative"])
+def test_a_cache_folder_that_is_no_absolute_path(tmp_path, monkeypatch, folder):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", folder)
+    with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
+        Repository.create(tmp_path / "repo")

@@ -643,7 +643,7 @@ def test_keyboard_interrupt_while_waiting(root):
             snapshots.save(2, state(2))
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        print("idle", snapshots._idle.is_set(), flush=True)
+        print("idle", not snapshots._slot.locked(), flush=True)
         SLOW = False
         snapshots.save(3, state(3))  # must not begin before the first has ended: they share buffers
         snapshots.close()
@@ -798,3 +798,126 @@ def test_a_tag_of_a_save_moves_to_it(tmp_path):
         manager.wait_until_finished()
         assert [s.tags for s in manager.repository.snapshots("a")] == [["s0"], ["s1"], ["good", "s2"]]
         assert manager.repository.snapshot("a@good").step == 2
+
+
+def test_save_from_a_signal_handler_inside_save_is_refused(tmp_path):
+    """It would fill the very buffers that the interrupted save is copying into."""
+    caught = []
+
+    class Interrupting:
+        """Stands for a signal that arrives while the state is being copied."""
+
+        def state_dict(self):
+            for call in (lambda: manager.save(9, {"w": np.ones(9)}, force=True), manager.wait_until_finished):
+                with pytest.raises(InvalidInputError, match="signal handler"):
+                    call()
+            caught.append(True)
+            return {"w": np.zeros(500)}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    with SnapshotManager(tmp_path / "repo", run="a", options=OPTIONS) as manager:
+        manager.save(1, {"model": Interrupting()})
+        manager.save(2, {"w": np.zeros(500)})
+        manager.wait_until_finished()
+        assert caught
+        assert manager.all_steps() == [1, 2]
+        assert manager.repository.check("restore").ok
+
+
+@pytest.mark.parametrize("broken", ["state", "thread"])
+def test_a_save_that_could_not_begin_leaves_the_way_free(tmp_path, monkeypatch, broken):
+    with SnapshotManager(tmp_path / "repo", run="a", options=OPTIONS) as manager:
+        if broken == "state":
+            with pytest.raises(InvalidInputError):
+                manager.save(1, {"f": object()})
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no more")))
+                with pytest.raises(RuntimeError):
+                    manager.save(1, {"w": np.zeros(500)})
+        manager.save(2, {"w": np.zeros(500)})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
+def test_best_step_is_of_the_save_that_a_step_means(tmp_path):
+    with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(9), KeepBest("loss")], options=OPTIONS) as manager:
+        for step, loss, tags in ((1, 0.1, ["first"]), (1, 9.0, []), (2, 1.0, [])):
+            manager.save(step, {"w": np.full(500, loss)}, metrics={"loss": loss}, tags=tags)
+        manager.wait_until_finished()
+        assert manager.best_step() == 2
+
+
+def test_a_forced_save_waits_where_others_are_skipped():
+    store = GateStore()
+    with SnapshotManager(store, run="a", on_busy="skip", options=OPTIONS) as manager:
+        store.gate.clear()
+        manager.save(1, {"w": np.zeros(500)})
+        assert manager.save(2, {"w": np.ones(500)}).skipped
+        threading.Timer(0.1, store.gate.set).start()
+        assert not manager.save(3, {"w": np.ones(500)}, force=True).skipped
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+
+
+def test_whatever_breaks_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
+    with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(1)], options=OPTIONS) as manager:
+        monkeypatch.setattr(
+            manager.repository, "forget", lambda *a, **k: (_ for _ in ()).throw(MemoryError("none left"))
+        )
+        manager.save(1, {"w": np.zeros(500)})
+        with pytest.raises(MemoryError):
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
+    """The fork may leave the index's lock held by a thread that the child does not have."""
+    script = """
+        import os, sys, threading, time
+        import numpy as np
+        from snapstore import SnapshotManager
+        from snapstore.storage.memory import MemoryStore
+
+        class Slow(MemoryStore):
+            def list(self, prefix):
+                time.sleep(0.3)
+                return super().list(prefix)
+
+        manager = SnapshotManager(Slow(), run="a")
+        manager.save(1, {"w": np.zeros(5000)})
+        time.sleep(0.1)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        for _ in range(100):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, 9)
+            sys.exit("the child hangs")
+        manager.close()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_written_into_the_target_after_a_restore_has_failed(tmp_path):
+    with Repository.create(tmp_path / "repo", chunk_bytes=4096) as repository:
+        state = {f"w{i}": np.full(512 * 1024, i, np.float64) + np.arange(512 * 1024) for i in range(24)}
+        repository.save(state, run="a", step=1)
+        pack = sorted((tmp_path / "repo" / "packs").rglob("*"), key=lambda p: p.stat().st_size)[-1]
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.write_bytes(data)
+        target = {name: np.zeros_like(value) for name, value in state.items()}
+        with pytest.raises(IntegrityError):
+            repository.restore("a@1", into=target)
+        for value in target.values():
+            value[:] = 0
+        threading.Event().wait(0.3)
+        assert not any(value.any() for value in target.values())

@@ -53,7 +53,7 @@ def history() -> MemoryStore:
         for step in range(3):
             save(repository, "a", step, step)
         save(repository, "b", 0, 50, parent="a@1")
-        repository.forget_snapshots(["a@1"])
+        repository.forget_snapshots(["a@1"], force=True)
     return store
 
 
@@ -89,7 +89,7 @@ def collecting(fence_after_s: float = 3600.0) -> Any:
 def forgetting(*refs: str) -> Any:
     def body(store: ObjectStore) -> Any:
         with opened(store) as repository:
-            return repository.forget_snapshots(refs) if refs else repository.forget([KeepLast(1)], run="a")
+            return repository.forget_snapshots(refs, force=True) if refs else repository.forget([KeepLast(1)], run="a")
 
     return body
 

@@ -136,6 +136,9 @@ class Machine(RuleBasedStateMachine):
         assert snapshot.depth <= OPTIONS.max_depth
         if tags:
             assert snapshot.depth == 0
+        for known in self.known.values():
+            if known.run == run and known.state == "committed":
+                known.tags -= set(tags)  # a tag names one snapshot of a run
         self.known[snapshot.id] = Known(run, step, self.count, (run, self.count), parent, tags=set(tags))
         lineage[run] = snapshot.id
 
@@ -227,7 +230,12 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(InvalidInputError, match="tagged"):
                 repository.forget_snapshots([f"{run}@{step}"])
         else:
-            repository.forget_snapshots([f"{run}@{step}"])
+            of_run = [i for i, k in self.known.items() if k.run == run and k.state == "committed"]
+            newest = max(of_run, key=lambda i: self.known[i].order)
+            if chosen == newest:
+                with pytest.raises(InvalidInputError, match="newest"):
+                    repository.forget_snapshots([f"{run}@{step}"])
+            repository.forget_snapshots([f"{run}@{step}"], force=chosen == newest)
             self.known[chosen].state = "forgotten"
 
     @rule(process=st.integers(0, 1), data=st.data())

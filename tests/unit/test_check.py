@@ -280,7 +280,7 @@ def test_two_damages_are_both_found(store):
 
 def test_forgotten_snapshots_are_checked_and_counted_as_unneeded(store):
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
-        repo.forget_snapshots(["b@0"])
+        repo.forget_snapshots(["b@0"], force=True)
         result = repo.check("restore")
         assert result.ok
         assert names(result.restorable) == ["a@0", "a@1", "b@0"]

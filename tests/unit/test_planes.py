@@ -82,21 +82,22 @@ def test_split_reads_read_only_bytes_and_leaves_them_alone():
     assert data == bytes(range(64))
 
 
-@given(sizes, st.sampled_from(LAYOUTS), st.integers(0, 2 * planes.SAMPLE_RUN * planes.SAMPLE_EVERY + 7))
+@given(sizes, st.sampled_from(LAYOUTS), st.integers(0, 2 * planes.SAMPLE_RUN * planes.SAMPLE_RUNS + 7))
 def test_a_short_chunk_is_sampled_whole(element_size, layout, elements):
-    elements = min(elements, 2 * planes.SAMPLE_RUN * planes.SAMPLE_EVERY - 1)
+    elements = min(elements, 2 * planes.SAMPLE_RUN * planes.SAMPLE_RUNS - 1)
     chunk = np.resize(noise(1021), elements * element_size)
     whole = planes.split(chunk, element_size, layout)
     np.testing.assert_array_equal(planes.sample(chunk, element_size, layout), whole)
 
 
 @pytest.mark.parametrize("element_size", ELEMENT_SIZES)
-@pytest.mark.parametrize("runs", [32, 33, 47, 48, 100])
-def test_a_sample_is_every_sixteenth_run(element_size, runs):
+@pytest.mark.parametrize("runs", [16, 17, 31, 32, 100, 513])
+def test_a_sample_is_runs_spread_evenly(element_size, runs):
     chunk = noise((runs * planes.SAMPLE_RUN + 5) * element_size)
     whole = planes.split(chunk, element_size)
     picked = [
-        whole[:, i * planes.SAMPLE_RUN : (i + 1) * planes.SAMPLE_RUN] for i in range(0, runs, planes.SAMPLE_EVERY)
+        whole[:, i * planes.SAMPLE_RUN : (i + 1) * planes.SAMPLE_RUN]
+        for i in range(0, runs, runs // planes.SAMPLE_RUNS)
     ]
     np.testing.assert_array_equal(planes.sample(chunk, element_size), np.concatenate(picked, axis=1))
 

@@ -1,0 +1,319 @@
+"""What a type checker and `help()` make of the public API: mypy --strict over right uses and over wrong ones."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mypy import api
+
+import snapstore
+
+ROOT = Path(__file__).parents[2]
+
+RIGHT = """
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, assert_type
+
+import snapstore
+from snapstore import (
+    AlreadyExistsError, CapabilityError, ConflictError, FormatError, IntegrityError, InvalidInputError, KeepBest,
+    KeepDaily, KeepEvery, KeepHourly, KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly,
+    NotFoundError, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError,
+    StorageError, StorageFullError, UnsupportedLeafError,
+)
+from snapstore.check import CheckResult, Problem
+from snapstore.gc import GcResult
+from snapstore.inspection import Diff, GroupStats, Stats, TensorDiff
+from snapstore.repository import ForgetResult
+from snapstore.retention import Policy
+
+
+def training(path: Path, state: dict[str, Any]) -> None:
+    options = SaveOptions(max_depth=3, pack_bytes=1 << 20, threads=None)
+    with SnapshotManager(
+        path, run="a", save_interval_steps=10, keep=[KeepLast(3), KeepBest("loss", n=2, mode="max")], async_save=True,
+        on_busy="skip", keep_base=False, read_only=False, options=options,
+    ) as snapshots:
+        assert_type(snapshots, SnapshotManager)
+        assert_type(snapshots.run, str)
+        assert_type(snapshots.repository, Repository)
+        assert_type(snapshots.should_save(10), bool)
+        handle = snapshots.save(10, state, metrics={"loss": 0.5}, metadata={"lr": [1e-3]}, tags=["best"], force=True)
+        assert_type(handle, SaveHandle)
+        assert_type(handle.skipped, bool)
+        assert_type(handle.done(), bool)
+        handle.wait_staged()
+        assert_type(handle.result(), Snapshot | None)
+        assert_type(handle.result(timeout=1.5), Snapshot | None)
+        assert_type(snapshots.latest_step(), int | None)
+        assert_type(snapshots.best_step(), int | None)
+        assert_type(snapshots.all_steps(), list[int])
+        assert_type(snapshots.restore(), Any)
+        assert_type(snapshots.restore("best", into=state), Any)
+        assert_type(snapshots.restore(10, keys=["model.*"], device="cpu"), Any)
+        snapshots.wait_until_finished()
+        snapshots.check_for_errors()
+        snapshots.close()
+
+
+def repositories(state: dict[str, Any]) -> None:
+    repository = Repository.create("/data/snaps", chunk_bytes=1 << 18, options=SaveOptions())
+    assert_type(repository, Repository)
+    assert_type(Repository.open(Path("/data/snaps")), Repository)
+    with Repository.open("/data/snaps") as opened:
+        assert_type(opened, Repository)
+    assert_type(repository.url, str)
+    assert_type(SnapshotManager(repository, run="a").repository, Repository)
+    saved = repository.save(
+        state, run="a", step=1, parent="b@3", bases=("b@latest",), metrics={"loss": 1}, tags=("t",), full=True
+    )
+    assert_type(saved, Snapshot)
+    assert_type(repository.restore("a@1"), Any)
+    assert_type(repository.restore("a@1", into=state, keys="model.*"), Any)
+    assert_type(repository.snapshots(), list[Snapshot])
+    assert_type(repository.snapshots("a"), list[Snapshot])
+    assert_type(repository.snapshot("a@latest"), Snapshot)
+    assert_type(repository.children("a@1"), list[Snapshot])
+    assert_type(repository.tag("a@1", "t"), Snapshot)
+    assert_type(repository.untag("a@1", "t"), Snapshot)
+    assert_type(repository.unforget("a@1"), Snapshot)
+    assert_type(repository.policies("a"), list[Policy])
+    repository.set_policies("a", [KeepLast(1)])
+    assert_type(repository.rebuild_index(), int)
+
+    forgotten = repository.forget([KeepLast(1), KeepEvery(10)], run="a", dry_run=True, force=False)
+    assert_type(forgotten, ForgetResult)
+    assert_type(forgotten.kept, list[tuple[Snapshot, tuple[str, ...]]])
+    assert_type(forgotten.forgotten, list[Snapshot])
+    assert_type(repository.forget_snapshots(["a@1"]), ForgetResult)
+
+    collected = repository.gc(dry_run=True, fence_after_s=60)
+    assert_type(collected, GcResult)
+    assert_type(collected.deleted_bytes, int)
+    assert_type(collected.waiting_for, list[str])
+
+    checked = repository.check("data", share=0.5, subset=(1, 4))
+    assert_type(checked, CheckResult)
+    assert_type(checked.ok, bool)
+    assert_type(checked.problems, list[Problem])
+    assert_type(checked.restorable, list[Snapshot])
+
+    stats = repository.stats()
+    assert_type(stats, Stats)
+    assert_type(stats.ratio, float)
+    assert_type(stats.unneeded_bytes, int)
+    assert_type(stats.groups, dict[str, GroupStats])
+
+    diff = repository.diff("a@1", "a@2")
+    assert_type(diff, Diff)
+    assert_type(diff.a, Snapshot)
+    assert_type(diff.tensors, list[TensorDiff])
+    assert_type(diff.tensors[0].changed_share, float | None)
+    assert_type(diff.plain, list[tuple[str, str, str]])
+
+
+def snapshot(s: Snapshot) -> None:
+    for text in (s.id, s.run, s.state, s.key, s.ref, s.policy, s.reason):
+        assert_type(text, str)
+    for number in (s.step, s.seq, s.revision, s.generation, s.depth, s.chunks, s.new_chunks, s.logical_bytes):
+        assert_type(number, int)
+    for seconds in (s.created, s.stall_s, s.total_s, s.ratio):
+        assert_type(seconds, float)
+    assert_type(s.parent, str | None)
+    assert_type(s.bases, list[str])
+    assert_type(s.tags, list[str])
+    assert_type(s.metrics, dict[str, float])
+    assert_type(s.metadata, Any)
+
+
+def policies() -> Sequence[Policy]:
+    return (
+        KeepLast(3), KeepEvery(100), KeepSteps([1, 2]), KeepBest("loss"), KeepWithin("1d"), KeepHourly(24),
+        KeepDaily(7), KeepWeekly(4), KeepMonthly(12), KeepYearly(3),
+    )
+
+
+def generators() -> None:
+    rng = RngState(cuda=False)
+    assert_type(rng.state_dict(), dict[str, Any])
+    rng.load_state_dict(rng.state_dict())
+
+
+def errors() -> None:
+    base: list[type[SnapstoreError]] = [
+        AlreadyExistsError, CapabilityError, ConflictError, FormatError, IntegrityError, InvalidInputError,
+        NotFoundError, StorageError,
+    ]
+    lookup: type[KeyError] = NotFoundError
+    value: type[ValueError] = InvalidInputError
+    leaf: type[InvalidInputError] = UnsupportedLeafError
+    full: type[StorageError] = StorageFullError
+    plain: type[Exception] = SnapstoreError
+    try:
+        snapstore.Repository.open("/data/snaps")
+    except (snapstore.NotFoundError, snapstore.StorageError) as error:
+        assert_type(error, NotFoundError | StorageError)
+"""
+
+#: Every line with a mark has errors of just these kinds, and no other line has any.
+WRONG = """
+from snapstore import KeepBest, KeepLast, Repository, SaveOptions, Snapshot, SnapshotManager
+from snapstore import NotFoundError, StorageError
+
+
+def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot) -> None:
+    SnapshotManager("/data/snaps")  # error: call-arg
+    SnapshotManager("/data/snaps", run=3)  # error: arg-type
+    SnapshotManager("/data/snaps", run="a", on_busy="drop")  # error: arg-type
+    SnapshotManager("/data/snaps", run="a", keep=KeepLast(3))  # error: arg-type
+    SnapshotManager("/data/snaps", run="a", keep=["last 3"])  # error: list-item
+    SnapshotManager("/data/snaps", run="a", interval=10)  # error: call-arg
+    snapshots.save(1)  # error: call-arg
+    snapshots.save("1", {})  # error: arg-type
+    snapshots.save(1, {}, {"loss": 0.5})  # error: call-arg
+    snapshots.save(1, {}, metrics={"loss": "low"})  # error: dict-item
+    snapshots.save(1, {}).result().step  # error: union-attr
+    snapshots.save(1, {}).step  # error: attr-defined
+    snapshots.latest_step() + 1  # error: operator
+    snapshots.all_steps().step  # error: attr-defined
+    snapshots.restore(1.5)  # error: arg-type
+    step: int = snapshots.best_step()  # error: assignment
+    Repository.open(3)  # error: arg-type
+    Repository.create("/data/snaps", 4096)  # error: call-arg
+    repository.save({}, "a", 1)  # error: call-arg
+    repository.restore("a@1", {})  # error: call-arg
+    repository.forget([KeepLast(1)])  # error: call-arg
+    repository.gc(True)  # error: call-arg
+    repository.check("data").okay  # error: attr-defined
+    repository.snapshots().run  # error: attr-defined
+    repository.stats()["ratio"]  # error: index
+    repository.diff("a@1")  # error: call-arg
+    snapshot.parent.upper()  # error: union-attr
+    snapshot.step = 3  # error: misc
+    snapshot.metrics["loss"] = "low"  # error: assignment
+    KeepLast("3")  # error: arg-type
+    KeepBest("loss", mode="lowest")  # error: arg-type
+    SaveOptions(threads="4")  # error: arg-type
+    StorageError("full") + 1  # error: operator
+    wrong: type[StorageError] = NotFoundError  # error: assignment
+"""
+
+
+def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, set[str]], str]:
+    """mypy --strict over a module of its own: (kinds of the errors by line, its report)."""
+    file = folder / "uses.py"
+    file.write_text(source)
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    monkeypatch.chdir(ROOT)  # its cache is shared with `tools/test`, which has just filled it
+    report, crash, _ = api.run(["--strict", "--config-file", "pyproject.toml", "--no-error-summary", str(file)])
+    assert not crash, crash
+    errors: dict[int, set[str]] = {}
+    for line in report.splitlines():
+        if match := re.fullmatch(r"(.+?):(\d+): error: .* \[([a-z-]+)\]", line):
+            assert Path(match[1]).name == file.name, line
+            errors.setdefault(int(match[2]), set()).add(match[3])
+    return errors, report
+
+
+def test_right_uses_have_the_documented_types(tmp_path, monkeypatch):
+    assert mypy(tmp_path, RIGHT, monkeypatch) == ({}, "")
+
+
+def test_wrong_uses_are_errors_where_they_stand(tmp_path, monkeypatch):
+    marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(WRONG.splitlines(), 1) if "# error: " in line}
+    errors, report = mypy(tmp_path, WRONG, monkeypatch)
+    assert errors == marks, report
+
+
+@pytest.mark.xfail(strict=True, reason="checkers see the package's __getattr__ -> Any: hide it by TYPE_CHECKING")
+@pytest.mark.parametrize("form", ["from snapstore import KeepLats", "import snapstore\nsnapstore.KeepLats(3)"])
+def test_a_misspelt_public_name_is_an_error(tmp_path, monkeypatch, form):
+    errors, report = mypy(tmp_path, form, monkeypatch)
+    assert list(errors.values()) == [{"attr-defined"}], report
+
+
+@pytest.mark.xfail(strict=True, reason="to checkers __version__ is Any: declare it under TYPE_CHECKING")
+def test_the_version_is_a_str(tmp_path, monkeypatch):
+    source = "from typing import assert_type\nimport snapstore\nassert_type(snapstore.__version__, str)\n"
+    assert mypy(tmp_path, source, monkeypatch) == ({}, "")
+
+
+@pytest.mark.xfail(strict=True, reason="checkers join the policies to object: let the classes inherit from Policy")
+def test_policies_in_a_variable_need_no_annotation(tmp_path, monkeypatch):
+    source = """
+        from snapstore import KeepEvery, KeepLast, SnapshotManager
+        keep = [KeepLast(3), KeepEvery(100)]
+        SnapshotManager("/data/snaps", run="a", keep=keep)
+    """
+    assert mypy(tmp_path, textwrap.dedent(source), monkeypatch) == ({}, "")
+
+
+def test_the_snippet_names_all_that_is_public():
+    assert [name for name in snapstore.__all__ if not re.search(rf"\b{name}\b", RIGHT)] == []
+
+
+@pytest.mark.parametrize("name", snapstore.__all__)
+def test_every_public_name_resolves_and_explains_itself(name):
+    value = getattr(snapstore, name)
+    assert inspect.isclass(value)
+    assert value.__name__ == name
+    assert name in dir(snapstore)
+    doc = value.__doc__
+    assert doc
+    assert not doc.startswith(f"{name}("), "that is the docstring a dataclass makes itself"
+
+
+def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that a class defines, and its special methods."""
+    for name, value in vars(cls).items():
+        if name.startswith("_") and not name.endswith("__"):
+            continue
+        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        function = function.fget if isinstance(function, property) else function
+        # What @dataclass and msgspec write themselves has no file of its own.
+        if inspect.isfunction(function) and function.__code__.co_filename.startswith(str(ROOT)):
+            yield f"{cls.__name__}.{name}", function
+
+
+def public_classes() -> list[type]:
+    from snapstore import check, gc, inspection, repository
+
+    results = [check.CheckResult, check.Problem, gc.GcResult, repository.ForgetResult]
+    results += [inspection.Stats, inspection.GroupStats, inspection.Diff, inspection.TensorDiff]
+    return [getattr(snapstore, name) for name in snapstore.__all__] + results
+
+
+def test_every_public_method_is_annotated_and_explained():
+    seen, bare, unexplained = 0, [], []
+    for name, function in (found for cls in public_classes() for found in functions_of(cls)):
+        seen += 1
+        parameters = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+        bare += [f"{name}({p})" for p in [*parameters, "return"] if p not in function.__annotations__]
+        if not name.endswith("__") and not function.__doc__:
+            unexplained.append(name)
+    assert seen > 60
+    assert bare == []
+    assert unexplained == []
+
+
+def test_the_types_are_shipped():
+    assert (Path(inspect.getfile(snapstore)).parent / "py.typed").read_bytes() == b""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["snapstore"]
+
+
+def test_the_lazy_names_are_those_that_a_checker_sees():
+    source = Path(inspect.getfile(snapstore)).read_text()
+    block = textwrap.dedent(source.split("if TYPE_CHECKING:\n")[1].split("\n_HOME")[0])
+    imports = re.findall(r"from \.([\w.]+) import (?:\(([^)]*)\)|(.*))", block)
+    seen = {name: module for module, many, one in imports for name in re.findall(r"\w+", many or one)}
+    assert seen == snapstore._HOME
+    assert snapstore.__all__ == sorted(seen)

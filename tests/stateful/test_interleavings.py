@@ -122,7 +122,7 @@ def test_random_schedules(first, actors):
         random = Random(seed)
         store = clone(history())
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
-        gc = collecting(-1.0 if impatient else 3600.0)
+        gc = collecting(0.0 if impatient else 3600.0)
         cast = {
             "S": several(saving("a", 10, 10), saving("a", 11, 11)),
             "T": several(saving("a", 20, 20, parent=random.choice((None, "a@0"))), saving("b", 1, 51)),
@@ -213,7 +213,7 @@ def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
     """ "fence not atomic": S sleeps for hours, gc gives it up and deletes its packs, S wakes up and commits."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", stand)
     forgetting("a@0", "a@2")(stage.store)
-    gc = stage.enter("G", collecting(-1.0), seen_dead=True)
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
     assert len(gc.finish().fenced) == 1
     with pytest.raises(ConflictError, match="gave this save up"):
         saver.finish()
@@ -223,7 +223,7 @@ def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
 
 def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
     saver = stage.enter("S", saving("a", 3, 3)).until("release", "sessions/")
-    gc = stage.enter("G", collecting(-1.0), seen_dead=True)
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
     assert len(gc.finish().fenced) == 1
     saver.finish()
     assert "a@3" in stage.check()
@@ -232,7 +232,7 @@ def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
 def test_a_fence_between_commit_and_reading_it_back(stage):
     """The saver's put and the gc's: exactly one wins, whoever comes first."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
-    gc = stage.enter("G", collecting(-1.0), seen_dead=True).until("put", "snapshots/")
+    gc = stage.enter("G", collecting(0.0), seen_dead=True).until("put", "snapshots/")
     saver.until("release", "sessions/")
     gc.finish()
     saver.finish()

@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from .errors import (
         AlreadyExistsError,
         CapabilityError,
@@ -116,14 +117,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the shell's `--help` needs none of them."""
-    if name == "__version__":
-        return import_module(".records", __name__).VERSION
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    return value
+if not TYPE_CHECKING:  # or a misspelt name would pass a type checker
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used: the shell's `--help` needs none of them."""
+        if name == "__version__":
+            return import_module(".records", __name__).VERSION
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:

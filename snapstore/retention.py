@@ -92,7 +92,7 @@ class Decision(Generic[S]):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepLast:
+class KeepLast(Policy):
     """Keep the `n` newest steps."""
 
     n: int
@@ -109,7 +109,7 @@ class KeepLast:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepEvery:
+class KeepEvery(Policy):
     """Keep every step that `steps` divides, for good; step 0 is one of them."""
 
     steps: int
@@ -126,7 +126,7 @@ class KeepEvery:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepSteps:
+class KeepSteps(Policy):
     """Keep these steps, for good."""
 
     steps: tuple[int, ...]  # sorted, without repeats, whatever iterable was given
@@ -152,7 +152,7 @@ class KeepSteps:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepBest:
+class KeepBest(Policy):
     """Keep the `n` best snapshots by a metric.
 
     A snapshot whose metric is NaN or missing is never best. Of equal values the newer one is better: it has trained
@@ -187,7 +187,7 @@ class KeepBest:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepWithin:
+class KeepWithin(Policy):
     """Keep what was created within `duration` before the newest snapshot of the run.
 
     Args:
@@ -212,7 +212,7 @@ class KeepWithin:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepHourly:
+class KeepHourly(Policy):
     """Keep the newest snapshot of each of the last `n` hours (UTC) that have any."""
 
     n: int
@@ -229,7 +229,7 @@ class KeepHourly:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepDaily:
+class KeepDaily(Policy):
     """Keep the newest snapshot of each of the last `n` days (UTC) that have any."""
 
     n: int
@@ -246,7 +246,7 @@ class KeepDaily:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepWeekly:
+class KeepWeekly(Policy):
     """Keep the newest snapshot of each of the last `n` ISO weeks (Monday to Sunday, UTC) that have any."""
 
     n: int
@@ -263,7 +263,7 @@ class KeepWeekly:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepMonthly:
+class KeepMonthly(Policy):
     """Keep the newest snapshot of each of the last `n` months (UTC) that have any."""
 
     n: int
@@ -280,7 +280,7 @@ class KeepMonthly:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepYearly:
+class KeepYearly(Policy):
     """Keep the newest snapshot of each of the last `n` years (UTC) that have any."""
 
     n: int

@@ -35,7 +35,6 @@ from bench_peers import THREADS, Peer, peers, stored_bytes
 import snapstore
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager, blob, pack, planes
 from snapstore.records import Snapshot
-from snapstore.retention import Policy
 
 ROOT = Path(__file__).parent.parent
 MiB = 1024 * 1024
@@ -212,7 +211,7 @@ def retained(snapshots: int) -> list[Figure]:
     """Train, snapshot every step, keep the last 3 and every 50th; how much is left, and why."""
     with scratch() as folder:
         size = 0
-        keep: list[Policy] = [KeepLast(3), KeepEvery(steps=50)]
+        keep = [KeepLast(3), KeepEvery(steps=50)]
         with SnapshotManager(folder / "repo", run="gpt", keep=keep) as manager:
             for step, state in SERIES["gpt"](snapshots, 1):
                 size = logical_bytes(plain(state))

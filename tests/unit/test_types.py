@@ -233,20 +233,17 @@ def test_wrong_uses_are_errors_where_they_stand(tmp_path, monkeypatch):
     assert errors == marks, report
 
 
-@pytest.mark.xfail(strict=True, reason="checkers see the package's __getattr__ -> Any: hide it by TYPE_CHECKING")
 @pytest.mark.parametrize("form", ["from snapstore import KeepLats", "import snapstore\nsnapstore.KeepLats(3)"])
 def test_a_misspelt_public_name_is_an_error(tmp_path, monkeypatch, form):
     errors, report = mypy(tmp_path, form, monkeypatch)
     assert list(errors.values()) == [{"attr-defined"}], report
 
 
-@pytest.mark.xfail(strict=True, reason="to checkers __version__ is Any: declare it under TYPE_CHECKING")
 def test_the_version_is_a_str(tmp_path, monkeypatch):
     source = "from typing import assert_type\nimport snapstore\nassert_type(snapstore.__version__, str)\n"
     assert mypy(tmp_path, source, monkeypatch) == ({}, "")
 
 
-@pytest.mark.xfail(strict=True, reason="checkers join the policies to object: let the classes inherit from Policy")
 def test_policies_in_a_variable_need_no_annotation(tmp_path, monkeypatch):
     source = """
         from snapstore import KeepEvery, KeepLast, SnapshotManager

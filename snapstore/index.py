@@ -344,7 +344,11 @@ class _Environment:
 
     def _seal(self) -> None:
         used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        (self._folder / "verified").write_text(self._digest(used_bytes))
+        seal, file = self._digest(used_bytes), self._folder / "verified"
+        if (
+            not file.exists() or file.read_text(errors="replace") != seal
+        ):  # a look that finds nothing new writes nothing
+            file.write_text(seal)
 
     def _seal_holds(self) -> bool:
         data = self._folder / "data.mdb"

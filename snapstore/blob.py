@@ -20,8 +20,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import codecs, planes
 from .codecs import deflate, zstd
@@ -41,6 +43,33 @@ RAW_ABOVE_BITS = 7.9
 RUNS_ABOVE_SHARE = 0.78
 #: Stored bytes that a coded block costs beyond its entropy: frame header, Huffman table, jump table.
 BLOCK_OVERHEAD_BYTES = 96
+
+#: A blob's header without its block lengths, as columns.
+HEADER_COLUMNS = np.dtype(
+    {
+        "names": ["magic", "version", "zero", "checksum", "transform", "element_size", "layout", "raw_bytes",
+                  "payload_bytes", "block_bytes", "codecs", "count", "digest", "base"],
+        "formats": ["S4", "<u2", "<u2", "<u8", "u1", "u1", "u1", "<u4", "<u4", "<u4", ("u1", 8), "<u4", ("u1", 16),
+                    ("u1", 16)],
+        "offsets": [0, 4, 6, 8, 16, 17, 18, 20, 24, 28, 32, 40, 48, 64],
+        "itemsize": 80,
+    }
+)  # fmt: skip
+#: What a pack's footer says of a blob (docs/format.md, "Pack"); `offset` counts from wherever the blobs lie.
+ENTRY = np.dtype(
+    {
+        "names": ["offset", "length", "raw_bytes", "transform", "element_size", "codecs", "digest", "base",
+                  "plane_bytes"],
+        "formats": ["<u8", "<u4", "<u4", "u1", "u1", ("u1", 8), "V16", "V16", ("<u4", 8)],
+        "offsets": [0, 8, 12, 16, 17, 24, 32, 48, 64],
+        "itemsize": 96,
+    }
+)  # fmt: skip
+
+Column = npt.NDArray[Any]
+
+#: What a histogram says of a plane: noise; noise with a skew; mostly one value; or no float's, so maybe repeats.
+NOISE, SKEWED, RUNS, REPEATS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +97,21 @@ def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
     """What planes of these entropies [bits per byte] will take when stored."""
     overhead = BLOCK_OVERHEAD_BYTES * -(-plane_bytes // codecs.BLOCK_BYTES)
     return sum(plane_bytes if b > RAW_ABOVE_BITS else min(plane_bytes, plane_bytes * b / 8 + overhead) for b in bits)
+
+
+def estimates(bits: npt.NDArray[np.float64], element_sizes: Column, plane_bytes: Column) -> npt.NDArray[np.float64]:
+    """`estimate_bytes` of many chunks: bits (n, 8), element sizes and plane lengths (n,) -> (n,)."""
+    size = plane_bytes[:, None].astype(np.float64)
+    overhead = BLOCK_OVERHEAD_BYTES * np.ceil(size / codecs.BLOCK_BYTES)
+    stored = np.where(bits > RAW_ABOVE_BITS, size, np.minimum(size, size * bits / 8 + overhead))
+    total: npt.NDArray[np.float64] = (stored * (np.arange(8) < element_sizes[:, None])).sum(axis=1)
+    return total
+
+
+def plane_kinds(bits: npt.NDArray[np.float64], top_share: npt.NDArray[np.float64], layout: Any) -> Any:
+    """NOISE, SKEWED, RUNS or REPEATS of every plane; arrays of one shape, or that broadcast."""
+    of_floats = np.where(top_share >= RUNS_ABOVE_SHARE, RUNS, SKEWED)
+    return np.where(bits > RAW_ABOVE_BITS, NOISE, np.where(layout == planes.BYTES, REPEATS, of_floats))
 
 
 def bound(raw_bytes: int, element_size: int) -> int:
@@ -98,8 +142,9 @@ def encode(
     lengths: list[int] = []
     payload: list[bytes | memoryview] = []
     split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
-    for k, plane in enumerate(split):
-        codec, blocks = _encode_plane(plane, layout, float(statistics.bits[k]), float(statistics.top_share[k]))
+    kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
+    for kind, plane in zip(kinds, split, strict=True):
+        codec, blocks = _encode_plane(plane, kind)
         chosen.append(codec)
         payload.extend(blocks)
         if codec != codecs.RAW:
@@ -119,20 +164,70 @@ def encode(
     return blob
 
 
-def _encode_plane(
-    plane: Bytes, layout: int, bits: float, top_share: float
-) -> tuple[int, list[bytes] | list[memoryview]]:
-    """(codec, stored blocks): raw if it would not shrink; of floats by their skew, of the rest by repeats."""
-    if bits <= RAW_ABOVE_BITS and plane.size:
-        if layout == planes.BYTES:  # integers, bools, text: repeats that no histogram shows
+def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memoryview]]:
+    """(codec, stored blocks): raw if it would not shrink."""
+    if kind != NOISE and plane.size:
+        if kind == REPEATS:
             codec, blocks = codecs.ZSTD, zstd.encode_matches(plane, codecs.BLOCK_BYTES)
-        elif top_share >= RUNS_ABOVE_SHARE:
+        elif kind == RUNS:
             codec, blocks = codecs.DEFLATE, deflate.encode_runs(plane, codecs.BLOCK_BYTES)
         else:
             codec, blocks = codecs.ZSTD, zstd.encode_entropy(plane, codecs.BLOCK_BYTES)
         if sum(map(len, blocks)) + 4 * len(blocks) < plane.size:
             return codec, blocks
     return codecs.RAW, [np.ascontiguousarray(plane).data]
+
+
+def headers(
+    entries: npt.NDArray[np.void], layouts: Column, block_bytes: int, counts: Column, block_lengths: Column
+) -> tuple[Bytes, npt.NDArray[np.int64]]:
+    """The headers of many blobs, block lengths and all but the checksums, one after the other.
+
+    Args:
+        entries: (n,) ENTRY.
+        layouts: (n,).
+        counts: (n,) how many block lengths each has.
+        block_lengths: (sum of counts,), blob after blob.
+
+    Returns:
+        The bytes, and where each header starts in them (n + 1,).
+    """
+    starts = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum(HEADER.size + 4 * counts, out=starts[1:])
+    fixed = np.zeros(len(entries), HEADER_COLUMNS)
+    fixed["magic"], fixed["version"], fixed["layout"] = MAGIC, VERSION, layouts
+    for name in ("transform", "element_size", "raw_bytes", "codecs"):
+        fixed[name] = entries[name]
+    for name in ("digest", "base"):
+        fixed[name] = np.ascontiguousarray(entries[name]).view(np.uint8).reshape(-1, 16)
+    fixed["payload_bytes"] = entries["length"] - np.diff(starts)
+    fixed["block_bytes"], fixed["count"] = block_bytes, counts
+    words = np.empty(int(starts[-1]) // 4, np.uint32)
+    is_fixed = np.zeros(len(words), bool)
+    is_fixed[(starts[:-1, None] // 4 + np.arange(HEADER.size // 4)).ravel()] = True
+    words[is_fixed] = fixed.view(np.uint32)
+    words[~is_fixed] = block_lengths
+    return words.view(np.uint8), starts
+
+
+def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+    """The headers of many blobs at `offsets` of a buffer, and which of them are as they should be.
+
+    What `parse` would say of each, but for the checksum; one that is not fine is to be parsed for its error.
+    """
+    whole = lengths >= HEADER.size
+    at = np.where(whole, offsets, 0)
+    rows = np.zeros((len(offsets), HEADER.size), np.uint8)
+    if len(stored) >= HEADER.size:
+        rows = stored[at[:, None] + np.arange(HEADER.size)]
+    found = rows.view(HEADER_COLUMNS).reshape(-1)
+    size = found["element_size"].astype(np.int64)
+    length = HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
+    fine = whole & (found["magic"] == MAGIC) & (found["version"] == VERSION) & (found["zero"] == 0)
+    fine &= (length <= lengths) & (found["transform"] <= XOR) & (found["layout"] <= planes.ROTATED)
+    fine &= np.isin(size, (1, 2, 4, 8)) & (found["block_bytes"] > 0)
+    fine &= found["raw_bytes"] % np.maximum(size, 1) == 0
+    return found, fine
 
 
 def parse(blob: memoryview, where: str) -> Header:
@@ -172,6 +267,16 @@ def parse(blob: memoryview, where: str) -> Header:
 def length_of(header: Header) -> int:
     """Bytes of a blob, without padding."""
     return header.payload_start + header.payload_bytes
+
+
+def entry(blob: memoryview, offset: int) -> bytes:
+    """The footer entry, an ENTRY, of a blob that `encode` has made."""
+    fields = HEADER.unpack_from(blob)
+    _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
+    return struct.pack(
+        "<QIIBB6x8s16s16s8I", offset, len(blob), raw_bytes, transform, element_size, codec_ids, chunk_digest, base,
+        *stored_plane_bytes(blob),
+    )  # fmt: skip
 
 
 def stored_plane_bytes(blob: memoryview) -> list[int]:
@@ -234,7 +339,27 @@ def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: boo
             planes_out[k] = plane
 
 
-def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes) -> None:
+def decode_source(blob: memoryview, header: Header, out: Bytes, where: str) -> None:
+    """Undo `encode`: `out` (r,) uint8 becomes the chunk, or chunk XOR base, that the blob was made of.
+
+    Raises:
+        FormatError, IntegrityError: `out` is then garbage.
+    """
+    decoded = planes.scratch.room("planes", out.size).reshape(header.element_size, -1)
+    patch_planes(blob, header, decoded, True, where)
+    planes.merge(decoded, out, header.layout)
+
+
+def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
+    """Say of a blob, in place, whose chunk it is and what it is a delta to; its planes stay."""
+    blob[16:17] = bytes([transform])
+    blob[48:80] = chunk_digest + base
+    struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
+
+
+def decode_chain(
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None
+) -> None:
     """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
 
     Args:
@@ -242,6 +367,7 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
         wheres: how to name each blob in an error.
         chunk_digest: of the chunk wanted.
         out: (r,) uint8, filled.
+        base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
 
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
@@ -262,7 +388,7 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
             by_layout[kind] = room.reshape(header.element_size, -1)
         patch_planes(blob, header, by_layout[kind], fresh, where)
         wanted = header.base
-    if wanted != NO_BASE:
+    if wanted != NO_BASE and base is None:
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")
     for i, ((_, layout), merged) in enumerate(by_layout.items()):
         if i == 0:
@@ -271,6 +397,8 @@ def decode_chain(blobs: Sequence[memoryview], wheres: Sequence[str], chunk_diges
             other = np.empty_like(out)
             planes.merge(merged, other, layout)
             np.bitwise_xor(out, other, out=out)
+    if base is not None:
+        np.bitwise_xor(out, base, out=out)
     got = digest(out)
     if got != chunk_digest:
         raise IntegrityError(

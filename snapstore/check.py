@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import blob, manifest, records
-from .engine import Engine
+from .engine import Engines
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from .fetch import Fetcher, Wanted
+from .fetch import Fetcher, Wanted, whole
 from .gc import OBJECT_NAME
 from .index import Index
 from .manifest import Manifest
@@ -75,7 +75,7 @@ class CheckResult:
 
 
 def check(
-    store: ObjectStore, index: Index, engine: Engine, *, level: str = "metadata", share: float = 1.0,
+    store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
     subset: tuple[int, int] = (1, 1),
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
@@ -90,17 +90,17 @@ def check(
         raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
     if not 1 <= subset[0] <= subset[1]:
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
-    return _Check(store, index, engine, CheckResult(level), share, subset).run()
+    return _Check(store, index, engines, CheckResult(level), share, subset).run()
 
 
 class _Check:
     """One run over a repository."""
 
     def __init__(
-        self, store: ObjectStore, index: Index, engine: Engine, result: CheckResult, share: float,
+        self, store: ObjectStore, index: Index, engines: Engines, result: CheckResult, share: float,
         subset: tuple[int, int],
     ) -> None:  # fmt: skip
-        self._store, self._index, self._engine, self._result, self._share = store, index, engine, result, share
+        self._store, self._index, self._engines, self._result, self._share = store, index, engines, result, share
         self._subset = subset
         self._bad: set[str] = set()  # ids of snapshots that are not restorable
         self._sizes: dict[str, int] = {}
@@ -239,7 +239,7 @@ class _Check:
         for m in manifests:
             rows = [row for row in range(len(m.table)) if _chain(m, row) not in seen]
             try:
-                for _ in Fetcher(self._store, self._engine).rebuild(_scratch(m, rows)):
+                for _ in Fetcher(self._store, self._engines).rebuild(_scratch(m, rows)):
                     pass
             except _DAMAGE:
                 self._rebuild_singly(snapshot, m, rows)
@@ -251,7 +251,7 @@ class _Check:
         lost = 0
         for row in rows:
             try:
-                for _ in Fetcher(self._store, self._engine).rebuild(_scratch(m, [row])):
+                for _ in Fetcher(self._store, self._engines).rebuild(_scratch(m, [row])):
                     pass
             except _DAMAGE as error:
                 lost += 1
@@ -276,7 +276,7 @@ def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
     packs = m.header.pack_names
     lengths = m.table.lengths
     for row in rows:
-        yield Wanted(m.table, packs, row, np.empty(int(lengths[row]), np.uint8))
+        yield whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8))
 
 
 def _chain(m: Manifest, row: int) -> tuple[str, int, bytes]:

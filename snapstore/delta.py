@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +27,17 @@ MAX_CHAIN_RATIO = 4.0
 Place = tuple[str, tuple[str | int, ...], str, tuple[int, ...]]  # part, path, dtype, shape
 
 
-def pays(delta_bytes: float, full_bytes: float, chain_bytes: int) -> bool:
-    """Whether to store a delta of about `delta_bytes` where the full chunk takes about `full_bytes`.
+def pays(delta_bytes: Any, full_bytes: Any, chain_bytes: Any) -> Any:
+    """Whether to store a delta of about `delta_bytes` where the full chunk takes about `full_bytes`; numbers or arrays.
 
     Args:
         chain_bytes: stored bytes of every blob that the base needs.
     """
-    return delta_bytes <= full_bytes * (1 - MIN_SAVING) and chain_bytes + delta_bytes <= MAX_CHAIN_RATIO * full_bytes
+    return (delta_bytes <= full_bytes * (1 - MIN_SAVING)) & (chain_bytes + delta_bytes <= MAX_CHAIN_RATIO * full_bytes)
 
 
-def is_keyframe(generation: int, chunk_index: int, max_depth: int) -> bool:
-    """Whether a changed chunk is stored full in this generation.
+def is_keyframe(generation: int, chunk_index: Any, max_depth: int) -> Any:
+    """Whether a changed chunk is stored full in this generation; an int, or an array of them.
 
     Every chunk has its turn once in max_depth + 1 generations, and neighbours have theirs in different ones, so no
     snapshot pays for all of them.
@@ -80,6 +81,7 @@ class Bases:
                 rows += len(manifest.table)
         self.table = ChunkTable.concatenate(tables)
         self.depths = self.table.depths
+        self.lengths = self.table.lengths
         self.chain_bytes = self.table.chain_bytes
         keys = self._keys(self.table.digests)
         self._order = np.argsort(keys, kind="stable")

@@ -1,82 +1,181 @@
 """Engines: the stages between plain chunks and blobs, in batches. The CPU engine runs them on all cores.
 
-In: lists of chunks (r,) uint8 in host memory. Out: digests, blobs, rebuilt chunks. An engine holds no state of a
-save; its methods may be called from one thread at a time each. A GPU engine takes the same jobs with device arrays.
+In: batches of chunks as columns, their bytes in host memory (the CPU engine) or where an engine of a device can reach
+them. Out: digests, blobs, rebuilt chunks. An engine holds no state of a save; its methods may be called from one
+thread at a time each. `Engines` finds the engine of a memory.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.pool import AsyncResult, ThreadPool
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from . import blob, delta, planes
+from .blob import Column
 from .digest import Bytes, digest
-from .errors import InvalidInputError
+from .errors import CapabilityError, InvalidInputError
+from .pack import Encoded
+from .state.arrays import Memory, as_memory
+from .threads import Threads
+
+if TYPE_CHECKING:
+    import torch
+
+    from .cuda.engine import CudaEngine
+
+log = logging.getLogger("snapstore")
 
 #: Blobs of this many chunks may be on their way from the threads to the packs.
 MAX_FREE_BUFFERS = 64
+#: How new blobs are coded: by standard streams that every machine reads, or by nvCOMP's ANS.
+CODECS = ("portable", "ans")
 
-T = TypeVar("T")
-R = TypeVar("R")
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Spans of a few memories, as columns."""
+
+    memories: Sequence[Memory]
+    which: Column  # (n,) which memory; -1: no chunk
+    starts: Column  # (n,) its first byte there
+    lengths: Column  # (n,) [bytes]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def take(self, rows: Column) -> Chunks:
+        """Some of them."""
+        return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows])
+
+    def views(self) -> list[Memory]:
+        """One view a chunk, (r,) uint8; an empty one where there is none."""
+        nothing = np.empty(0, np.uint8)
+        return [
+            self.memories[w][s : s + n] if w >= 0 else nothing
+            for w, s, n in zip(self.which.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True)
+        ]
+
+    @staticmethod
+    def of(memories: Sequence[Memory]) -> Chunks:
+        """Each memory as one chunk."""
+        lengths = np.array([len(memory) for memory in memories], np.int64)
+        return Chunks(memories, np.arange(len(memories)), np.zeros(len(memories), np.int64), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBatch:
+    """New chunks to store, a row each."""
+
+    chunks: Chunks
+    digests: Bytes  # (n, 16)
+    element_sizes: Column  # (n,) 1, 2, 4 or 8
+    layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
+    bases: Chunks  # (n,) plain bytes of the candidate bases
+    base_digests: Bytes  # (n, 16)
+    base_chain_bytes: Column  # (n,) stored bytes of every blob that the base needs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Chunks to rebuild, a row each; their blobs lie newest first, chunk after chunk, in one buffer."""
+
+    stored: Bytes
+    offsets: Column  # (m,) of every blob
+    lengths: Column  # (m,)
+    counts: Column  # (n,) how many of the blobs are a chunk's
+    digests: Bytes  # (n, 16)
+    outs: Chunks  # filled
+    where: Callable[[int], str]  # how to name a blob in an error
+    bases: Chunks | None = None  # plain bytes of what each last blob is a delta to; None: the last ones are full
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """One new chunk to store."""
+    """One chunk's share of an EncodeBatch."""
 
-    chunk: Bytes  # (r,) uint8
+    chunk: Bytes
     digest: bytes
     element_size: int
-    layout: int = planes.BYTES  # planes.ROTATED for floats
-    base: Bytes | None = None  # (r,) uint8, the candidate base's plain bytes
+    layout: int = planes.BYTES
+    base: Bytes | None = None
     base_digest: bytes = b""
-    base_chain_bytes: int = 0  # stored bytes of every blob that the base needs
+    base_chain_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One chunk to rebuild."""
+    """One chunk's share of a DecodeBatch."""
 
     blobs: Sequence[memoryview]  # newest first
     wheres: Sequence[str]
     digest: bytes
     out: Bytes  # (r,) uint8, filled
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One new blob, in a buffer that the engine takes back with `recycle`."""
-
-    data: memoryview
-    is_delta: bool
-    buffer: Bytes
+    base: Bytes | None = None
 
 
 class Engine(Protocol):
-    """Batches of chunks to blobs and back. `start_*` returns at once; the call it returns waits for the result."""
+    """Batches of chunks to blobs and back. `start_*` returns at once; the call it returns waits for the result.
 
-    def digests(self, chunks: Sequence[Bytes]) -> list[bytes]:
-        """XXH3-128 of every chunk, in order."""
+    Attributes:
+        batch_bytes: how much one batch should hold at most.
+        decode_bytes: stored and plain bytes of a batch to decode.
+        depth, decode_depth: how many batches may be on their way beside the one that is made ready.
+        readers: how many threads should read for it.
+    """
+
+    batch_bytes: int
+    decode_bytes: int
+    depth: int
+    decode_depth: int
+    readers: int
+
+    @property
+    def batch_chunks(self) -> int:
+        """How many chunks one batch should hold at most."""
         ...
 
-    def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
-        """Begin to encode a batch: delta or full, planes, codecs."""
+    def load(self, chunks: Chunks) -> Chunks:
+        """The same chunks where the engine works; they may be read until the save ends."""
+        ...
+
+    def digests(self, chunks: Chunks) -> Bytes:
+        """XXH3-128 of every chunk, (n, 16)."""
+        ...
+
+    def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
+        """Begin to encode a batch: delta or full, planes, codecs. The results' rows make up the batch's, in order."""
         ...
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
         """Take back the memory of blobs that have been copied away."""
         ...
 
-    def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
+    def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch of chunks; the call raises the first FormatError or IntegrityError."""
+        ...
+
+    def drive(self) -> None:
+        """Let what was begun go on; for whoever waits for something else meanwhile."""
+        ...
+
+    def empty(self, nbytes: int) -> Memory:
+        """(nbytes,) uint8 where the engine works."""
+        ...
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """At least (nbytes,) uint8 of host memory that the engine copies into and out of fastest."""
+        ...
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Take back a buffer that nothing uses any more."""
         ...
 
     def close(self) -> None:
@@ -84,54 +183,71 @@ class Engine(Protocol):
         ...
 
 
-class Threads:
-    """A pool of threads, made at first use and again after a fork.
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """One new blob, in a buffer that the engine takes back."""
 
-    Threads of a `multiprocessing.pool.ThreadPool` are daemons: a save that runs while the interpreter exits still
-    finds them, where concurrent.futures refuses work from that moment on.
-    """
+    data: memoryview
+    is_delta: bool
+    buffer: Bytes
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool: ThreadPool | None = None
-        self._pid = 0
-        self._lock = threading.Lock()
 
-    def start(self, function: Callable[[T], R], items: Sequence[T]) -> Callable[[], list[R]]:
-        """Begin `function` of every item; the call it returns waits for the results, in order."""
-        with self._lock:
-            if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = ThreadPool(self.count), os.getpid()
-            result: AsyncResult[Any] = self._pool.map_async(function, items, chunksize=max(1, len(items) // 64))
-        return result.get
+class HostEncoded:
+    """The blobs of a batch in host memory; see `pack.Encoded`."""
 
-    def close(self) -> None:
-        """End the threads once they are idle."""
-        if self._pid != os.getpid():  # before the lock: a fork may have left it held
-            return
-        with self._lock:
-            if self._pool is not None:
-                self._pool.close()
-                self._pool.join()
-            self._pool = None
+    def __init__(self, blobs: Sequence[EncodedChunk]) -> None:
+        self.blobs = blobs
+        offsets = np.zeros(len(blobs) + 1, np.int64)
+        np.cumsum([len(b.data) + -len(b.data) % blob.ALIGNMENT for b in blobs], out=offsets[1:])
+        self.entries = np.frombuffer(
+            b"".join(blob.entry(b.data, offset) for b, offset in zip(blobs, offsets[:-1].tolist(), strict=True)),
+            blob.ENTRY,
+        )
+
+    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
+        """Copy blobs into `out`, at once."""
+        at = 0
+        for b in self.blobs[first:last]:
+            end = at + len(b.data)
+            out[at:end] = np.frombuffer(b.data, np.uint8)
+            at = end + -end % blob.ALIGNMENT
+            out[end:at] = 0
+        return _nothing_to_wait_for
+
+
+def _nothing_to_wait_for() -> None:
+    pass
 
 
 class CpuEngine:
     """NumPy, xxhash, zstandard and zlib over a pool of threads; all of them release the GIL."""
 
+    batch_bytes = 16 * 1024 * 1024
+    batch_chunks = 1024
+    decode_bytes = 24 * 1024 * 1024
+    depth = 1
+    decode_depth = 1
+    readers = 1
+
     def __init__(self, threads: int | None = None) -> None:
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
-    def digests(self, chunks: Sequence[Bytes]) -> list[bytes]:
-        """XXH3-128 of every chunk, in order; in the caller's thread, at tens of GB/s, beside an encoding batch."""
-        return [digest(chunk) for chunk in chunks]
+    def load(self, chunks: Chunks) -> Chunks:
+        """They are in host memory already."""
+        return chunks
 
-    def start_encode(self, jobs: Sequence[EncodeJob]) -> Callable[[], list[Encoded]]:
+    def digests(self, chunks: Chunks) -> Bytes:
+        """XXH3-128 of every chunk, (n, 16); in the caller's thread, at tens of GB/s, beside an encoding batch."""
+        return np.frombuffer(b"".join(map(digest, chunks.views())), np.uint8).reshape(-1, 16)
+
+    def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch."""
-        return self._threads.start(lambda job: encode_chunk(job, self._buffer(job)), jobs)
+        jobs = _encode_jobs(batch)
+        made = self._threads.start(lambda job: encode_chunk(job, self._room(job)), jobs)
+        return lambda: [HostEncoded(made())]
 
-    def _buffer(self, job: EncodeJob) -> Bytes:
+    def _room(self, job: EncodeJob) -> Bytes:
         """A used buffer that fits, else a new one."""
         needed = blob.bound(job.chunk.size, job.element_size)
         with suppress(IndexError):
@@ -142,11 +258,27 @@ class CpuEngine:
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
         """Take back the memory of blobs that have been copied away."""
-        self._free.extend(e.buffer for e in encoded)
+        for e in encoded:
+            if isinstance(e, HostEncoded):
+                self._free.extend(b.buffer for b in e.blobs)
 
-    def start_decode(self, jobs: Sequence[DecodeJob]) -> Callable[[], list[None]]:
+    def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch."""
-        return self._threads.start(_decode_chunk, jobs)
+        return self._threads.start(_decode_chunk, _decode_jobs(batch))
+
+    def drive(self) -> None:
+        """Nothing to do: the threads go on by themselves."""
+
+    def empty(self, nbytes: int) -> Memory:
+        """(nbytes,) uint8."""
+        return np.empty(nbytes, np.uint8)
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """(nbytes,) uint8."""
+        return np.empty(nbytes, np.uint8)
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Nothing to do: it is ordinary memory."""
 
     def close(self) -> None:
         """End the threads, drop the buffers."""
@@ -168,7 +300,39 @@ def default_threads() -> int:
     return int(value)
 
 
-def encode_chunk(job: EncodeJob, out: Bytes) -> Encoded:
+def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
+    columns = (batch.element_sizes, batch.layouts, batch.bases.which, batch.base_chain_bytes)
+    return [
+        EncodeJob(chunk, chunk_digest.tobytes(), size, layout)
+        if which < 0
+        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), chain_bytes)
+        for chunk, chunk_digest, base, base_digest, size, layout, which, chain_bytes in zip(
+            batch.chunks.views(), batch.digests, batch.bases.views(), batch.base_digests,
+            *(column.tolist() for column in columns), strict=True,
+        )
+    ]  # fmt: skip
+
+
+def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
+    stored = batch.stored.data
+    spans = zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=True)
+    blobs = [stored[offset : offset + length] for offset, length in spans]
+    bases: list[Bytes | None] = [None] * len(batch.counts)
+    if batch.bases is not None:
+        bases = [
+            view if which >= 0 else None for view, which in zip(batch.bases.views(), batch.bases.which, strict=True)
+        ]
+    jobs, at = [], 0
+    for count, chunk_digest, out, base in zip(
+        batch.counts.tolist(), batch.digests, batch.outs.views(), bases, strict=True
+    ):
+        wheres = [batch.where(i) for i in range(at, at + count)]
+        jobs.append(DecodeJob(blobs[at : at + count], wheres, chunk_digest.tobytes(), out, base))
+        at += count
+    return jobs
+
+
+def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
     """Delta or full by their sampled histograms, then the blob, into `out` (see `blob.bound`)."""
     source, base, chosen = job.chunk, None, _statistics(job.chunk, job)
     if job.base is not None:
@@ -180,7 +344,7 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> Encoded:
         if delta.pays(blob.estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
             source, base, chosen = difference, job.base_digest, xor
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
-    return Encoded(data, base is not None, out)
+    return EncodedChunk(data, base is not None, out)
 
 
 def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
@@ -188,4 +352,87 @@ def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
 
 
 def _decode_chunk(job: DecodeJob) -> None:
-    blob.decode_chain(job.blobs, job.wheres, job.digest, job.out)
+    blob.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base)
+
+
+@dataclass(slots=True)
+class Engines:
+    """The engine of every memory; those of CUDA devices are made when a tensor on one is first seen.
+
+    Args:
+        codec: "portable" or "ans", how engines of devices code new blobs.
+        required: whether the GPU was asked for, so that its lack is an error.
+    """
+
+    threads: int | None = None
+    codec: str = "portable"
+    required: bool = False
+    cpu: CpuEngine = field(init=False)
+    _cuda: dict[int, CudaEngine] = field(init=False, default_factory=dict)
+    _lacking: str | None = field(init=False, default=None)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _pid: int = field(init=False, default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.cpu = CpuEngine(self.threads)
+
+    def of(self, memory: Memory) -> Engine:
+        """The engine that works where a memory lies."""
+        if isinstance(memory, np.ndarray):
+            return self.cpu
+        return self.on(memory.device)
+
+    def memory_of(self, value: Any) -> Memory:
+        """An array's own bytes where they can be read as they lie, else a copy; nothing is pending on them."""
+        memory = as_memory(value, self.on_device)
+        if not isinstance(memory, np.ndarray):
+            self.on(memory.device).settle()
+        return memory
+
+    def on(self, device: torch.device) -> CudaEngine:
+        """The engine of a CUDA device.
+
+        Raises:
+            CapabilityError: CuPy or nvCOMP are not installed, or do not fit.
+        """
+        from .cuda import engine_for
+
+        with self._lock:
+            if device.index not in self._cuda:
+                self._cuda[device.index] = engine_for(device.index, self.codec, self.cpu)
+            return self._cuda[device.index]
+
+    def on_device(self, device: torch.device) -> bool:
+        """Whether there is an engine for a device: if not, its tensors take the way through host memory.
+
+        Raises:
+            CapabilityError: there is none, and the GPU was asked for.
+        """
+        if device.type != "cuda":
+            return False
+        if self._lacking is None:
+            try:
+                self.on(device)
+                return True
+            except CapabilityError as error:
+                if self.required:
+                    raise
+                self._lacking = str(error)
+                log.warning("CUDA tensors are compressed on the CPU: %s", error)
+        if self.required:
+            raise CapabilityError(self._lacking)
+        return False
+
+    def rest(self, buffers: Sequence[Bytes] = ()) -> None:
+        """A save is over: the engines of devices keep no device memory, and whichever lent a buffer has it back."""
+        for engine in list(self._cuda.values()):
+            for buffer in buffers:
+                engine.give_back(buffer)
+            engine.rest()
+
+    def close(self) -> None:
+        """Give threads and memory of all engines back."""
+        self.cpu.close()
+        if os.getpid() == self._pid:  # CUDA does not survive a fork
+            for engine in list(self._cuda.values()):
+                engine.close()

@@ -1,6 +1,6 @@
 """Fetch: chunks out of packs. get ranges -> unpack -> decode -> planes -> patch chain -> verify digest.
 
-In: rows of a chunk table and where each chunk's bytes go. Out: filled buffers, every one checked against its digest.
+In: rows of chunk tables and where each chunk's bytes go. Out: filled memory, every chunk checked against its digest.
 Batches are bounded in stored plus plain bytes; the next one is read while this one is decoded, so memory stays bounded
 whatever the state's size.
 """
@@ -12,110 +12,224 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from . import pack
+from .blob import Column
 from .digest import Bytes
-from .engine import DecodeJob, Engine, Threads
+from .engine import Chunks, DecodeBatch, Engine, Engines
 from .errors import IntegrityError, NotFoundError
 from .manifest import ChunkTable
 from .records import pack_key
+from .state.arrays import Memory
 from .storage import ObjectStore
+from .threads import Pending, Threads
 
-#: Stored and plain bytes of one batch; up to four are in memory at a time.
-BATCH_BYTES = 24 * 1024 * 1024
-BATCH_CHUNKS = 4096
+#: While a batch is read, the ones before it are driven on this often [s].
+POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One chunk to rebuild."""
+    """Chunks to rebuild, all of them in one memory."""
 
     table: ChunkTable
     packs: Sequence[str]  # hex names that `table.ref_packs` counts in
-    row: int
-    out: Bytes  # (r,) uint8
+    rows: Column  # (k,)
+    out: Memory
+    starts: Column  # (k,) where each goes in `out`
 
 
-Read = Callable[[], list[list[memoryview]]]
+def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wanted:
+    """One chunk, that fills a memory."""
+    return Wanted(table, packs, np.array([row]), out, np.zeros(1, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Chunks of one engine, as columns, and what they need from the store."""
+
+    keys: list[str]  # packs
+    packs: Column  # (m,) index into keys, of every blob
+    offsets: Column
+    lengths: Column
+    counts: Column  # (n,)
+    digests: Bytes
+    outs: Chunks
+
+    def where(self, blob: int) -> str:
+        """How to name a blob in an error."""
+        name = self.keys[self.packs[blob]].rpartition("/")[2]
+        return f"pack {name[:12]} at {self.offsets[blob]}+{self.lengths[blob]}"
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A batch on its way from the store."""
+
+    batch: _Batch
+    engine: Engine
+    buffer: Bytes  # lent by the engine
+    stored: Bytes  # the part of it that is used
+    positions: Column
+    wait: Pending[None]
 
 
 class Fetcher:
     """Rebuilds chunks of one repository."""
 
-    def __init__(self, store: ObjectStore, engine: Engine) -> None:
-        self._store, self._engine = store, engine
-        self._reader = Threads(1)
+    def __init__(self, store: ObjectStore, engines: Engines) -> None:
+        self._store, self._engines = store, engines
+        self._readers: Threads | None = None
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
-        """Fill every chunk's buffer, in order; yields how many more are done after each batch.
+        """Fill every chunk's memory, in order; yields how many more are done after each batch.
 
         Raises:
-            IntegrityError, FormatError: a chunk cannot be rebuilt; buffers are then garbage.
+            IntegrityError, FormatError: a chunk cannot be rebuilt; what was to be filled is then garbage.
             StorageError: the store failed.
         """
-        reading: deque[tuple[list[Wanted], Read]] = deque()
-        decoding: deque[tuple[int, Callable[[], object]]] = deque()
+        reading: deque[_Reading] = deque()
+        decoding: deque[tuple[_Reading, Callable[[], object]]] = deque()
         try:
-            for batch in _batches(wanted):
-                reading.append((batch, self._reader.start(self._read, [batch])))
+            for engine, batch in self._batches(wanted):
+                reading.append(self._read(engine, batch))
                 if len(reading) > 1:
-                    decoding.append(self._decode(*reading.popleft()))
-                if len(decoding) > 1:  # one batch is read and two are decoded: no core waits for the next
-                    yield _finished(*decoding.popleft())
-            decoding.extend(self._decode(*begun) for begun in reading)
+                    self._decode(reading, decoding)
+                if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded: nobody waits
+                    yield self._finished(decoding)
+            while reading:
+                self._decode(reading, decoding)
             while decoding:
-                yield _finished(*decoding.popleft())
+                yield self._finished(decoding)
         finally:
-            for _, wait in decoding:  # nothing may write into the caller's memory any more
+            for begun in reading:  # nothing may write into anybody's memory any more
+                with suppress(Exception):
+                    begun.wait()
+                begun.engine.give_back(begun.buffer)
+            for begun, wait in decoding:
                 with suppress(Exception):
                     wait()
-            self._reader.close()
+                begun.engine.give_back(begun.buffer)
+            if self._readers is not None:
+                self._readers.close()
 
-    def _read(self, batch: list[Wanted]) -> list[memoryview]:
-        """The blobs of a batch, chunk after chunk, newest first within each."""
-        refs = [(pack_key(name), offset, length) for w in batch for name, offset, length in _refs(w)]
+    def _read(self, engine: Engine, batch: _Batch) -> _Reading:
+        """Begin to read the blobs of a batch into one buffer."""
+        reads, positions, size = pack.plan_reads(batch.packs, batch.offsets, batch.lengths)
+        if size > engine.decode_bytes:  # one chunk that claims much: see that its blobs are there at all
+            for one in reads:
+                if one.length:
+                    self._get(batch.keys[one.pack], one.offset + one.length - 1, 1)
+        buffer = engine.buffer(size)
+        stored = buffer[:size]
+        if self._readers is None or self._readers.count < engine.readers:
+            if self._readers is not None:
+                self._readers.close()
+            self._readers = Threads(engine.readers)
+
+        def read(one: pack.Read) -> None:
+            room = stored[one.position : one.position + one.length]
+            self._get(batch.keys[one.pack], one.offset, one.length, [room.data])
+
+        return _Reading(batch, engine, buffer, stored, positions, self._readers.start(read, reads))
+
+    def _get(self, key: str, offset: int, length: int, into: list[memoryview] | None = None) -> None:
+        """Read one range of a pack.
+
+        Raises:
+            IntegrityError: the pack is missing, or too short.
+        """
         try:
-            return pack.read_blobs(self._store, refs)
+            self._store.get_ranges(key, [(offset, length)], into)
         except NotFoundError as error:
             raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
 
-    def _decode(self, batch: list[Wanted], read: Read) -> tuple[int, Callable[[], object]]:
-        blobs = read()[0]
-        jobs: list[DecodeJob] = []
-        at = 0
-        for w in batch:
-            count = int(w.table.ref_counts[w.row])
-            wheres = [f"pack {name[:12]} at {offset}+{length}" for name, offset, length in _refs(w)]
-            jobs.append(DecodeJob(blobs[at : at + count], wheres, w.table.digests[w.row].tobytes(), w.out))
-            at += count
-        return len(batch), self._engine.start_decode(jobs)
+    def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
+        """Begin to decode the batch that was read first."""
+        begun = reading[0]
+        while not begun.wait.ready(POLL_S):
+            begun.engine.drive()
+        begun.wait()
+        reading.popleft()
+        batch = begun.batch
+        job = DecodeBatch(
+            begun.stored, begun.positions, batch.lengths, batch.counts, batch.digests, batch.outs, batch.where
+        )
+        decoding.append((begun, begun.engine.start_decode(job)))
+
+    def _finished(self, decoding: deque[tuple[_Reading, Callable[[], object]]]) -> int:
+        begun, wait = decoding[0]
+        wait()
+        decoding.popleft()
+        begun.engine.give_back(begun.buffer)
+        return len(begun.batch.counts)
+
+    def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _Batch]]:
+        """Runs of chunks that fit in memory together, each for one engine."""
+        pending: list[Wanted] = []
+        engine: Engine | None = None
+        cost = count = 0
+        for w in wanted:
+            own = self._engines.of(w.out)
+            if engine is not None and own is not engine and pending:
+                yield engine, _columns(pending)
+                pending, cost, count = [], 0, 0
+            engine = own
+            costs = np.cumsum(_plain_bytes(w.table, w.rows) + _stored_bytes(w.table, w.rows))
+            done = 0  # rows of `w` that are in a batch
+            while done < len(w.rows):
+                spent = int(costs[done - 1]) if done else 0
+                limit = engine.decode_bytes - cost + spent
+                room = engine.batch_chunks - count
+                fits = min(int(np.searchsorted(costs, limit, "right")), done + room)
+                if fits == done and not pending:
+                    fits = done + 1
+                if fits > done:
+                    pending.append(Wanted(w.table, w.packs, w.rows[done:fits], w.out, w.starts[done:fits]))
+                    cost, count = cost + int(costs[fits - 1]) - spent, count + fits - done
+                    done = fits
+                if done < len(w.rows):
+                    yield engine, _columns(pending)
+                    pending, cost, count = [], 0, 0
+        if pending and engine is not None:
+            yield engine, _columns(pending)
 
 
-def _finished(count: int, wait: Callable[[], object]) -> int:
-    wait()
-    return count
+def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
+    lengths: Column = table.ref_sizes[table.starts[rows]].astype(np.int64)
+    return lengths
 
 
-def _refs(wanted: Wanted) -> list[tuple[str, int, int]]:
-    """(pack, offset, length) of every blob of a chunk's chain."""
-    table = wanted.table
-    span = slice(int(table.starts[wanted.row]), int(table.starts[wanted.row + 1]))
-    numbers, offsets, lengths = table.ref_packs[span], table.ref_offsets[span], table.ref_lengths[span]
-    return [
-        (wanted.packs[n], o, s) for n, o, s in zip(numbers.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
-    ]
+def _stored_bytes(table: ChunkTable, rows: Column) -> Column:
+    """Stored bytes of every blob that each chunk needs."""
+    counts = table.ref_counts[rows].astype(np.int64)
+    stored: Column = np.add.reduceat(
+        table.ref_lengths[table.refs_of(rows)].astype(np.int64), np.cumsum(counts) - counts
+    )
+    return stored
 
 
-def _batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-    """Runs of chunks that fit in memory together."""
-    batch: list[Wanted] = []
-    size_bytes = 0
-    for w in wanted:
-        span = slice(int(w.table.starts[w.row]), int(w.table.starts[w.row + 1]))
-        cost = w.out.size + int(w.table.ref_lengths[span].sum(dtype="u8"))
-        if batch and (size_bytes + cost > BATCH_BYTES or len(batch) >= BATCH_CHUNKS):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(w)
-        size_bytes += cost
-    if batch:
-        yield batch
+def _columns(wanted: Sequence[Wanted]) -> _Batch:
+    """Chunks of several tensors as one batch."""
+    numbers: dict[str, int] = {}
+    packs, offsets, lengths, counts, digests, which, outs_starts, outs_lengths = ([] for _ in range(8))
+    for i, w in enumerate(wanted):
+        refs = w.table.refs_of(w.rows)
+        used, inverse = np.unique(w.table.ref_packs[refs], return_inverse=True)
+        own = np.array([numbers.setdefault(w.packs[n], len(numbers)) for n in used.tolist()], np.int64)
+        packs.append(own[inverse])
+        offsets.append(w.table.ref_offsets[refs].astype(np.int64))
+        lengths.append(w.table.ref_lengths[refs].astype(np.int64))
+        counts.append(w.table.ref_counts[w.rows].astype(np.int64))
+        digests.append(w.table.digests[w.rows])
+        which.append(np.full(len(w.rows), i))
+        outs_starts.append(w.starts)
+        outs_lengths.append(_plain_bytes(w.table, w.rows))
+    outs = Chunks(
+        [w.out for w in wanted], np.concatenate(which), np.concatenate(outs_starts), np.concatenate(outs_lengths)
+    )
+    return _Batch(
+        [pack_key(name) for name in numbers], np.concatenate(packs), np.concatenate(offsets), np.concatenate(lengths),
+        np.concatenate(counts), np.concatenate(digests), outs,
+    )  # fmt: skip

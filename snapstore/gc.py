@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from . import records
-from .engine import Threads
 from .errors import (
     AlreadyExistsError,
     ConflictError,
@@ -36,6 +35,7 @@ from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
 from .session import LEFT_OVER, MARK_LIMIT_BYTES, mark_keys, needed_keys, read_mark
 from .storage import ObjectStore
+from .threads import Threads
 
 log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
@@ -282,17 +282,36 @@ def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: Gc
 
 
 def _fence(store: ObjectStore, key: str, session: Session) -> None:
-    """Create the dead save's record as aborted, so that it can never commit; if it has committed, that stands."""
+    """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
+    fence = _fence_of(store, session)
+    if fence is not None:
+        with suppress(AlreadyExistsError):
+            store.put(fence.key, records.encode(fence))
+    store.release(key)  # the key that was listed, not what the object says of itself
+
+
+def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
+    """Of a save, its record as aborted; of a recode, the revision before once more; None: there is nothing to stop.
+
+    Raises:
+        IntegrityError, FormatError: the revision before is damaged.
+    """
     parsed = records.parse_record_key(session.key)
-    if parsed is not None:
-        run, step, snapshot_id, _ = parsed
-        aborted = Snapshot(
+    if parsed is None:
+        return None
+    run, step, snapshot_id, revision = parsed
+    if not revision:
+        return Snapshot(
             id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(),
             created=time.time(), reason="gc gave this save up as dead",
         )  # fmt: skip
-        with suppress(AlreadyExistsError):
-            store.put(aborted.key, records.encode(aborted))
-    store.release(key)  # the key that was listed, not what the object says of itself
+    before = records.record_key(run, step, snapshot_id, revision - 1)
+    if _exists(store, session.key) or not _exists(store, before):
+        return None
+    found = records.decode(store.get(before, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, before)
+    if found.key != before:
+        raise IntegrityError(f"{before}: holds the record of {found.key}; it was moved or altered")
+    return found.revised()
 
 
 def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> None:

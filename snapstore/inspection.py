@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from . import codecs, manifest, pack, records
 from .digest import Bytes
-from .engine import Engine
-from .fetch import Fetcher, Wanted
+from .engine import Engines
+from .fetch import Fetcher, Wanted, whole
 from .index import Index
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
@@ -207,7 +207,7 @@ class Diff:
 _Located = tuple[Manifest, TensorEntry]
 
 
-def diff(store: ObjectStore, engine: Engine, a: Snapshot, b: Snapshot) -> Diff:
+def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff:
     """Compare two snapshots; only tensors whose digests differ are read.
 
     Raises:
@@ -223,7 +223,7 @@ def diff(store: ObjectStore, engine: Engine, a: Snapshot, b: Snapshot) -> Diff:
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            tensors.append(_compare(store, engine, path, before[key], after[key]))
+            tensors.append(_compare(store, engines, path, before[key], after[key]))
     return Diff(a, b, tensors, _plain_changes(manifests_a, manifests_b))
 
 
@@ -239,7 +239,7 @@ def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
     return found
 
 
-def _compare(store: ObjectStore, engine: Engine, path: str, a: _Located, b: _Located) -> TensorDiff:
+def _compare(store: ObjectStore, engines: Engines, path: str, a: _Located, b: _Located) -> TensorDiff:
     spec_a, spec_b = spec_of(a[1]), spec_of(b[1])
     if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
         note = f"{spec_a.dtype} {list(spec_a.shape)} -> {spec_b.dtype} {list(spec_b.shape)}"
@@ -247,7 +247,7 @@ def _compare(store: ObjectStore, engine: Engine, path: str, a: _Located, b: _Loc
     if _same_content(a, b):
         return TensorDiff(path, "same")
     changed, difference, norm = 0, 0.0, 0.0
-    for piece_a, piece_b in zip(_pieces(store, engine, a), _pieces(store, engine, b), strict=True):
+    for piece_a, piece_b in zip(_pieces(store, engines, a), _pieces(store, engines, b), strict=True):
         rows_a = piece_a.reshape(-1, spec_a.itemsize)
         changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
         values_a, values_b = _as_float64(piece_a, spec_a), _as_float64(piece_b, spec_a)
@@ -274,11 +274,11 @@ def _fingerprint(located: _Located) -> bytes:
     return b"".join(m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes() for box in entry.boxes)
 
 
-def _pieces(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[Bytes]:
+def _pieces(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk; strings, whose size need not divide a chunk's, are cut between elements."""
     itemsize = spec_of(located[1]).itemsize
     left = np.empty(0, np.uint8)
-    for piece in _chunks(store, engine, located):
+    for piece in _chunks(store, engines, located):
         if 16 % itemsize == 0:
             yield piece
             continue
@@ -288,7 +288,7 @@ def _pieces(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[B
         yield piece[:whole]
 
 
-def _chunks(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[Bytes]:
+def _chunks(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk."""
     m, entry = located
     check_layout(m, entry, f"part {m.header.part!r}")
@@ -303,9 +303,9 @@ def _chunks(store: ObjectStore, engine: Engine, located: _Located) -> Iterator[B
         ) -> Iterator[Wanted]:
             for i, length in enumerate(lengths):
                 outs.append(np.empty(length, np.uint8))
-                yield Wanted(m.table, m.header.pack_names, first + i, outs[-1])
+                yield whole(m.table, m.header.pack_names, first + i, outs[-1])
 
-        for done in Fetcher(store, engine).rebuild(wanted()):
+        for done in Fetcher(store, engines).rebuild(wanted()):
             yield from outs[:done]
             del outs[:done]
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -72,8 +73,11 @@ class SnapshotManager:
             They are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: what `save` does while the last one is running: "wait" for it, or "skip"; with `force` it waits.
-        keep_base: hold the last snapshot's bytes in host memory, as bases for the next (once the state's size); else
-            bases are read back from the store.
+        staging: where the copy of CUDA tensors lies that a save reads in the background: "device" (milliseconds, up
+            to twice their size of device memory), "host" (pinned memory, at the speed of the bus) or "auto": on the
+            device if there is room. Without the packages for the GPU, or a GPU, in host memory.
+        keep_base: hold the last snapshot's bytes where they were staged, as bases for the next; else bases are read
+            back from the store.
         read_only: never write; for evaluation jobs.
         options: how saves are stored, when the repository is opened here.
 
@@ -83,7 +87,8 @@ class SnapshotManager:
     def __init__(
         self, repository: str | Path | ObjectStore | Repository, *, run: str, save_interval_steps: int = 1,
         keep: Sequence[retention.Policy] = (), async_save: bool = True, on_busy: Literal["wait", "skip"] = "wait",
-        keep_base: bool = True, read_only: bool = False, options: SaveOptions | None = None,
+        staging: Literal["auto", "device", "host"] = "auto", keep_base: bool = True, read_only: bool = False,
+        options: SaveOptions | None = None,
     ) -> None:  # fmt: skip
         self.run = check_name("run", run)
         if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
@@ -100,7 +105,9 @@ class SnapshotManager:
         self.repository = repository if isinstance(repository, Repository) else self._open(repository, options)
         from .staging import Staging
 
-        self._staging = Staging(keep_base=keep_base)
+        self._staging = Staging(self.repository.engines, keep_base=keep_base, mode=staging)
+        if staging != "auto":
+            self.repository.engines.required = True
         # One save at a time holds the slot: first the caller's thread, then the one in the background. A lock and not
         # Thread.join: one that is interrupted takes its thread for ended (CPython 3.11).
         self._slot = threading.Lock()
@@ -182,13 +189,16 @@ class SnapshotManager:
 
         parts = flatten(state)
         handle = SaveHandle()
-        if not self._async:
+        if not self._async and not any(self._staging.on_device(value) for part in parts for value in part.values):
             self._run(handle, request, parts, None, started, None)
             return handle
         copies = self._staging.copy(parts, chunking.INLINE_BYTES)
         for part in parts:
             part.values.clear()  # the state itself is no business of the background
         stall_s = time.monotonic() - started
+        if not self._async:
+            self._run(handle, request, parts, copies, started, None)
+            return handle
 
         def run() -> None:
             if _popped(token):  # else the caller was interrupted and has given up
@@ -210,7 +220,10 @@ class SnapshotManager:
                 request, parts, staging=self._staging, copies=copies, started=started, stall_s=stall_s
             )
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
-            if copies is not None:
+            self._staging.failed()
+            parts = copies = None  # else the error's frames would hold them, gigabytes, until it is raised
+            traceback.clear_frames(error.__traceback__)
+            if self._async:
                 self._errors.append(error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, error)
             handle._finish(None, error)

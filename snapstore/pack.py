@@ -19,13 +19,15 @@ reads. A PackWriter belongs to one thread; reads may run in any.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from . import blob
+from .blob import Column
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError
 from .storage import ObjectStore
@@ -35,24 +37,7 @@ HEADER = struct.Struct("<8sHHI16sQ24x")
 TRAILER = struct.Struct("<QIIQ8s")
 MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"
 VERSION = 1
-ENTRY = np.dtype(
-    {
-        "names": [
-            "offset",
-            "length",
-            "raw_bytes",
-            "transform",
-            "element_size",
-            "codecs",
-            "digest",
-            "base",
-            "plane_bytes",
-        ],
-        "formats": ["<u8", "<u4", "<u4", "u1", "u1", ("u1", 8), "V16", "V16", ("<u4", 8)],
-        "offsets": [0, 8, 12, 16, 17, 24, 32, 48, 64],
-        "itemsize": 96,
-    }
-)
+ENTRY = blob.ENTRY
 #: Ranges nearer than this are read as one: a seek, or a request, costs more than these bytes.
 JOIN_GAP_BYTES = 64 * 1024
 #: And no single read grows beyond this, so that memory stays bounded.
@@ -70,38 +55,65 @@ class PackWriter:
         self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
         self._entries: list[bytes] = []
         self._part = part
+        self._copies: list[Callable[[], object]] = []  # that may still write into the buffer
+        self.count = 0
         self.size_bytes = 0
         self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence))
 
-    def _write(self, data: bytes | memoryview) -> None:
-        end = self.size_bytes + len(data)
+    def _room(self, nbytes: int) -> Bytes:
+        """The next `nbytes` of the buffer."""
+        end = self.size_bytes + nbytes
         if end > self.buffer.size:
+            self.settle()
             grown = np.empty(max(end, 2 * self.buffer.size), np.uint8)
             grown[: self.size_bytes] = self.buffer[: self.size_bytes]
             self.buffer = grown
-        self.buffer[self.size_bytes : end] = np.frombuffer(data, np.uint8)
+        room = self.buffer[self.size_bytes : end]
         self.size_bytes = end
+        return room
 
-    def append(self, data: memoryview) -> tuple[int, int]:
-        """Add a blob; its (offset, length) in the pack."""
-        offset, length = self.size_bytes, len(data)
-        fields = blob.HEADER.unpack_from(data)
-        _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
-        self._write(data)
-        self._write(bytes(-length % blob.ALIGNMENT))
-        self._entries.append(
-            struct.pack("<QIIBB6x8s16s16s8I", offset, length, raw_bytes, transform, element_size, codec_ids,
-                        chunk_digest, base, *blob.stored_plane_bytes(data))
-        )  # fmt: skip
-        return offset, length
+    def _write(self, data: bytes) -> None:
+        self._room(len(data))[:] = np.frombuffer(data, np.uint8)
+
+    def settle(self) -> None:
+        """Wait for copies into the buffer."""
+        while self._copies:
+            self._copies.pop()()
+
+    def extend(self, encoded: Encoded, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Add the blobs `first` to `last` of a batch; their offsets in the pack."""
+        entries = np.zeros(last - first, ENTRY)  # no copy(): that leaves the bytes between the fields to chance
+        entries[:] = encoded.entries[first:last]
+        begin = int(entries["offset"][0])
+        end = int(entries["offset"][-1]) + int(entries["length"][-1])
+        moved = entries["offset"].astype(np.int64) + (self.size_bytes - begin)
+        entries["offset"] = moved
+        self._copies.append(encoded.copy(first, last, self._room(end - begin + -end % blob.ALIGNMENT)))
+        self._entries.append(entries.tobytes())
+        self.count += last - first
+        return moved
 
     def seal(self) -> memoryview:
         """All bytes of the pack, in `buffer`; nothing can be added any more."""
+        self.settle()
         start, name = self.size_bytes, self._part.encode()
         footer = b"".join(self._entries) + name
         self._write(footer)
-        self._write(TRAILER.pack(start, len(self._entries), len(name), checksum(footer), FOOTER_MAGIC))
+        self._write(TRAILER.pack(start, self.count, len(name), checksum(footer), FOOTER_MAGIC))
         return self.buffer[: self.size_bytes].data
+
+
+class Encoded(Protocol):
+    """New blobs of a batch, wherever they lie."""
+
+    @property
+    def entries(self) -> npt.NDArray[np.void]:
+        """(n,) ENTRY; every offset is a multiple of ALIGNMENT, and the blobs follow each other."""
+        ...
+
+    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
+        """Begin to copy blobs, each padded with zeros to ALIGNMENT, into `out`; the call it returns waits for it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,26 +186,44 @@ def scan(data: memoryview, where: str) -> Iterator[tuple[int, blob.Header]]:
         at += -at % blob.ALIGNMENT
 
 
-def read_blobs(store: ObjectStore, wanted: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-    """The bytes of every (pack key, offset, length), in the order given; neighbours are read together."""
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    found: list[memoryview] = [memoryview(b"")] * len(wanted)
-    i = 0
-    while i < len(order):
-        key = wanted[order[i]][0]
-        runs: list[tuple[int, int]] = []  # (offset, length) of joined reads
-        members: list[list[int]] = []
-        while i < len(order) and wanted[order[i]][0] == key:
-            _, offset, length = wanted[order[i]]
-            if runs and offset - sum(runs[-1]) <= JOIN_GAP_BYTES and offset + length - runs[-1][0] <= JOIN_MAX_BYTES:
-                runs[-1] = (runs[-1][0], max(runs[-1][1], offset + length - runs[-1][0]))
-                members[-1].append(order[i])
-            else:
-                runs.append((offset, length))
-                members.append([order[i]])
-            i += 1
-        for (start, _), view, group in zip(runs, store.get_ranges(key, runs), members, strict=True):
-            for index in group:
-                _, offset, length = wanted[index]
-                found[index] = view[offset - start : offset - start + length]
-    return found
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Neighbouring ranges of one pack as one read, and where its bytes go in a batch's buffer."""
+
+    pack: int
+    offset: int
+    length: int
+    position: int
+
+
+def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Read], npt.NDArray[np.int64], int]:
+    """Join the neighbours among many ranges of packs.
+
+    Args:
+        packs, offsets, lengths: (m,), of every blob wanted.
+
+    Returns:
+        The reads, by pack; where in the buffer each blob will lie (m,); how long the buffer must be.
+    """
+    order = np.lexsort((offsets, packs))
+    reads: list[Read] = []
+    positions = np.zeros(len(order), np.int64)
+    base = end = size = 0  # of the last read: where its offset 0 would lie in the buffer, where it ends in its pack
+    for at, number, offset, length in zip(
+        order.tolist(), packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
+    ):
+        last = reads[-1] if reads else None
+        joined = (
+            last is not None and last.pack == number and offset - end <= JOIN_GAP_BYTES
+            and offset + length - last.offset <= JOIN_MAX_BYTES
+        )  # fmt: skip
+        if last is not None and joined:
+            if offset + length > end:
+                end = offset + length
+                reads[-1] = Read(number, last.offset, end - last.offset, last.position)
+        else:
+            base, end = size - offset, offset + length
+            reads.append(Read(number, offset, length, size))
+        positions[at] = base + offset
+        size = reads[-1].position + reads[-1].length
+    return reads, positions, size

@@ -15,15 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import chunking, gc, index, policies, records, retention
 from .delta import DEFAULT_MAX_DEPTH
-from .engine import CpuEngine
+from .engine import CODECS, Engines
 from .errors import (
     AlreadyExistsError,
     ConflictError,
     FormatError,
+    IntegrityError,
     InvalidInputError,
     NotFoundError,
     SnapstoreError,
@@ -37,10 +38,11 @@ from .storage.local import LocalStore
 
 if TYPE_CHECKING:
     from .check import CheckResult
-    from .digest import Bytes
     from .inspection import Diff, Stats
     from .manifest import Manifest
+    from .recode import RecodeResult
     from .staging import Staging
+    from .state.arrays import Memory
     from .state.flatten import Part
 
 log = logging.getLogger("snapstore")
@@ -69,11 +71,16 @@ class SaveOptions:
         max_depth: longest chain of deltas; 0 stores every chunk full.
         pack_bytes: a pack is closed at this size.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
+        codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own, for CUDA tensors: faster,
+            but only a GPU with the same major release of nvCOMP reads it; `recode` leads out of it.
+        verify_writes: "off", "sample" (one new chunk in 64) or "full": decode what was encoded, before the commit.
     """
 
     max_depth: int = DEFAULT_MAX_DEPTH
     pack_bytes: int = DEFAULT_PACK_BYTES
     threads: int | None = None
+    codec: Literal["portable", "ans"] = "portable"
+    verify_writes: Literal["off", "sample", "full"] = "sample"
 
     def __post_init__(self) -> None:
         for name, value in (("max_depth", self.max_depth), ("pack_bytes", self.pack_bytes), ("threads", self.threads)):
@@ -83,6 +90,11 @@ class SaveOptions:
             raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
+        for name, choice, choices in (
+            ("codec", self.codec, CODECS), ("verify_writes", self.verify_writes, ("off", "sample", "full")),
+        ):  # fmt: skip
+            if choice not in choices:
+                raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
 
@@ -102,10 +114,10 @@ class Repository:
     def __init__(self, store: ObjectStore, config: Config, options: SaveOptions) -> None:
         self.store, self.config, self.options = store, config, options
         self.url = store.url
-        self._engine = CpuEngine(options.threads)
+        self.engines = Engines(options.threads, options.codec, required=options.codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
         self._index = Index(store, config.uuid, folder)
-        self._finalizer = weakref.finalize(self, _clean_up, self._index, self._engine, temporary, os.getpid())
+        self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())
         self._lock = threading.RLock()
         self._lineage = _Lineage()
         self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
@@ -240,7 +252,8 @@ class Repository:
         from .state.flatten import flatten
 
         started = time.monotonic()
-        return self.write(request, flatten(state), staging=Staging(keep_base=False), copies=None, started=started)
+        staging = Staging(self.engines, keep_base=False)
+        return self.write(request, flatten(state), staging=staging, copies=None, started=started)
 
     def request(
         self, run: str, step: int, parent: str | None, bases: Sequence[str], metrics: Mapping[str, float] | None,
@@ -262,16 +275,19 @@ class Repository:
         )  # fmt: skip
 
     def write(
-        self, request: SaveRequest, parts: list[Part], *, staging: Staging, copies: list[list[Bytes]] | None,
+        self, request: SaveRequest, parts: list[Part], *, staging: Staging, copies: list[list[Memory]] | None,
         started: float, stall_s: float | None = None,
     ) -> Snapshot:  # fmt: skip
         """Run the write path (save.py); SnapshotManager calls it from its own thread."""
         from .save import save
         from .writer import Plan
 
-        plan = Plan(self.config.chunk_bytes, self.options.pack_bytes, self.options.max_depth, request.full)
+        options = self.options
+        plan = Plan(
+            self.config.chunk_bytes, options.pack_bytes, options.max_depth, request.full, verify=options.verify_writes
+        )
         snapshot, manifests = save(
-            self.store, self._index, self._engine, request, parts, plan, staging=staging, copies=copies,
+            self.store, self._index, self.engines, request, parts, plan, staging=staging, copies=copies,
             at_hand=self._manifests, started=started, stall_s=stall_s,
         )  # fmt: skip
         with self._lock:
@@ -311,7 +327,14 @@ class Repository:
         from .restore import restore
 
         snapshot = self.snapshot(ref)
-        return snapshot, restore(self.store, self._engine, snapshot, into=into, keys=keys, device=device)
+        while True:
+            try:
+                return snapshot, restore(self.store, self.engines, snapshot, into=into, keys=keys, device=device)
+            except IntegrityError:
+                ruling = self.view().get(snapshot.id)
+                if ruling is None or ruling.state == SWEPT or ruling.manifests == snapshot.manifests:
+                    raise
+                snapshot = ruling  # recoded, and the old packs collected, while we read
 
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
         """The next save of `run` has this parent; other runs keep theirs (two managers may share a repository)."""
@@ -461,6 +484,37 @@ class Repository:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s)
 
+    def recode(
+        self, refs: Sequence[str] | None = None, *, codec: Literal["portable", "ans"] = "portable",
+        dry_run: bool = False,
+    ) -> RecodeResult:  # fmt: skip
+        """Rewrite snapshots into another codec; `gc` then frees the old bytes. Safe beside saves, forgets and gcs.
+
+        Args:
+            refs: which; None: all committed ones.
+            codec: "portable", which every machine reads, or "ans" (see `SaveOptions`).
+
+        Returns:
+            What was done, and the snapshots that could not be recoded: those are as they were.
+
+        Raises:
+            NotFoundError, InvalidInputError: a reference names nothing; there is no such codec.
+            CapabilityError: the GPU that a codec needs is not here.
+            StorageError: the store failed; snapshots before that are recoded.
+        """
+        from .recode import recode
+
+        if codec not in CODECS:
+            raise InvalidInputError(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
+        if isinstance(refs, str):
+            raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
+        view = self.view()
+        chosen = view.snapshots() if refs is None else list({s.id: s for s in map(view.resolve, refs)}.values())
+        return recode(
+            self.store, self._index, self.engines, chosen, codec=codec, pack_bytes=self.options.pack_bytes,
+            states=(COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN), dry_run=dry_run,
+        )  # fmt: skip
+
     # -- policies
 
     def policies(self, run: str) -> list[retention.Policy]:
@@ -482,7 +536,7 @@ class Repository:
         """
         from .check import check
 
-        return check(self.store, self._index, self._engine, level=level, share=share, subset=subset)
+        return check(self.store, self._index, self.engines, level=level, share=share, subset=subset)
 
     def rebuild_index(self) -> int:
         """Build the index anew from the objects; the number of records read."""
@@ -500,7 +554,7 @@ class Repository:
         from .inspection import diff
 
         view = self.view()
-        return diff(self.store, self._engine, view.resolve(a), view.resolve(b))
+        return diff(self.store, self.engines, view.resolve(a), view.resolve(b))
 
 
 def _store(given: ObjectStore) -> ObjectStore:
@@ -509,8 +563,8 @@ def _store(given: ObjectStore) -> ObjectStore:
     return given
 
 
-def _clean_up(opened: Index, engine: CpuEngine, temporary: Path | None, pid: int) -> None:
-    engine.close()
+def _clean_up(opened: Index, engines: Engines, temporary: Path | None, pid: int) -> None:
+    engines.close()
     opened.close()
     if temporary is not None and os.getpid() == pid:  # a forked child that ends must not take the parent's
         index.remove(temporary)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from . import chunking, manifest
-from .engine import Engine
+from .engine import Engines
 from .errors import FormatError
 from .fetch import Fetcher, Wanted
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
+from .state.arrays import fill
 from .state.selection import parts_needed
 from .state.target import Target
 from .state.tensors import StoredPart, TensorSpec
@@ -24,7 +25,7 @@ from .storage import ObjectStore
 
 
 def restore(
-    store: ObjectStore, engine: Engine, snapshot: Snapshot, *, into: Any = None,
+    store: ObjectStore, engines: Engines, snapshot: Snapshot, *, into: Any = None,
     keys: str | Sequence[str] | None = None, device: Any = None,
 ) -> Any:  # fmt: skip
     """The state of a snapshot, or `into` filled with it.
@@ -35,11 +36,14 @@ def restore(
     """
     manifests = read_manifests(store, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
-    target = Target(parts, into=into, keys=keys, device=device)
+    target = Target(parts, into=into, keys=keys, device=device, on_device=engines.on_device)
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
-    for done in Fetcher(store, engine).rebuild(_wanted(manifests, parts, target, pending)):
-        _complete(target, pending, done)
-    _complete(target, pending, 0)
+    try:
+        for done in Fetcher(store, engines).rebuild(_wanted(manifests, parts, target, pending)):
+            _complete(target, pending, done)
+        _complete(target, pending, 0)
+    finally:
+        engines.rest()
     return target.finish()
 
 
@@ -86,18 +90,18 @@ def _wanted(
     """Every chunk of the selected tensors, in stored order; memory for a tensor is taken when it is reached."""
     packs = [m.header.pack_names for m in manifests]
     for part, index in target.selected:
-        m, spec = manifests[part], parts[part].specs[index]
+        m = manifests[part]
         entry = m.tensors[index]
         check_layout(m, entry, f"part {m.header.part!r}")
         buffer = target.buffer(part, index)
         if entry.inline:
-            buffer[:] = np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0])
+            fill(buffer, np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0]))
         pending.append((part, index, sum(box.chunks for box in entry.boxes)))
         if not entry.boxes:
             continue
-        first = entry.boxes[0].first_chunk
-        for i, (start, stop) in enumerate(chunking.spans(spec.nbytes, m.header.chunk_bytes)):
-            yield Wanted(m.table, packs[part], first + i, buffer[start:stop])
+        box = entry.boxes[0]
+        rows, starts = box.first_chunk + np.arange(box.chunks), np.arange(box.chunks) * m.header.chunk_bytes
+        yield Wanted(m.table, packs[part], rows, buffer, starts)
 
 
 def _complete(target: Target, pending: list[tuple[int, int, int]], done: int) -> None:

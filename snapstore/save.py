@@ -6,20 +6,20 @@ protocol's: everything a record needs is durable before it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
 
 from . import records, writer
 from .delta import Bases
-from .digest import Bytes
-from .engine import Engine
+from .engine import Engines
 from .index import Index
 from .manifest import Manifest
 from .records import SaveRequest, Snapshot
 from .session import Session
 from .staging import Staging
-from .state.arrays import as_bytes
+from .state.arrays import Memory
 from .state.flatten import Part
 from .storage import ObjectStore
 from .writer import Plan, Written
@@ -28,8 +28,8 @@ log = logging.getLogger("snapstore")
 
 
 def save(
-    store: ObjectStore, index: Index, engine: Engine, request: SaveRequest, parts: Sequence[Part], plan: Plan, *,
-    staging: Staging, copies: list[list[Bytes]] | None, at_hand: Mapping[str, Manifest], started: float,
+    store: ObjectStore, index: Index, engines: Engines, request: SaveRequest, parts: Sequence[Part], plan: Plan, *,
+    staging: Staging, copies: list[list[Memory]] | None, at_hand: Mapping[str, Manifest], started: float,
     stall_s: float | None = None,
 ) -> tuple[Snapshot, dict[str, Manifest]]:  # fmt: skip
     """Store a state and commit it.
@@ -45,14 +45,15 @@ def save(
     Returns:
         The snapshot, and its manifests by SHA-256.
     """
+    staging.landed()
     with Session(store, index, request.run, request.step, parent=request.parent, also=request.bases) as session:
         bases = writer.load_bases(store, session, at_hand)
         try:
-            written = _write(store, engine, session, parts, copies, bases, staging, plan)
+            written = _write(store, engines, session, parts, copies, bases, staging, plan)
         except writer.BaseDamagedError as damage:
             log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
             session.bases, bases = [], Bases()
-            written = _write(store, engine, session, parts, copies, bases, staging, plan)
+            written = _write(store, engines, session, parts, copies, bases, staging, plan)
         total_s = time.monotonic() - started
         snapshot = session.commit(
             manifests=written.manifests, tags=request.tags, metrics=request.metrics,
@@ -61,7 +62,7 @@ def save(
             logical_bytes=written.logical_bytes, stored_bytes=written.stored_bytes,
             stall_s=total_s if stall_s is None else stall_s, total_s=total_s,
         )  # fmt: skip
-    staging.commit(snapshot.id, copied=copies is not None)
+    staging.commit(snapshot.id, parts, written.unpaid, copied=copies is not None)
     index.add(snapshot, written.headers)
     log.info(
         "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs", snapshot.run, snapshot.step,
@@ -72,14 +73,16 @@ def save(
 
 
 def _write(
-    store: ObjectStore, engine: Engine, session: Session, parts: Sequence[Part], copies: list[list[Bytes]] | None,
+    store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], copies: list[list[Memory]] | None,
     bases: Bases, staging: Staging, plan: Plan,
 ) -> Written:  # fmt: skip
     """Packs and manifests, from the copies or from the state itself."""
     plain = staging.base(bases.snapshot.id if bases.snapshot else None, parts)
+    plan = dataclasses.replace(plan, no_delta=staging.no_delta(parts))
     if copies is not None:
-        return writer.write(store, engine, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
+        return writer.write(store, engines, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
     keep = staging.overwrite(parts)
     return writer.write(
-        store, engine, session, parts, lambda p, t: as_bytes(parts[p].values[t]), bases, plain, plan, on_chunk=keep
-    )
+        store, engines, session, parts, lambda p, t: engines.memory_of(parts[p].values[t]), bases, plain, plan,
+        on_run=keep,
+    )  # fmt: skip

@@ -9,15 +9,16 @@ The order is the safety (docs/format.md and docs/design/protocol.md):
               `aborted`, so exactly one of the two wins
     end       DELETE sessions/<id>
 
-A crash between any two steps leaves either no record (gc reclaims the packs) or a committed snapshot.
+A crash between any two steps leaves either no record (gc reclaims the packs) or a committed snapshot. `Claim` is what
+a recode has in common with a save: its record is the next revision of one that is there (recode.py).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from . import records
 from .errors import (
@@ -58,36 +59,35 @@ def read_mark(store: ObjectStore, key: str) -> Mark | None:
 MARK_LIMIT_BYTES = 1024 * 1024 * 1024
 
 
-class Session:
-    """One save in flight. Use as a context manager: an exception before the commit leaves no snapshot.
+class Claim:
+    """A record to be: announced to gcs before anything is read, created at the end, or given up for good.
+
+    Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
+    another record under its key first, so exactly one of the two wins.
 
     Attributes:
-        id: of the snapshot to be.
-        bases: the snapshots this save may reference, the best first.
-        parent: lineage: what this process restored or last committed.
+        id: of the session; names what is put meanwhile.
+        key: of the record to be.
     """
 
-    def __init__(
-        self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
-    ) -> None:
-        self.store, self.run, self.step = store, run, step
-        self.id = records.new_id()
-        self.key = records.record_key(run, step, self.id, 0)
-        self._index = index
+    verb, doing = "recode", "recoding"
+
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self.store, self.key = store, key
+        parsed = records.parse_record_key(key)
+        assert parsed is not None
+        self.run, self.step, name, revision = parsed
+        self.id = records.new_id() if revision else name
         self._session_key = f"sessions/{self.id}"
         self._last_beat = time.monotonic()
         self._unclear = False
         try:
-            store.hold(self._session_key, records.encode(records.this_session(self.id, self.key)))
-            marked = self._marked()
-            view = index.refresh()
-            self.parent, self.bases = self._choose(view, parent, also, marked)
-            self.seq = 1 + max((s.seq for s in view.snapshots(run, states=None)), default=-1)
+            store.hold(self._session_key, records.encode(records.this_session(self.id, key)))
         except BaseException:
             self._release()
             raise
 
-    def _marked(self) -> set[str] | None:
+    def marked(self) -> set[str] | None:
         """What gcs want to delete; None if that cannot be told."""
         marked: set[str] = set()
         try:
@@ -95,31 +95,13 @@ class Session:
                 mark = read_mark(self.store, key)
                 marked |= mark.keys() if mark else set()
         except (IntegrityError, FormatError) as error:
-            log.warning("run=%s a gc mark is damaged, saving in full until a gc has removed it: %s", self.run, error)
+            log.warning(
+                "run=%s a gc mark is damaged, %s in full until a gc has removed it: %s", self.run, self.doing, error
+            )
             return None
         return marked
 
-    def _choose(
-        self, view: View, parent: str | None, also: Sequence[str], marked: set[str] | None
-    ) -> tuple[str | None, list[Snapshot]]:
-        """Lineage and bases: the parent, the newest of the run, what the caller names; if no gc wants their packs."""
-        newest = view.newest(self.run)
-        first = parent or (newest.id if newest else None)
-        bases: list[Snapshot] = []
-        for name in [first, newest.id if newest else None, *also]:
-            snapshot = view.get(name) if name else None
-            if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in bases:
-                continue
-            try:
-                if marked.isdisjoint(needed_keys(self._index, snapshot)):
-                    bases.append(snapshot)
-                else:
-                    log.info("run=%s base %s is being collected: not used", self.run, snapshot.ref)
-            except (NotFoundError, IntegrityError, FormatError) as error:
-                log.warning("run=%s base %s is damaged and not used: %s", self.run, snapshot.ref, error)
-        return first, bases
-
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -144,22 +126,22 @@ class Session:
                 self.store.touch(self._session_key)
             except NotFoundError as error:
                 raise ConflictError(
-                    f"save {self.run}@{self.step}: its session is gone: a gc gave this save up as dead; save again"
+                    f"{self.verb} {self.run}@{self.step}: its session is gone: a gc gave this {self.verb} up as dead; "
+                    f"{self.verb} again"
                 ) from error
             except StorageError as error:
                 log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
 
-    def commit(self, **fields: Any) -> Snapshot:
+    def publish(self, snapshot: Snapshot, instead: Callable[[str], Snapshot]) -> Snapshot:
         """Create the record.
 
+        Args:
+            instead: from the reason of a failure, the record that takes its place, so that it can never appear later.
+
         Raises:
-            ConflictError: a gc fenced this save; nothing was committed.
+            ConflictError: there is another one under its key; nothing was committed.
             StorageError: the store failed; nothing was committed, or nothing is known (the message says so).
         """
-        snapshot = Snapshot(
-            id=self.id, run=self.run, step=self.step, seq=self.seq, state=COMMITTED, write_id=records.new_id(),
-            parent=self.parent, bases=[base.id for base in self.bases], **fields,
-        )  # fmt: skip
         failure: StorageError | None = None
         for attempt in range(COMMIT_ATTEMPTS):
             if attempt:
@@ -174,11 +156,11 @@ class Session:
             if ruling.write_id == snapshot.write_id:
                 return snapshot  # maybe a response was lost; the commit was not
             raise ConflictError(
-                f"save {snapshot.ref}: {ruling.reason or 'another writer'} has created its record as "
-                f"{ruling.state!r}; nothing of this save was committed; save again"
+                f"{self.verb} {snapshot.ref}: {ruling.reason or 'another writer'} has created its record as "
+                f"{ruling.state!r}; nothing of this {self.verb} was committed; {self.verb} again"
             )
         assert failure is not None
-        self._abort(snapshot, failure)
+        self._take_back(snapshot, instead(f"commit failed: {failure}"[:500]), failure)
         return snapshot  # our own PUT had landed after all
 
     def _create(self, snapshot: Snapshot) -> Snapshot:
@@ -204,21 +186,77 @@ class Session:
         self._unclear = False
         return found
 
-    def _abort(self, snapshot: Snapshot, failure: StorageError) -> None:
+    def _take_back(self, snapshot: Snapshot, instead: Snapshot, failure: StorageError) -> None:
         """Make sure that the failed commit can never appear later; returns only if it turns out to have landed."""
-        aborted = Snapshot(
-            id=self.id, run=self.run, step=self.step, seq=self.seq, state=ABORTED, write_id=records.new_id(),
-            reason=f"commit failed: {failure}"[:500],
-        )  # fmt: skip
         try:
-            ruling = self._create(aborted)
+            ruling = self._create(instead)
         except StorageError:
             raise StorageError(
-                f"save {snapshot.ref}: the commit failed and could not be taken back ({failure}); "
+                f"{self.verb} {snapshot.ref}: the commit failed and could not be taken back ({failure}); "
                 "whether it was committed shows when the store answers again ('snapstore log')"
             ) from failure
         if ruling.write_id != snapshot.write_id:
             raise failure
+
+
+class Session(Claim):
+    """One save in flight. Use as a context manager: an exception before the commit leaves no snapshot.
+
+    Attributes:
+        id: of the snapshot to be.
+        bases: the snapshots this save may reference, the best first.
+        parent: lineage: what this process restored or last committed.
+    """
+
+    verb, doing = "save", "saving"
+
+    def __init__(
+        self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
+    ) -> None:
+        super().__init__(store, records.record_key(run, step, records.new_id(), 0))
+        self._index = index
+        try:
+            marked = self.marked()
+            view = index.refresh()
+            self.parent, self.bases = self._choose(view, parent, also, marked)
+            self.seq = 1 + max((s.seq for s in view.snapshots(run, states=None)), default=-1)
+        except BaseException:
+            self._release()
+            raise
+
+    def _choose(
+        self, view: View, parent: str | None, also: Sequence[str], marked: set[str] | None
+    ) -> tuple[str | None, list[Snapshot]]:
+        """Lineage and bases: the parent, the newest of the run, what the caller names; if no gc wants their packs."""
+        newest = view.newest(self.run)
+        first = parent or (newest.id if newest else None)
+        bases: list[Snapshot] = []
+        for name in [first, newest.id if newest else None, *also]:
+            snapshot = view.get(name) if name else None
+            if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in bases:
+                continue
+            try:
+                if marked.isdisjoint(needed_keys(self._index, snapshot)):
+                    bases.append(snapshot)
+                else:
+                    log.info("run=%s base %s is being collected: not used", self.run, snapshot.ref)
+            except (NotFoundError, IntegrityError, FormatError) as error:
+                log.warning("run=%s base %s is damaged and not used: %s", self.run, snapshot.ref, error)
+        return first, bases
+
+    def commit(self, **fields: Any) -> Snapshot:
+        """Create the record; see `publish` for what it raises."""
+        snapshot = Snapshot(
+            id=self.id, run=self.run, step=self.step, seq=self.seq, state=COMMITTED, write_id=records.new_id(),
+            parent=self.parent, bases=[base.id for base in self.bases], **fields,
+        )  # fmt: skip
+        return self.publish(snapshot, self._aborted)
+
+    def _aborted(self, reason: str) -> Snapshot:
+        return Snapshot(
+            id=self.id, run=self.run, step=self.step, seq=self.seq, state=ABORTED, write_id=records.new_id(),
+            reason=reason,
+        )  # fmt: skip
 
 
 def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:

@@ -1,9 +1,12 @@
 """Staging: the private copy of the state that a save reads, and the plain bytes that the next save deltas against.
 
 An asynchronous save copies the state into spare buffers while its caller waits, and reads them afterwards; once it has
-committed they become the base, and the old base's buffers the spare ones: twice the state in all. A synchronous save
-reads the state itself, and overwrites the base chunk by chunk behind itself: once the state. The base of a failed save
-is no base: its bytes are forgotten.
+committed they become the base, and the old base's buffers the spare ones: twice the state in all. A synchronous save of
+host memory reads the state itself, and overwrites the base chunk by chunk behind itself: once the state. The base of a
+failed save is no base: its bytes are forgotten. A tensor none of whose deltas paid keeps no base for a while.
+
+Tensors on a CUDA device are copied on that device, or into pinned host memory (`staging=`, cuda/staging.py); without an
+engine for it they take the way of all others, through host memory.
 
 A Staging belongs to one SnapshotManager; only one save at a time touches it.
 """
@@ -12,16 +15,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from .digest import Bytes
-from .state.arrays import copy_into
+from .engine import Engines
+from .errors import InvalidInputError
+from .state.arrays import Memory, copy_into
 from .state.flatten import Part
+
+if TYPE_CHECKING:
+    from .cuda.staging import DeviceStaging
 
 #: Part, path, and which of the tensors of that path: keys such as 1.0 and "1.0" look alike in a path.
 Key = tuple[str, tuple[str | int, ...], int]
-PlainBytes = Callable[[int, int], Bytes | None]  # (part, tensor) -> (nbytes,) uint8, where they are at hand
+PlainBytes = Callable[[int, int], Memory | None]  # (part, tensor) -> (nbytes,) uint8, where they are at hand
+Mode = Literal["auto", "device", "host"]
+MODES = ("auto", "device", "host")
+#: A tensor whose deltas did not pay keeps no base for this many saves; then it is tried again.
+RETRY_AFTER_SAVES = 32
 
 
 def keys_of(part: Part) -> list[Key]:
@@ -34,13 +47,13 @@ def keys_of(part: Part) -> list[Key]:
     return keys
 
 
-class Buffers(dict[Key, Bytes]):
+class Buffers(dict[Key, Memory]):
     """Plain bytes of tensors, (nbytes,) uint8."""
 
     def room(self, key: Key, nbytes: int) -> Bytes:
-        """The buffer of a tensor, made anew when its size is another."""
+        """The host buffer of a tensor, made anew when its size is another."""
         buffer = self.get(key)
-        if buffer is None or buffer.size != nbytes:
+        if not isinstance(buffer, np.ndarray) or buffer.size != nbytes:
             buffer = self[key] = np.empty(nbytes, np.uint8)
         return buffer
 
@@ -53,32 +66,62 @@ class Buffers(dict[Key, Bytes]):
 class Staging:
     """The buffers of one lineage of saves.
 
-    With `keep_base=False` no plain bytes outlive a save: the next one reads its bases back from the store.
+    Args:
+        keep_base: hold the plain bytes of the last save as the next one's base; else they are read back from the store.
+        mode: where copies of CUDA tensors lie: "device", "host", or "auto" by the memory that is free.
     """
 
-    def __init__(self, *, keep_base: bool = True) -> None:
-        self._keep_base = keep_base
+    def __init__(self, engines: Engines, *, keep_base: bool = True, mode: Mode = "auto") -> None:
+        if mode not in MODES:
+            raise InvalidInputError(f"staging {mode!r}: expected 'auto', 'device' or 'host'")
+        self._engines, self._keep_base, self._mode = engines, keep_base, mode
         self._base = Buffers()
         self._spare = Buffers()
         self._base_id: str | None = None
+        self._unpaid: dict[Key, int] = {}  # -> saves until it is tried again
+        self._devices: DeviceStaging | None = None
 
-    def copy(self, parts: list[Part], inline_below: int) -> list[list[Bytes]]:
+    def on_device(self, value: Any) -> bool:
+        """Whether a value is a tensor on a device that has an engine."""
+        device: Any = getattr(value, "device", None)  # NumPy arrays have one as well: the str "cpu"
+        return getattr(device, "type", "cpu") != "cpu" and self._engines.on_device(device)
+
+    def copy(self, parts: list[Part], inline_below: int) -> list[list[Memory]]:
         """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
 
         Returns:
-            Per part, per tensor (nbytes,) uint8, safe from later changes of the state.
+            Per part, per tensor (nbytes,) uint8, safe from later changes of the state once `landed` has returned.
         """
         names = [keys_of(part) for part in parts]
         self._spare.keep_only({key for keys in names for key in keys})
-        copies: list[list[Bytes]] = []
-        for part, keys in zip(parts, names, strict=True):
+        copies: list[list[Memory]] = []
+        on_devices: list[tuple[int, int, Key, Any, int]] = []
+        for p, (part, keys) in enumerate(zip(parts, names, strict=True)):
             copies.append([])
             for key, spec, value in zip(keys, part.specs, part.values, strict=True):
-                small = spec.nbytes < inline_below
-                room = np.empty(spec.nbytes, np.uint8) if small else self._spare.room(key, spec.nbytes)
+                nbytes, small = spec.nbytes, spec.nbytes < inline_below
+                if nbytes and self.on_device(value):
+                    on_devices.append((p, len(copies[-1]), key, value, nbytes))
+                    copies[-1].append(None)
+                    continue
+                room = np.empty(nbytes, np.uint8) if small else self._spare.room(key, nbytes)
                 copy_into(value, room)
                 copies[-1].append(room)
+        if on_devices:
+            if self._devices is None:
+                from .cuda.staging import DeviceStaging
+
+                self._devices = DeviceStaging(self._engines, self._mode, twice=self._keep_base)
+            values = [(key, value, nbytes) for _, _, key, value, nbytes in on_devices]
+            memories = self._devices.copy(values, self._spare, self._base, self._unpaid, inline_below)
+            for (p, t, *_), memory in zip(on_devices, memories, strict=True):
+                copies[p][t] = memory
         return copies
+
+    def landed(self) -> None:
+        """Wait until the last copy is complete."""
+        if self._devices is not None:
+            self._devices.landed()
 
     def base(self, snapshot_id: str | None, parts: Sequence[Part]) -> PlainBytes:
         """The plain bytes of the tensors of `snapshot_id`, if they are the ones held here."""
@@ -87,10 +130,18 @@ class Staging:
         held, names = self._base, [keys_of(part) for part in parts]
         return lambda part, tensor: held.get(names[part][tensor])
 
-    def overwrite(self, parts: Sequence[Part]) -> Callable[[int, int, int, Bytes], None] | None:
-        """Begin a synchronous save: what to call with (part, tensor, start, chunk) once a chunk has been encoded.
+    def no_delta(self, parts: Sequence[Part]) -> frozenset[tuple[int, int]]:
+        """(part, tensor) of those whose deltas did not pay lately."""
+        if not self._unpaid:
+            return frozenset()
+        return frozenset(
+            (p, t) for p, part in enumerate(parts) for t, key in enumerate(keys_of(part)) if key in self._unpaid
+        )
 
-        The chunk takes its base's place; from here on the base is half overwritten, and none until `commit`.
+    def overwrite(self, parts: Sequence[Part]) -> Callable[[int, int, int, Bytes], None] | None:
+        """Begin a synchronous save: what to call with (part, tensor, start, bytes) once chunks have been encoded.
+
+        They take their bases' place; from here on the base is half overwritten, and none until `commit`.
         """
         self._base_id = None
         if not self._keep_base:
@@ -104,11 +155,23 @@ class Staging:
 
         return put
 
-    def commit(self, snapshot_id: str, *, copied: bool) -> None:
-        """The save has committed: its bytes are the next base."""
+    def commit(self, snapshot_id: str, parts: Sequence[Part], unpaid: set[tuple[int, int]], *, copied: bool) -> None:
+        """The save has committed: its bytes are the next base, but for those of tensors whose deltas do not pay."""
+        self._unpaid = {key: left - 1 for key, left in self._unpaid.items() if left > 1}
+        names = [keys_of(part) for part in parts] if unpaid else []
+        self._unpaid.update({names[p][t]: RETRY_AFTER_SAVES for p, t in unpaid})
         if copied and self._keep_base:
             self._base, self._spare = self._spare, self._base
+            for key in self._unpaid.keys() & self._base.keys():
+                self._spare[key] = self._base.pop(key)
+        if self._devices is not None:
+            self._devices.settle(self._spare)
         self._base_id = snapshot_id if self._keep_base else None
+
+    def failed(self) -> None:
+        """The save has failed: its copies are no base, and those on a device are let go."""
+        if self._devices is not None:
+            self._devices.settle(self._spare)
 
     def clear(self) -> None:
         """Give all memory back."""

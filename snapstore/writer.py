@@ -1,41 +1,48 @@
 """Writer: the middle of the write path. split -> digest -> known? -> delta -> planes -> encode -> pack -> manifest.
 
-In: the parts of a state and their bytes. Out: durable packs, then durable manifests. One batch of chunks is
-encoded while the last one is packed and packs before it are hashed and put; all of it is bounded in bytes. Runs in the
-thread that calls it; nothing here knows of the training loop.
+In: the parts of a state and their bytes. Out: durable packs, then durable manifests. Batches of chunks are encoded
+while the last one is packed and packs before it are hashed and put; all of it is bounded in bytes. Runs in the thread
+that calls it; nothing here knows of the training loop.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from . import blob, chunking, delta, manifest, planes
+from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
-from .engine import Encoded, EncodeJob, Engine, Threads
-from .errors import AlreadyExistsError, FormatError, IntegrityError, NotFoundError
+from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
+from .errors import AlreadyExistsError, CapabilityError, FormatError, IntegrityError, NotFoundError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
-from .pack import DEFAULT_PACK_BYTES, PackWriter
+from .pack import DEFAULT_PACK_BYTES, Encoded, PackWriter
 from .records import ManifestRef, manifest_key, pack_key
 from .session import Session
+from .state.arrays import Memory, as_bytes
 from .state.flatten import Part
 from .state.tensors import TensorSpec
 from .storage import ObjectStore
+from .threads import Threads
 
 log = logging.getLogger("snapstore")
-BATCH_BYTES = 16 * 1024 * 1024
-BATCH_CHUNKS = 1024
 #: Packs being hashed and put while the next ones fill; each is held in memory.
 PUTS_IN_FLIGHT = 2
+#: The same, when an engine fills packs faster than one core hashes them.
+PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: Room in a pack's buffer for the blob that fills it and for the footer; a larger pack makes its buffer grow.
 PACK_SLACK_BYTES = 2 * 1024 * 1024
+#: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
+VERIFY_ONE_IN = 64
 
 #: What reading a damaged repository raises.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
@@ -45,9 +52,8 @@ class BaseDamagedError(Exception):
     """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
 
 
-Source = Callable[[int, int], Bytes]  # (part, tensor) -> (nbytes,) uint8, safe to read until the save ends
-Plain = Callable[[int, int], Bytes | None]  # (part, tensor) -> the first base's bytes of it, if still at hand
-Encoding = Callable[[], list[Encoded]]
+Source = Callable[[int, int], Memory]  # (part, tensor) -> (nbytes,) uint8, safe to read until the save ends
+Plain = Callable[[int, int], Memory | None]  # (part, tensor) -> the first base's bytes of it, if still at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class Plan:
     pack_bytes: int = DEFAULT_PACK_BYTES
     max_depth: int = delta.DEFAULT_MAX_DEPTH
     full: bool = False  # no chains at all: for snapshots that are kept for long
+    no_delta: frozenset[tuple[int, int]] = frozenset()  # (part, tensor) of those whose deltas do not pay
+    verify: Literal["off", "sample", "full"] = "sample"
 
 
 @dataclass(slots=True)
@@ -72,11 +80,12 @@ class Written:
     chunks: int = 0
     new_chunks: int = 0
     depth: int = 0
+    unpaid: set[tuple[int, int]] = field(default_factory=set)  # (part, tensor): had bases, and no delta paid
 
 
 def write(
-    store: ObjectStore, engine: Engine, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
-    plain: Plain, plan: Plan, *, rank: int = 0, on_chunk: Callable[[int, int, int, Bytes], None] | None = None,
+    store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
+    plain: Plain, plan: Plan, *, rank: int = 0, on_run: Callable[[int, int, int, Bytes], None] | None = None,
 ) -> Written:  # fmt: skip
     """Store the parts' tensors, packs first, then one manifest a part; all durable on return.
 
@@ -84,9 +93,12 @@ def write(
         source: the bytes of every tensor.
         bases: what may be referenced.
         plain: the plain bytes of the first base; what is not there is read from the store.
-        on_chunk: told (part, tensor, start, chunk) once a chunk's base is no longer needed.
+        on_run: told (part, tensor, start, bytes) of a run of chunks once their bases are no longer needed.
+
+    Raises:
+        IntegrityError: what was encoded does not decode to what was given; nothing refers to it.
     """
-    chunks = _Chunks(store, engine, session, bases, plain, plan, rank, on_chunk or (lambda *_: None))
+    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run)
     try:
         layouts = [_write_part(chunks, number, part, source, plan) for number, part in enumerate(parts)]
         chunks.finish()
@@ -114,7 +126,7 @@ def _write_part(chunks: _Chunks, number: int, part: Part, source: Source, plan: 
         inline: tuple[int, int] | None = None
         if 0 < spec.nbytes < chunking.INLINE_BYTES:
             inline = (len(layout.inline), spec.nbytes)
-            layout.inline += source(number, index).tobytes()
+            layout.inline += as_bytes(source(number, index)).tobytes()
         elif spec.nbytes:
             count = chunking.chunk_count(spec.nbytes, plan.chunk_bytes)
             boxes = [Box([0] * len(spec.shape), list(spec.shape), layout.rows, count)]
@@ -134,10 +146,11 @@ def _write_manifests(
 ) -> Written:  # fmt: skip
     """One manifest a part, durable; every pack they name is durable before."""
     written = Written(stored_bytes=sum(chunks.pack_sizes[len(chunks.bases.packs) :]), chunks=chunks.rows)
-    written.new_chunks = chunks.new_chunks
+    written.new_chunks, written.unpaid = chunks.new_chunks, chunks.unpaid()
+    rows = _Rows.concatenate(chunks.done)
     puts = []
     for sequence, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        table, packs, sizes = chunks.table(layout.first_row, layout.rows)
+        table, packs, sizes = chunks.table(rows, layout.first_row, layout.rows)
         logical_bytes = sum(spec.nbytes for spec in part.specs)
         data = manifest.encode(
             save_id=bytes.fromhex(session.id), rank=rank, sequence=sequence, part=part.name,
@@ -161,54 +174,93 @@ def _write_manifests(
     return written
 
 
-def _put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
+def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object; one that is there already is this very one (a lost response, repeated)."""
     with suppress(AlreadyExistsError):
         store.put(key, data)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Chunks on their way, in tensor order."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive chunks of one tensor."""
 
-    part: list[int] = field(default_factory=list)
-    tensor: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    chunk: list[Bytes] = field(default_factory=list)
-    element_size: list[int] = field(default_factory=list)
-    layout: list[int] = field(default_factory=list)
-    candidate: list[int] = field(default_factory=list)  # row of the chunk at the same place in a base, or -1
-    plain: list[Bytes | None] = field(default_factory=list)  # that chunk's bytes, if at hand
-    size_bytes: int = 0
+    part: int
+    tensor: int
+    spec: TensorSpec
+    data: Memory
+    plain: Memory | None  # the first base's bytes of this tensor, if at hand
+    candidate: int  # row of the chunk at the same place in a base, or -1
+    first: int  # which chunk of the tensor
+    count: int
+
+    def starts(self, chunk_bytes: int) -> Column:
+        """Where every chunk begins in the tensor."""
+        return (self.first + np.arange(self.count)) * chunk_bytes
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Columns over chunks of this save."""
+
+    digests: Bytes  # (n, 16)
+    lengths: Column  # (n,)
+    twins: Column  # (n,) the row whose blob this chunk has: an earlier one that is the same, else its own
+    base_rows: Column  # (n,) among the bases: the chunk itself, or what its blob is a delta to; -1: neither
+    blobs: Column  # (n, 4) kind, pack, offset and length of its own blob; -1: none
+
+    @staticmethod
+    def concatenate(rows: Sequence[_Rows]) -> _Rows:
+        """All of them, as one."""
+        nothing = np.empty(0, np.int64)
+        rows = [_Rows(np.empty((0, 16), np.uint8), nothing, nothing, nothing, np.empty((0, 4), np.int64)), *rows]
+        return _Rows(
+            digests=np.concatenate([r.digests for r in rows]), lengths=np.concatenate([r.lengths for r in rows]),
+            twins=np.concatenate([r.twins for r in rows]), base_rows=np.concatenate([r.base_rows for r in rows]),
+            blobs=np.concatenate([r.blobs for r in rows]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """A batch whose new chunks are being encoded."""
+
+    engine: Engine
+    runs: Sequence[_Run]
+    rows: _Rows
+    new: Column  # which of the rows are new
+    run_of: Column  # of every new one, which of the runs it belongs to
+    candidates: Column  # of every new one
+    batch: EncodeBatch
+    wait: Callable[[], Sequence[Encoded]]
 
 
 class _Chunks:
     """The batched middle of the write path: chunks in, blobs in packs and columns of the manifest out."""
 
     def __init__(
-        self, store: ObjectStore, engine: Engine, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
-        on_chunk: Callable[[int, int, int, Bytes], None],
+        self, store: ObjectStore, engines: Engines, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
+        on_run: Callable[[int, int, int, Bytes], None] | None,
     ) -> None:  # fmt: skip
-        self._store, self._engine, self._session = store, engine, session
-        self.bases, self._plain, self._plan, self._rank, self._on_chunk = bases, plain, plan, rank, on_chunk
+        self._store, self._engines, self._session = store, engines, session
+        self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self._save_id = bytes.fromhex(session.id)
         self.rows = 0
         self.new_chunks = 0
-        self._batch = _Batch()
-        self._encoding: tuple[list[int], list[EncodeJob], list[int], _Batch, Encoding] | None = None
+        self.done: list[_Rows] = []
+        self._runs: list[_Run] = []  # the batch that is being filled
+        self._size_bytes = self._count = 0
+        self._engine: Engine = engines.cpu
+        self._encoding: deque[_Encoding] = deque()
+        self._verifying: list[Callable[[], object]] = []
+        self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
         self._part = ""
         self._writer: PackWriter | None = None
         self._putters = Threads(PUTS_IN_FLIGHT)
         self._free: list[Bytes] = []  # buffers of packs that have been put
-        self._puts: list[tuple[int, Callable[[], list[tuple[str, int]]]]] = []
+        self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
         self.packs = list(bases.packs)  # own packs follow; their names are known once they are put
         self.pack_sizes = list(bases.pack_sizes)
         self._own: dict[bytes, int] = {}  # digest -> row of this save
-        # columns of this save's chunks, a row each
-        self._digests: list[bytes] = []
-        self._lengths: list[int] = []
-        self._base_rows: list[int] = []  # known chunk, or base of a delta; -1: none
-        self._blobs: list[tuple[int, int, int, int] | None] = []  # kind, pack, offset, length of its own blob
 
     # -- chunks in
 
@@ -216,188 +268,304 @@ class _Chunks:
         """Packs never mix parts."""
         self._part = name
 
-    def add_tensor(self, part: int, index: int, name: str, spec: TensorSpec, data: Bytes) -> None:
+    def add_tensor(self, part: int, index: int, name: str, spec: TensorSpec, data: Memory) -> None:
         """Cut a tensor's bytes into chunks."""
-        first, is_first_base = self.bases.first_row((name, spec.path, spec.dtype, spec.shape))
-        plain = self._plain(part, index) if is_first_base else None
-        if plain is not None and plain.size != data.size:
+        self._use(self._engines.of(data))
+        candidate, is_first_base = self.bases.first_row((name, spec.path, spec.dtype, spec.shape))
+        if (part, index) in self._plan.no_delta:
+            candidate = -1
+        plain = self._plain(part, index) if is_first_base and candidate >= 0 else None
+        if plain is not None and (len(plain) < spec.nbytes or self._engines.of(plain) is not self._engine):
             plain = None
-        batch = self._batch
-        for i, (start, stop) in enumerate(chunking.spans(spec.nbytes, self._plan.chunk_bytes)):
-            batch.part.append(part)
-            batch.tensor.append(index)
-            batch.start.append(start)
-            batch.chunk.append(data[start:stop])
-            batch.element_size.append(spec.element_size)
-            batch.layout.append(planes.ROTATED if spec.is_float else planes.BYTES)
-            batch.candidate.append(first + i if first >= 0 else -1)
-            batch.plain.append(plain[start:stop] if plain is not None else None)
-            batch.size_bytes += stop - start
-            if batch.size_bytes >= BATCH_BYTES or len(batch.chunk) >= BATCH_CHUNKS:
+        total, chunk_bytes = chunking.chunk_count(spec.nbytes, self._plan.chunk_bytes), self._plan.chunk_bytes
+        first = 0
+        while first < total:
+            room = min((self._engine.batch_bytes - self._size_bytes) // chunk_bytes,
+                       self._engine.batch_chunks - self._count)  # fmt: skip
+            count = min(max(room, 0 if self._runs else 1), total - first)
+            if count:
+                self._runs.append(_Run(part, index, spec, data, plain, candidate, first, count))
+                self._size_bytes += min(count * chunk_bytes, spec.nbytes - first * chunk_bytes)
+                self._count += count
+                first += count
+            if first < total:
                 self._flush()
-                batch = self._batch
 
     def end_part(self) -> None:
         """Everything of the part is in its packs."""
         self._flush()
-        self._drain()
+        while self._encoding:
+            self._drain()
         self._seal()
 
     def finish(self) -> None:
-        """Every pack is durable."""
+        """Every pack is durable, and what was to be verified is."""
         while self._puts:
             self._await_put()
+        self._verified()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; nothing touches the caller's memory any more."""
+        for encoding in self._encoding:
+            with suppress(Exception):
+                encoding.wait()
+        for wait in self._verifying:
+            with suppress(Exception):
+                wait()
+        if self._writer is not None:
+            with suppress(Exception):
+                self._writer.settle()
         self._putters.close()
+        self._engines.rest(self._free)
+
+    def unpaid(self) -> set[tuple[int, int]]:
+        """(part, tensor) of those for which bases were tried and no delta paid."""
+        return {place for place, (tried, stored) in self._deltas.items() if tried and not stored}
 
     # -- one batch
 
+    def _use(self, engine: Engine) -> None:
+        """Batches are of one engine."""
+        if engine is self._engine:
+            return
+        self._flush()
+        self._engine = engine
+        if engine is not self._engines.cpu and self._putters.count < PUTS_IN_FLIGHT_OF_DEVICES:
+            while self._puts:
+                self._await_put()
+            self._putters.close()
+            self._putters = Threads(PUTS_IN_FLIGHT_OF_DEVICES)
+
     def _flush(self) -> None:
         """Digest the batch, look its chunks up, start to encode the new ones; then pack the batch before."""
-        batch, self._batch = self._batch, _Batch()
-        if not batch.chunk:
+        runs, self._runs, self._size_bytes, self._count = self._runs, [], 0, 0
+        if not runs:
             return
-        digests = self._engine.digests(batch.chunk)
-        table = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
-        known = self.bases.find(table)
+        engine, chunk_bytes = self._engine, self._plan.chunk_bytes
+        which = np.repeat(np.arange(len(runs)), [run.count for run in runs])
+        starts = np.concatenate([run.starts(chunk_bytes) for run in runs])
+        lengths = np.minimum(np.array([run.spec.nbytes for run in runs])[which] - starts, chunk_bytes)
+        chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
+        digests = engine.digests(chunks)
+        known = self.bases.find(digests)
         if self._plan.full and len(self.bases.table):  # no chains: this snapshot is to outlive its bases
             known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
-        new: list[int] = []
-        for i, (row, chunk_digest) in enumerate(zip(known.tolist(), digests, strict=True)):
-            self._digests.append(chunk_digest)
-            self._lengths.append(batch.chunk[i].size)
-            self._base_rows.append(row)
-            self._blobs.append(None)
-            if row < 0:
-                twin = self._own.setdefault(chunk_digest, self.rows + i)
-                if twin == self.rows + i:
-                    new.append(i)
-                else:
-                    self._base_rows[-1] = -2 - twin  # resolved when all blobs have their place
-        jobs = self._jobs(batch, digests, new)
-        encoding = self._engine.start_encode(jobs)
-        first_row, self.rows = self.rows, self.rows + len(batch.chunk)
-        self._drain()
-        self._encoding = ([first_row + i for i in new], jobs, [batch.candidate[i] for i in new], batch, encoding)
+        twins = self.rows + np.arange(len(which))
+        for i in np.flatnonzero(known < 0).tolist():
+            twins[i] = self._own.setdefault(digests[i].tobytes(), self.rows + i)
+        new = np.flatnonzero((known < 0) & (twins == self.rows + np.arange(len(which))))
+        rows = _Rows(digests, lengths, twins, known, np.full((len(which), 4), -1, np.int64))
+        self.rows += len(which)
+        self.done.append(rows)
+        candidates = self._candidates(runs, which, starts, lengths)[new]
+        batch = self._batch(runs, which, starts, chunks, rows, new, candidates)
+        encoding = engine.start_encode(batch)
+        self._encoding.append(_Encoding(engine, runs, rows, new, which[new], candidates, batch, encoding))
+        while len(self._encoding) > engine.depth:
+            self._drain()
 
-    def _jobs(self, batch: _Batch, digests: list[bytes], new: list[int]) -> list[EncodeJob]:
+    def _candidates(self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column) -> Column:
+        """The row of the chunk at the same place in a base, where a delta to it is allowed; else -1."""
+        first = np.array([run.candidate for run in runs])[which]
+        if self._plan.full or not len(self.bases.table) or not (first >= 0).any():
+            return np.full(len(which), -1, np.int64)
+        index = starts // self._plan.chunk_bytes
+        rows = np.where(first >= 0, first + index, 0)
+        tensor = np.array([run.tensor for run in runs])[which]
+        allowed = (first >= 0) & (self.bases.depths[rows] < self._plan.max_depth)
+        allowed &= self.bases.lengths[rows] == lengths
+        allowed &= ~delta.is_keyframe(self.bases.generation, tensor + index, self._plan.max_depth)
+        return np.where(allowed, rows, -1)
+
+    def _batch(
+        self, runs: Sequence[_Run], which: Column, starts: Column, chunks: Chunks, rows: _Rows, new: Column,
+        candidates: Column,
+    ) -> EncodeBatch:  # fmt: skip
         """What to encode, each chunk with its base's bytes where it has a candidate."""
-        with_base = [i for i in new if self._may_delta(batch, i)]
-        plain = self._base_bytes(batch, with_base)
-        jobs = []
-        for i in new:
-            base = plain.get(i)
-            row = batch.candidate[i]
-            jobs.append(
-                EncodeJob(batch.chunk[i], digests[i], batch.element_size[i], batch.layout[i])
-                if base is None
-                else EncodeJob(batch.chunk[i], digests[i], batch.element_size[i], batch.layout[i], base,
-                               self.bases.table.digests[row].tobytes(), int(self.bases.chain_bytes[row]))
-            )  # fmt: skip
-        return jobs
+        taken = np.maximum(candidates, 0)
+        has = len(self.bases.table) > 0
+        return EncodeBatch(
+            chunks.take(new), rows.digests[new],
+            np.array([run.spec.element_size for run in runs], np.uint8)[which[new]],
+            np.array([planes.ROTATED if run.spec.is_float else planes.BYTES for run in runs], np.uint8)[which[new]],
+            self._base_bytes(runs, which[new], starts[new], rows.lengths[new], candidates),
+            self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
+            self.bases.chain_bytes[taken] if has else np.zeros(len(new), np.int64),
+        )  # fmt: skip
 
-    def _may_delta(self, batch: _Batch, i: int) -> bool:
-        row = batch.candidate[i]
-        return (
-            row >= 0
-            and not self._plan.full
-            and int(self.bases.depths[row]) < self._plan.max_depth
-            and int(self.bases.table.lengths[row]) == batch.chunk[i].size
-            and not delta.is_keyframe(
-                self.bases.generation, batch.tensor[i] + batch.start[i] // self._plan.chunk_bytes, self._plan.max_depth
-            )
-        )
-
-    def _base_bytes(self, batch: _Batch, wanted: list[int]) -> dict[int, Bytes]:
+    def _base_bytes(
+        self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column, candidates: Column
+    ) -> Chunks:
         """Plain bytes of the candidate bases, each checked against its digest: from memory, else from the store."""
-        found: dict[int, Bytes] = {}
-        at_hand = [(i, plain) for i in wanted if (plain := batch.plain[i]) is not None]
-        for (i, plain), got in zip(at_hand, self._engine.digests([p for _, p in at_hand]), strict=True):
-            if got == self.bases.table.digests[batch.candidate[i]].tobytes():
-                found[i] = plain
-        missing = [i for i in wanted if i not in found]
-        outs = [np.empty(batch.chunk[i].size, np.uint8) for i in missing]
-        jobs = [
-            Wanted(self.bases.table, self.bases.packs, batch.candidate[i], out)
-            for i, out in zip(missing, outs, strict=True)
-        ]
-        try:
-            for _ in Fetcher(self._store, self._engine).rebuild(jobs):
-                self._session.heartbeat()
-        except DAMAGE as error:
-            raise BaseDamagedError(str(error)) from error
-        found.update(zip(missing, outs, strict=True))
+        has_plain = np.array([run.plain is not None for run in runs])[which]
+        memories: list[Memory] = [run.plain if run.plain is not None else run.data for run in runs]
+        at_hand = np.flatnonzero((candidates >= 0) & has_plain)
+        found = Chunks(memories, np.full(len(which), -1, np.int64), starts.copy(), lengths)
+        if len(at_hand):
+            loaded = self._engine.load(Chunks(memories, which[at_hand], starts[at_hand], lengths[at_hand]))
+            same = (self._engine.digests(loaded) == self.bases.table.digests[candidates[at_hand]]).all(axis=1)
+            memories = list(loaded.memories)
+            found = Chunks(memories, found.which, found.starts, lengths)
+            found.which[at_hand[same]] = loaded.which[same]
+            found.starts[at_hand[same]] = loaded.starts[same]
+        missing = np.flatnonzero((candidates >= 0) & (found.which < 0))
+        if len(missing):
+            places = np.cumsum(lengths[missing] + -lengths[missing] % 256) - lengths[missing] - -lengths[missing] % 256
+            memories.append(self._engine.empty(int(places[-1] + lengths[missing[-1]])))
+            wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
+            try:
+                for _ in Fetcher(self._store, self._engines).rebuild([wanted]):
+                    self._session.heartbeat()
+            except (*DAMAGE, CapabilityError) as error:  # an ANS blob, and no GPU here, is as good as damaged
+                raise BaseDamagedError(str(error)) from error
+            found.which[missing], found.starts[missing] = len(memories) - 1, places
         return found
 
     def _drain(self) -> None:
-        """Append the blobs of the batch that is being encoded to the part's pack."""
-        if self._encoding is None:
-            return
-        rows, _, candidates, batch, encoding = self._encoding
-        self._encoding = None
-        made = encoding()
-        for row, candidate, encoded in zip(rows, candidates, made, strict=True):
-            if self._writer is None:
-                sequence = len(self.packs) - len(self.bases.packs)
-                buffer = (
-                    self._free.pop() if self._free else np.empty(self._plan.pack_bytes + PACK_SLACK_BYTES, np.uint8)
-                )
-                self._writer = PackWriter(self._save_id, self._rank, sequence, self._part, buffer)
-                self.packs.append("")
-                self.pack_sizes.append(0)
-            offset, length = self._writer.append(encoded.data)
-            self._blobs[row] = (blob.XOR if encoded.is_delta else blob.FULL, len(self.packs) - 1, offset, length)
-            self._base_rows[row] = candidate if encoded.is_delta else -1
-            self.new_chunks += 1
-            if self._writer.size_bytes >= self._plan.pack_bytes:
+        """Put the blobs of the batch that was begun first into the part's packs."""
+        encoding = self._encoding[0]
+        made = encoding.wait()
+        self._encoding.popleft()
+        at = 0
+        for encoded in made:
+            self._place(encoding, at, encoded)
+            at += len(encoded.entries)
+        encoding.engine.recycle(made)
+        if self._on_run is not None:
+            self._verified()
+            for run in encoding.runs:
+                start = run.first * self._plan.chunk_bytes
+                self._on_run(run.part, run.tensor, start, run.data[start : start + run.count * self._plan.chunk_bytes])
+
+    def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
+        """Blobs into packs, and where they lie into the columns; `at`: the first one's place among the new ones."""
+        entries = encoded.entries
+        ends = (entries["offset"] + entries["length"] + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
+        blobs = np.empty((len(entries), 4), np.int64)
+        blobs[:, 0], blobs[:, 3] = entries["transform"], entries["length"]
+        first = 0
+        while first < len(entries):
+            writer = self._writer or self._open(encoding.engine)
+            needed = self._plan.pack_bytes - writer.size_bytes + int(entries["offset"][first])
+            last = min(int(np.searchsorted(ends, needed)) + 1, len(entries))
+            blobs[first:last, 2] = writer.extend(encoded, first, last)
+            blobs[first:last, 1] = len(self.packs) - 1
+            if writer.size_bytes >= self._plan.pack_bytes:
                 self._seal()
-        self._engine.recycle(made)
-        for part, tensor, start, chunk in zip(batch.part, batch.tensor, batch.start, batch.chunk, strict=True):
-            self._on_chunk(part, tensor, start, chunk)
+            first = last
+        new = slice(at, at + len(entries))
+        rows, candidates = encoding.new[new], encoding.candidates[new]
+        is_delta = entries["transform"] == blob.XOR
+        encoding.rows.blobs[rows] = blobs
+        encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
+        self.new_chunks += len(entries)
+        for number in np.unique(encoding.run_of[new]).tolist():
+            run, own = encoding.runs[number], encoding.run_of[new] == number
+            counts = self._deltas.setdefault((run.part, run.tensor), [0, 0])
+            counts[0] += int((candidates[own] >= 0).sum())
+            counts[1] += int(is_delta[own].sum())
+        self._verify(encoding, new, encoded)
+
+    # -- verify
+
+    def _verify(self, encoding: _Encoding, new: slice, encoded: Encoded) -> None:
+        """Begin to decode some of the new blobs, as a restore would, and compare their digests."""
+        if self._plan.verify == "off":
+            return
+        count, entries = len(encoded.entries), encoded.entries
+        chosen = np.arange(count)
+        if self._plan.verify == "sample":
+            number = self.new_chunks - count + chosen  # among this save's
+            chosen = np.flatnonzero((number == 0) | ((number - self.bases.generation) % VERIFY_ONE_IN == 0))
+        if not len(chosen):
+            return
+        lengths = entries["length"][chosen].astype(np.int64)
+        rooms = (lengths + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
+        offsets = np.cumsum(rooms) - rooms
+        stored = np.empty(int(rooms.sum()), np.uint8)
+        copies = [
+            encoded.copy(i, i + 1, stored[offset : offset + room])
+            for i, offset, room in zip(chosen.tolist(), offsets.tolist(), rooms.tolist(), strict=True)
+        ]
+        for wait in copies:
+            wait()
+        rows = np.arange(new.start, new.stop)[chosen]
+        batch, is_delta = encoding.batch, entries["transform"][chosen] == blob.XOR
+        sizes = batch.chunks.lengths[rows]
+        places = np.cumsum(sizes + -sizes % 256) - sizes - -sizes % 256
+        room = encoding.engine.empty(int(places[-1] + sizes[-1]))
+        outs = Chunks([room], np.zeros(len(rows), np.int64), places, sizes)
+        bases = batch.bases.take(rows)
+        bases = Chunks(bases.memories, np.where(is_delta, bases.which, -1), bases.starts, bases.lengths)
+        self._verified()
+        self._verifying.append(
+            encoding.engine.start_decode(
+                DecodeBatch(stored, offsets, lengths, np.ones(len(rows), np.int64), batch.digests[rows], outs,
+                            lambda i: f"new blob {i} of {len(rows)}", bases)
+            )
+        )  # fmt: skip
+
+    def _verified(self) -> None:
+        """What was being verified is what was given.
+
+        Raises:
+            IntegrityError: it is not.
+        """
+        while self._verifying:
+            try:
+                self._verifying.pop()()
+            except (IntegrityError, FormatError) as error:
+                raise IntegrityError(
+                    f"what was encoded does not decode to what was saved ({error}); nothing was committed; save again, "
+                    "and test the memory of this machine and its GPU"
+                ) from error
 
     # -- packs out
 
+    def _open(self, engine: Engine) -> PackWriter:
+        """Begin the next pack."""
+        sequence = len(self.packs) - len(self.bases.packs)
+        buffer = self._free.pop() if self._free else engine.buffer(self._plan.pack_bytes + PACK_SLACK_BYTES)
+        self._writer = PackWriter(self._save_id, self._rank, sequence, self._part, buffer)
+        self.packs.append("")
+        self.pack_sizes.append(0)
+        return self._writer
+
     def _seal(self) -> None:
-        """Hash and put the pack in the background, at most PUTS_IN_FLIGHT at a time."""
+        """Hash and put the pack in the background, as many at a time as there are threads for it."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
-        while len(self._puts) >= PUTS_IN_FLIGHT:
+        while len(self._puts) >= self._putters.count:
             self._await_put()
         self._puts.append((len(self.packs) - 1, self._putters.start(self._put, [writer])))
 
     def _put(self, writer: PackWriter) -> tuple[str, int]:
         data = writer.seal()
         name = hashlib.sha256(data).hexdigest()
-        _put_once(self._store, pack_key(name), data)
+        put_once(self._store, pack_key(name), data)
         self._free.append(writer.buffer)
         return name, len(data)
 
     def start_put(self, key: str, data: bytes) -> Callable[[], object]:
         """Begin to put a manifest; the call it returns waits until it is durable."""
-        return self._putters.start(lambda item: _put_once(self._store, *item), [(key, data)])
+        return self._putters.start(lambda item: put_once(self._store, *item), [(key, data)])
 
     def _await_put(self) -> None:
-        number, result = self._puts.pop(0)
+        number, result = self._puts.popleft()
         ((self.packs[number], self.pack_sizes[number]),) = result()
         self._session.heartbeat()
 
     # -- columns out
 
-    def table(self, first_row: int, count: int) -> tuple[ChunkTable, list[str], list[int]]:
+    def table(self, rows: _Rows, first_row: int, count: int) -> tuple[ChunkTable, list[str], list[int]]:
         """(chunk table, packs, pack sizes) of a run of rows, packs renumbered to those used."""
-        rows = range(first_row, first_row + count)
-        # a chunk that this save holds twice refers to the blob of its first
-        sources = [-2 - self._base_rows[row] if self._base_rows[row] <= -2 else row for row in rows]
-        base_rows = np.array([self._base_rows[row] for row in sources], np.int64)
-        own = [self._blobs[row] for row in sources]
-        has_own = np.array([b is not None for b in own], bool)
-        blobs = np.array([b for b in own if b is not None], np.int64).reshape(-1, 4)
-        digests = np.frombuffer(b"".join(self._digests[row] for row in rows), np.uint8).reshape(-1, 16)
-        lengths = np.array([self._lengths[row] for row in rows], np.uint32)
-        has_base = base_rows >= 0
+        span = slice(first_row, first_row + count)
+        sources = rows.twins[span]  # a chunk that this save holds twice refers to the blob of its first
+        base_rows, blobs = rows.base_rows[sources], rows.blobs[sources]
+        has_own, has_base = blobs[:, 0] >= 0, base_rows >= 0
+        blobs = blobs[has_own]
+        digests, lengths = rows.digests[span], rows.lengths[span].astype(np.uint32)
         taken = self.bases.table.take(base_rows[has_base])
         counts = has_own.astype(np.int64)
         counts[has_base] += taken.ref_counts

@@ -101,8 +101,8 @@ class FaultStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         return self._act("get", key, lambda: self.inner.get(key, limit_bytes=limit_bytes))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return self._act("get_ranges", key, lambda: self.inner.get_ranges(key, ranges))
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
+        return self._act("get_ranges", key, lambda: self.inner.get_ranges(key, ranges, into))
 
     def stat(self, key: str) -> ObjectInfo:
         return self._act("stat", key, lambda: self.inner.stat(key))
@@ -165,18 +165,27 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
 # --- one thread, no sleep --------------------------------------------------------------------------------------------
 
 
-def _start_now(self: Any, function: Callable[[Any], Any], items: Sequence[Any]) -> Callable[[], list[Any]]:
+class _Done:
+    """An `engine.Pending` of something that has been done already."""
+
+    def __init__(self, results: list[Any], failure: Exception | None = None) -> None:
+        self._results, self._failure = results, failure
+
+    def __call__(self) -> list[Any]:
+        if self._failure is not None:
+            raise self._failure
+        return self._results
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
+
+def _start_now(self: Any, function: Callable[[Any], Any], items: Sequence[Any]) -> _Done:
     """`Threads.start` in the caller's thread: operations keep their order from run to run, and a Crash gets out."""
     try:
-        results = [function(item) for item in items]
+        return _Done([function(item) for item in items])
     except Exception as error:  # noqa: BLE001
-        failure = error
-
-        def fail() -> list[Any]:
-            raise failure
-
-        return fail
-    return lambda: results
+        return _Done([], error)
 
 
 def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
@@ -396,9 +405,9 @@ class SteppingStore:
         self._actor.pause("get", key)
         return self._inner.get(key, limit_bytes=limit_bytes)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
         self._actor.pause("get_ranges", key)
-        return self._inner.get_ranges(key, ranges)
+        return self._inner.get_ranges(key, ranges, into)
 
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)

@@ -1,4 +1,4 @@
-"""check, index, doctor, demo: whether all is well."""
+"""check, recode, index, doctor, demo: whether all is well, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import typer
 from typer.core import TyperCommand
 
 from .output import line, note, print_json, spinner
-from .shell import CORRUPT, ERROR, Shell, UsageError, verb
+from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
     from ..check import CheckResult
+    from ..recode import RecodeResult
 
 ALL = "100%"
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
@@ -77,6 +78,55 @@ def _print_check(result: CheckResult) -> None:
     if result.unneeded_bytes:
         line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
     line("no problems" if result.ok else f"{len(result.problems)} problems")
+
+
+class Codec(StrEnum):
+    """What can be recoded to."""
+
+    PORTABLE = "portable"
+    ANS = "ans"
+
+
+@verb()
+def recode(
+    shell: Shell,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Rewrite every committed snapshot.")] = False,
+    codec: Annotated[Codec, typer.Option(help="What every machine reads, or nvCOMP's ANS.")] = Codec.PORTABLE,
+    dry_run: DryRun = False,
+) -> int | None:
+    """Rewrite snapshots into another codec; gc then frees the old bytes.
+
+    Safe beside running saves; exit code 3 says that some snapshots could not be read, and stay as they were.
+    """
+    if bool(refs) == everything:
+        raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
+    with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
+        result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
+    if shell.as_json:
+        print_json({
+            "codec": result.codec, "recoded": [s.id for s in result.recoded], "skipped": [s.id for s in result.skipped],
+            "failed": [{"id": s.id, "message": message} for s, message in result.failed], "blobs": result.blobs,
+            "bytes_before": result.bytes_before, "bytes_after": result.bytes_after, "dry_run": dry_run,
+        })  # fmt: skip
+    else:
+        _print_recode(result)
+    return PARTIAL if result.failed else None
+
+
+def _print_recode(result: RecodeResult) -> None:
+    from ..records import human_bytes
+
+    for snapshot, message in result.failed:
+        line(f"failed: {message} (id:{snapshot.id[:12]})")
+    after = "" if result.dry_run else f" -> {human_bytes(result.bytes_after)}"
+    line(
+        f"{len(result.recoded)} snapshots {'would be recoded' if result.dry_run else 'recoded'} to {result.codec}, "
+        f"{len(result.skipped)} need nothing, {len(result.failed)} failed; "
+        f"{result.blobs} blobs, {human_bytes(result.bytes_before)}{after}"
+    )
+    if result.recoded and not result.dry_run:
+        note("'snapstore gc' frees the old bytes")
 
 
 class IndexAction(StrEnum):

@@ -11,12 +11,13 @@ from typing import Protocol
 
 from ..digest import Bytes
 from ..errors import FormatError
-from . import deflate, zstd
+from . import deflate, nvcomp, zstd
 
 RAW = 0
 ZSTD = zstd.ID
 DEFLATE = deflate.ID
-NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate"}
+ANS = nvcomp.ID
+NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
 BLOCK_BYTES = 64 * 1024
 
 
@@ -28,7 +29,7 @@ class Decoder(Protocol):
         ...
 
 
-_DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode}
+_DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS: nvcomp.decode}
 
 
 def decoder(codec: int, where: str) -> Decoder:
@@ -36,5 +37,8 @@ def decoder(codec: int, where: str) -> Decoder:
     try:
         return _DECODERS[codec]
     except KeyError:
-        hint = f"nvCOMP {codec - 64}'s own format" if codec >= 64 else "unknown"
+        hint = "unknown"
+        if 64 <= codec < 128:
+            hint = f"nvCOMP {codec - 64}'s own format, which nvCOMP {codec - 64} alone reads: use the release of "
+            hint += "snapstore that wrote it, and 'snapstore recode' there"
         raise FormatError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None

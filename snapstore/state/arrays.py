@@ -2,7 +2,7 @@
 
 In: a tensor of any device and strides, an ndarray, or bytes. Out: its kind, dtype and shape, or its bytes in C order as
 (nbytes,) uint8; and back into an array that exists or a new one. Both directions use this: saving reads, restoring
-writes.
+writes. Bytes lie in host memory, or where the caller works on a device itself, in the memory of that device.
 
 Invariants: copies keep every bit, a NaN's payload too; no function keeps a reference to what it is given. torch is
 imported only once there are tensors. Different arrays may be worked on by different threads.
@@ -11,7 +11,8 @@ imported only once there are tensors. Different arrays may be worked on by diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 Array = Any  # torch.Tensor | np.ndarray | bytes
+Memory = Any  # np.ndarray (nbytes,) uint8 in host memory, or torch.Tensor (nbytes,) uint8 on a device
+OnDevice = Callable[["torch.device"], bool] | None  # whether bytes of tensors there are device memory; None: none are
 
 
 def described(value: Any) -> tuple[str, str, tuple[int, ...]]:
@@ -32,9 +35,12 @@ def described(value: Any) -> tuple[str, str, tuple[int, ...]]:
     Raises:
         UnsupportedLeafError: It is of a type, layout or dtype without a stored form.
     """
-    if type(value) in (bytes, bytearray):
+    if isinstance(value, np.ndarray):
+        kind, dtype = _described_ndarray(value)
+    elif type(value) in (bytes, bytearray):
         return type(value).__name__, "bytes", (len(value),)
-    kind, dtype = _described_ndarray(value) if isinstance(value, np.ndarray) else _described_tensor(value)
+    else:
+        kind, dtype = _described_tensor(value)
     shape = tuple(value.shape)
     if len(shape) > MAX_DIMENSIONS:
         raise UnsupportedLeafError(f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} can be stored: reshape it")
@@ -52,31 +58,49 @@ def _described_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
 
 
 def _described_tensor(value: torch.Tensor) -> tuple[str, str]:
-    import torch
-
-    dtype = dtype_name(value)
-    problem = None
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        problem = f"tensor subclass {type(value).__module__}.{type(value).__qualname__}"
-    elif value.is_nested or value.layout is not torch.strided or value.is_mkldnn:
-        problem = f"{'nested' if value.is_nested else value.layout} tensor"
-    elif value.is_quantized or dtype not in TORCH_DTYPES:
-        problem = f"tensor of dtype {value.dtype}"
-    elif value.is_meta:
-        problem = "meta tensor, which has no values,"
-    elif value.numel() and not value.untyped_storage().nbytes():
-        problem = "tensor whose storage was freed"
+    kind, dtype, problem = _tensor_form(type(value), value.dtype, "nested" if value.is_nested else value.layout)
+    if problem is None:
+        if value.is_meta:
+            problem = "meta tensor, which has no values,"
+        elif not value.untyped_storage().nbytes() and value.numel():
+            problem = "tensor whose storage was freed"
     if problem:
         raise UnsupportedLeafError(
             f"{problem} has no stored form: convert it to a dense torch.Tensor, or wrap it in an object with "
             "state_dict/load_state_dict"
         )
-    return "parameter" if type(value) is torch.nn.Parameter else "tensor", dtype
+    return kind, dtype
+
+
+@cache  # a state has thousands of tensors of a few forms
+def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str, str | None]:
+    """Return kind and dtype name of tensors of a type, dtype and layout, and what is wrong with them."""
+    import torch
+
+    problem, name = None, _torch_name(dtype)
+    if form not in (torch.Tensor, torch.nn.Parameter):
+        problem = f"tensor subclass {form.__module__}.{form.__qualname__}"
+    elif layout is not torch.strided:
+        problem = f"{layout} tensor"
+    elif name not in TORCH_DTYPES:
+        problem = f"tensor of dtype {dtype}"
+    return "parameter" if form is torch.nn.Parameter else "tensor", name, problem
 
 
 def dtype_name(value: Any) -> str:
     """Return the name a spec stores of an array's dtype: torch's name or NumPy's `dtype.str`."""
-    return value.dtype.str if isinstance(value, np.ndarray) else str(value.dtype).removeprefix("torch.")
+    return value.dtype.str if isinstance(value, np.ndarray) else _torch_name(value.dtype)
+
+
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def address_of(value: Array) -> int:
+    """Return where an array's memory begins, the same of tied ones and quickly found; 0 of an empty one."""
+    if isinstance(value, np.ndarray):
+        return int(value.__array_interface__["data"][0]) if value.nbytes else 0
+    return id(value) if type(value) is bytes else value.data_ptr()
 
 
 def memory_key(value: Array) -> tuple[Any, ...] | None:
@@ -160,8 +184,9 @@ def _copy_tensor(destination: torch.Tensor, source: torch.Tensor) -> None:
     import torch
 
     with torch.no_grad():
-        plain = not any(t.is_conj() or t.is_neg() for t in (destination, source))
-        if plain:  # as integers: no float unit may touch a NaN's payload, and rare dtypes need no kernels of their own
+        source = source.resolve_conj().resolve_neg()  # torch 2.11 copies strided conjugates wrongly between devices
+        if not destination.is_conj() and not destination.is_neg():
+            # as integers: no float unit may touch a NaN's payload, and rare dtypes need no kernels of their own
             destination, source = _as_integers(destination), _as_integers(source)
         destination.detach().copy_(source.detach())
 
@@ -183,7 +208,7 @@ def as_bytes(value: Array) -> np.ndarray[Any, Any]:
         count = value.numel() * value.dtype.itemsize
     else:
         count = value.nbytes
-    view = memory_view(value) if count else np.empty(0, np.uint8)
+    view: np.ndarray[Any, Any] | None = memory_view(value) if count else np.empty(0, np.uint8)
     if view is None:
         view = np.empty(count + 64, np.uint8)
         view = view[-view.ctypes.data % 64 :][:count]
@@ -191,16 +216,61 @@ def as_bytes(value: Array) -> np.ndarray[Any, Any]:
     return view
 
 
-def memory_view(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the memory of a non-empty array as bytes, or None where it is not CPU memory in C order."""
+def as_memory(value: Array, on_device: OnDevice) -> Memory:
+    """Return a value's bytes as `as_bytes` does, but in device memory where a tensor's device is `on_device`.
+
+    Work of the current stream may still be writing them; other streams must wait for it.
+    """
+    device = device_of(value, on_device)
+    if device is None:
+        return as_bytes(value)
+    view = memory_view(value, on_device)
+    if view is None:
+        view = new_memory(value.numel() * value.dtype.itemsize, device)
+        _copy_tensor(view.view(value.dtype).view(value.shape), value)
+    return view
+
+
+def device_of(value: Array, on_device: OnDevice) -> torch.device | None:
+    """Return where a value's bytes are device memory; None for host memory."""
+    if on_device is None or isinstance(value, (bytes, np.ndarray)) or not on_device(value.device):
+        return None
+    device: torch.device = value.device
+    return device
+
+
+def new_memory(nbytes: int, device: torch.device | None) -> Memory:
+    """Return uninitialized memory of a device, or of the host."""
+    if device is None:
+        return np.empty(nbytes, np.uint8)
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
+    """Return the memory of an array as bytes, or None where it is not in C order or out of reach."""
     if isinstance(value, np.ndarray):
         return value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else None
-    if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
+    direct = device_of(value, on_device) is not None
+    if not (direct or value.device.type == "cpu") or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return None
     import torch
 
-    memory: np.ndarray[Any, Any] = value.detach().reshape(-1).view(torch.uint8).numpy()
-    return memory
+    # `.data`: as through NumPy, writes are none of autograd's business, so inference tensors can be filled too. The
+    # strides of a contiguous tensor may be any where sizes are 0 or 1.
+    memory = value.data.as_strided((value.numel(),), (1,)).view(torch.uint8)
+    return memory if direct else memory.numpy()
+
+
+def fill(memory: Memory, data: np.ndarray[Any, Any]) -> None:
+    """Copy bytes of the host, (nbytes,) uint8, into memory of their size."""
+    if isinstance(memory, np.ndarray):
+        memory[:] = data
+    else:
+        import torch
+
+        memory.copy_(torch.from_numpy(data.copy()))  # a copy, because torch warns of memory that is read-only
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -225,23 +295,24 @@ def new_array(spec: TensorSpec, device: str | torch.device | None) -> Any:
     return memory.view(_torch_dtype(spec)).view(spec.shape).data
 
 
-def from_bytes(home: np.ndarray[Any, Any], spec: TensorSpec, device: str | torch.device | None) -> Any:
+def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None) -> Any:
     """Return a new array, or bytes, that holds `home`, the bytes of a stored array in C order."""
     if spec.kind == "bytes":
-        return home.tobytes()
+        return as_bytes(home).tobytes()
     fresh = new_array(spec, device)
     assign(fresh, home, spec)
     return fresh
 
 
-def assign(target: Any, home: np.ndarray[Any, Any], spec: TensorSpec) -> None:
+def assign(target: Any, home: Memory, spec: TensorSpec) -> None:
     """Copy bytes in C order into an array of any strides and device."""
-    if not home.size:
+    if not len(home):
         return
     if isinstance(target, np.ndarray):
         opaque = np.dtype(f"V{target.itemsize}")
-        np.copyto(target.view(opaque), home.view(opaque).reshape(spec.shape))
+        np.copyto(target.view(opaque), as_bytes(home).view(opaque).reshape(spec.shape))
     else:
         import torch
 
-        _copy_tensor(target, torch.from_numpy(home).view(_torch_dtype(spec)).view(spec.shape))
+        stored = torch.from_numpy(home) if isinstance(home, np.ndarray) else home
+        _copy_tensor(target, stored.view(_torch_dtype(spec)).view(spec.shape))

@@ -38,7 +38,7 @@ def step(key: Any) -> str | int:
     if type(key) is int:
         return key if INT_MIN <= key <= INT_MAX else hex(key)  # repr() of a huge int raises
     text = key if type(key) is str else _text(key)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(key: Any) -> str:
@@ -51,9 +51,11 @@ def _text(key: Any) -> str:
 def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
     """Yield (path element, key or position, child) of a supported container."""
     if type(container) in _MAPPINGS:
-        yield from ((step(key), key, child) for key, child in container.items())
+        for key, child in container.items():
+            yield step(key), key, child
     else:
-        yield from ((i, i, child) for i, child in enumerate(container))
+        for i, child in enumerate(container):
+            yield i, i, child
 
 
 def is_mapping(value: Any) -> bool:

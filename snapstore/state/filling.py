@@ -1,7 +1,8 @@
 """Where the bytes of a restore go: memory for every stored array, and the places of the state that share it.
 
 In: the parts, the slots that were selected, and the arrays of `into` that take them as they come. Out: one buffer per
-array that is read, whatever number of places wants it, and decoded trees with arrays in their slots.
+array that is read, whatever number of places wants it, and decoded trees with arrays in their slots. A buffer is host
+memory, or memory of a device onto which the caller can put bytes itself.
 
 Invariants: nothing of `into` is modified before the first `buffer`. Tied arrays are read once, and share memory where
 there is no `into`. Arrays of `into` that overlap are filled last and then compared: both must hold what was stored.
@@ -19,7 +20,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import FormatError, InvalidInputError
-from .arrays import as_bytes, assign, extent_of, from_bytes, memory_key, memory_view, new_array
+from .arrays import (
+    Memory,
+    OnDevice,
+    as_bytes,
+    as_memory,
+    assign,
+    device_of,
+    extent_of,
+    from_bytes,
+    memory_key,
+    memory_view,
+    new_array,
+    new_memory,
+)
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
 from .tensors import Slot, StoredPart, TensorSpec, family
@@ -41,7 +55,7 @@ class _Source:
     spec: TensorSpec
     slots: list[Slot] = field(default_factory=list)
     fresh: Any = None  # made for the places without a target
-    home: np.ndarray[Any, Any] | None = None
+    home: Memory | None = None
     home_slot: Slot | None = None
     parameters: dict[bool, Any] = field(default_factory=dict)
     complete: bool = False
@@ -57,12 +71,22 @@ class Filling:
         parts: Those that were decoded; slots name their positions.
         selection: Which leaves are restored.
         device: Where new tensors go; CPU by default.
+        on_device: Whether bytes for arrays on a device arrive as memory of that device; None has all arrive in host
+            memory.
     """
 
-    def __init__(self, parts: Sequence[StoredPart], selection: Selection, device: str | torch.device | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[StoredPart],
+        selection: Selection,
+        device: str | torch.device | None,
+        *,
+        on_device: OnDevice = None,
+    ) -> None:
         self._parts = list(parts)
         self._selection = selection
         self._device = device
+        self._on_device = on_device
         self._sources: dict[tuple[int, int], _Source] = {}
         self._targets: dict[Slot, Any] = {}  # memory to fill
         self._owned: set[Slot] = set()  # whose target is the state of an object
@@ -146,35 +170,52 @@ class Filling:
                 if slot in self._owned:  # its object decides what becomes of the memory
                     del self._targets[slot]
 
-    def buffer(self, part: int, index: int) -> np.ndarray[Any, Any]:
+    def buffer(self, part: int, index: int) -> Memory:
         """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
 
         Returns:
-            (nbytes,) uint8, writable; the same on every call until `complete`.
+            (nbytes,) uint8, writable; the same on every call until `complete`. Work of the current stream may still use
+            device memory: other streams must wait for it before they write.
         """
         source = self._sources[part, index]
         if source.home is None:
             source.home_slot = next((slot for slot in source.slots if self._takes_bytes(slot)), None)
             if source.home_slot is not None:
-                source.home = as_bytes(self._targets[source.home_slot])
-            elif self._on_cpu(source):
-                source.fresh = new_array(source.spec, None)
-                source.home = as_bytes(source.fresh)
+                source.home = as_memory(self._targets[source.home_slot], self._on_device)
+            elif self._in_fresh(source):
+                source.fresh = new_array(source.spec, self._device)
+                source.home = as_memory(source.fresh, self._on_device)
             else:
-                source.home = np.empty(source.spec.nbytes, np.uint8)
+                source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
         return source.home
 
     def _takes_bytes(self, slot: Slot) -> bool:
         target = self._targets.get(slot)
-        return target is not None and slot not in self._overlapping and memory_view(target) is not None
+        return target is not None and slot not in self._overlapping and memory_view(target, self._on_device) is not None
 
-    def _on_cpu(self, source: _Source) -> bool:
-        """Whether a place without a target wants CPU memory that bytes can be read into."""
-        wanted = any(slot not in self._targets for slot in source.slots) and source.spec.kind != "bytes"
-        return wanted and (self._device is None or source.spec.kind == "array")
+    def _in_fresh(self, source: _Source) -> bool:
+        """Whether a place without a target wants memory that bytes can be read into."""
+        if source.spec.kind == "bytes" or all(slot in self._targets for slot in source.slots):
+            return False
+        if self._device is None or source.spec.kind == "array":
+            return True
+        if self._on_device is None:
+            return False
+        import torch
+
+        return self._on_device(torch.empty(0, device=self._device).device)  # "cuda" becomes the current "cuda:0"
+
+    def _temporary_device(self, source: _Source) -> torch.device | None:
+        """Return where the bytes of the first target may lie; overlapping ones keep theirs to the end, on the host."""
+        slots = [slot for slot in source.slots if slot in self._targets and slot not in self._overlapping]
+        devices = (device_of(self._targets[slot], self._on_device) for slot in slots)
+        return next(filter(None, devices), None)
 
     def complete(self, part: int, index: int) -> None:
-        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified."""
+        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified.
+
+        Device memory is copied on the current stream, which must have waited for those that wrote it.
+        """
         source = self._sources[part, index]
         home = self.buffer(part, index)
         if source.fresh is None and any(slot not in self._targets for slot in source.slots):
@@ -206,7 +247,7 @@ class Filling:
             InvalidInputError: It does not.
         """
         source = self._source(slot)
-        if not np.array_equal(as_bytes(value), self.buffer(source.part, source.index)):
+        if not np.array_equal(as_bytes(value), as_bytes(self.buffer(source.part, source.index))):
             raise InvalidInputError(
                 f"{shown(path)}: shares memory with another array in `into`, but the snapshot holds other values for "
                 "the two; untie them in `into` and restore again"

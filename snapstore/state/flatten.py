@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import described, memory_key
+from .arrays import address_of, described, memory_key
 from .containers import CONTAINERS, Path, children
 from .objects import is_stateful, state_of
 from .tensors import Node, TensorSpec
@@ -69,8 +69,9 @@ class _Flattener:
 
     def __init__(self) -> None:
         self._part = Part("", None, [], [])
-        self._here: dict[tuple[Any, ...], int] = {}  # memory -> index in this part
-        self._first: dict[tuple[Any, ...], tuple[str, int]] = {}  # memory -> where it was seen first
+        self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> what was put first, and its part and index
+        self._first: dict[tuple[Any, ...] | None, tuple[str, int]] = {}  # memory at such an address -> the same
+        self._tied: dict[tuple[str, int], int] = {}  # part and index of an earlier part -> index of what is tied to it
         self._encoder = Encoder(self._put, self._expand)
 
     def parts(self, state: Any) -> list[Part]:
@@ -81,14 +82,14 @@ class _Flattener:
             done = [self._fill("", partial(self._encoder.node, root, ()))]
         else:
             # Part "" comes first, so that a tie always points to an earlier part.
-            with self._encoder.inside(root, ()):
-                done = [self._fill("", partial(self._root, root, names))]
-                done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
+            self._encoder.enter(root, ())
+            done = [self._fill("", partial(self._root, root, names))]
+            done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
         self._encoder.raise_problems()
         return done
 
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
-        self._part, self._here = Part(name, None, [], []), {}
+        self._part, self._tied = Part(name, None, [], []), {}
         return replace(self._part, tree=tree())
 
     def _root(self, root: Any, names: list[str]) -> Node:
@@ -105,19 +106,28 @@ class _Flattener:
     def _put(self, value: Any, path: Path) -> Node:
         tag, dtype, shape = described(value)
         stored = bytes(value) if tag == "bytearray" else value
-        grad = tag in ("tensor", "parameter") and bool(value.requires_grad)
-        memory = memory_key(stored)
-        index = self._here.get(memory) if memory else None
-        if index is None:
-            index = len(self._part.specs)
+        grad = tag in ("tensor", "parameter") and value.requires_grad
+        part, index = self._part, len(self._part.specs)
+        first = self._put_first(stored, (part.name, index))
+        tie = None if first[0] == part.name else first
+        index = first[1] if tie is None else self._tied.setdefault(tie, index)
+        if index == len(part.specs):
             kind = "bytes" if tag == "bytearray" else tag
-            tie = self._first.get(memory) if memory else None
-            self._part.specs.append(TensorSpec(path, kind, dtype, shape, grad, tie))
-            self._part.values.append(stored)
-            if memory:
-                self._here[memory] = index
-                self._first.setdefault(memory, (self._part.name, index))
+            part.specs.append(TensorSpec(path, kind, dtype, shape, grad, tie))
+            part.values.append(stored)
         return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
+
+    def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
+        """Return part and index where this memory was put first, which may be `here`."""
+        address = address_of(value)
+        if not address:
+            return here
+        other, place = self._at.setdefault(address, (value, here))
+        if other is value:
+            return place
+        # Few arrays begin where another does: only of those the whole key, a dozen calls of torch, is needed.
+        self._first.setdefault(memory_key(other), place)
+        return self._first.setdefault(memory_key(value), here)
 
 
 def _part_names(root: Any) -> list[str]:

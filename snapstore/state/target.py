@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from ..errors import InvalidInputError, SnapstoreError
-from .arrays import cannot_take, dtype_name
+from .arrays import Memory, OnDevice, cannot_take, dtype_name
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .filling import Filling
 from .objects import is_stateful, is_strict_module, state_of
@@ -67,6 +66,8 @@ class Target:
         into: What to fill; None builds the state anew.
         keys: Patterns (fnmatch, case-sensitive) over dotted paths; None selects everything.
         device: Where new tensors go when `into` is None; CPU by default.
+        on_device: Whether bytes for arrays on a device arrive as memory of that device; None has all arrive in host
+            memory.
 
     Attributes:
         selected: (position of the part, index) of the arrays to read, in the order of the manifests, each once.
@@ -84,12 +85,13 @@ class Target:
         into: Any = None,
         keys: str | Sequence[str] | None = None,
         device: str | torch.device | None = None,
+        on_device: OnDevice = None,
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError("device: has no effect with `into`, whose tensors stay where they are; give one")
         self._into = into
         self._selection = Selection(keys)
-        self._filling = Filling(parts, self._selection, device)
+        self._filling = Filling(parts, self._selection, device, on_device=on_device)
         self._differences: list[str] = []
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
@@ -255,16 +257,20 @@ class Target:
 
     # filling
 
-    def buffer(self, part: int, index: int) -> np.ndarray[Any, Any]:
+    def buffer(self, part: int, index: int) -> Memory:
         """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
 
         Returns:
-            (nbytes,) uint8, writable; the same on every call until `complete`.
+            (nbytes,) uint8, writable; the same on every call until `complete`. Work of the current stream may still use
+            device memory: other streams must wait for it before they write.
         """
         return self._filling.buffer(part, index)
 
     def complete(self, part: int, index: int) -> None:
-        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified."""
+        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified.
+
+        Device memory is copied on the current stream, which must have waited for those that wrote it.
+        """
         self._filling.complete(part, index)
 
     # the end

@@ -39,8 +39,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -54,7 +53,9 @@ INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they 
 MAX_PROBLEMS = 20  # unsupported leaves that one error names
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})  # most leaves that are no arrays
 _DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
+_TAGS = {**{kind: kind.__name__ for kind in CONTAINERS}, OrderedDict: "odict", Counter: "counter"}
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (int, float, str, list, dict, set, tuple, bool)}
 
 _NO_NODE: Any = object()  # None is a node
@@ -83,8 +84,12 @@ class Encoder:
             InvalidInputError: The value contains itself, or is nested too deeply.
         """
         if type(value) in CONTAINERS:
-            with self.inside(value, path):
-                return self._container(value, path)
+            self.enter(value, path)
+            node = self._container(value, path)
+            self.leave(value)
+            return node
+        if type(value) in _PLAIN:
+            return _scalar(value, 0)
         try:
             if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
                 return self._put(value, path)
@@ -93,8 +98,10 @@ class Encoder:
         except UnsupportedLeafError as error:
             return self.problem(path, str(error))
         if state is not None:
-            with self.inside(value, path):
-                return self.node(state[0], path)
+            self.enter(value, path)
+            node = self.node(state[0], path)
+            self.leave(value)
+            return node
         return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_NO_FORM}")
 
     def key(self, key: Any, path: Path) -> Node:
@@ -122,9 +129,12 @@ class Encoder:
             lines = self._problems[:MAX_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
             raise UnsupportedLeafError("\n".join(lines))
 
-    @contextmanager
-    def inside(self, value: Any, path: Path) -> Iterator[None]:
-        """Hold a container or object open while what it holds is encoded."""
+    def enter(self, value: Any, path: Path) -> None:
+        """Hold a container or object open, until `leave`, while what it holds is encoded.
+
+        Raises:
+            InvalidInputError: It is open already, or too many are; the walk is over.
+        """
         if id(value) in self._open:
             raise InvalidInputError(
                 f"{shown(path)}: contains itself (it is also {shown(self._open[id(value)])}); break the cycle"
@@ -132,24 +142,24 @@ class Encoder:
         if len(self._open) >= MAX_DEPTH:
             raise InvalidInputError(f"{shown(path[:8])}...: more than {MAX_DEPTH} levels deep; flatten this state")
         self._open[id(value)] = path
-        try:
-            yield
-        finally:
-            del self._open[id(value)]
+
+    def leave(self, value: Any) -> None:
+        """End what `enter` began."""
+        del self._open[id(value)]
 
     def _container(self, value: Any, path: Path) -> Node:
-        keys, nodes = [], []
+        keys, nodes, mapping = [], [], is_mapping(value)
         for element, key, child in children(value):
             below = (*path, element)
-            if is_mapping(value):
-                keys.append(self.key(key, below))
+            if mapping:  # a key that is its own path element is its own node
+                keys.append(key if key is element else self.key(key, below))
             nodes.append(self.node(child, below))
         return self.tagged(value, keys, nodes, path)
 
     def tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
         """Return the node of a container whose children are encoded already."""
         kind: Any = type(value)
-        attributes = dict(getattr(value, "__dict__", {}))
+        attributes = dict(getattr(value, "__dict__", ()))
         metadata = attributes.pop("_metadata", None) if kind is OrderedDict else None
         if attributes:
             return self.problem(path, f"{kind.__name__} has attributes without a stored form: {sorted(attributes)}")
@@ -157,7 +167,7 @@ class Encoder:
             return ["deque", value.maxlen, nodes]
         if kind is defaultdict:
             return ["defaultdict", self._factory(value, path), keys, nodes]
-        tag = {OrderedDict: "odict", Counter: "counter"}.get(kind, kind.__name__)
+        tag = _TAGS[kind]
         if metadata is not None:
             return [tag, keys, nodes, self.node(metadata, (*path, "_metadata"))]
         return [tag, keys, nodes] if is_mapping(value) else [tag, nodes]
@@ -184,13 +194,13 @@ def _type_name(value: Any) -> str:
 def _scalar(value: Any, depth: int) -> Node:
     """Return the node of a plain leaf, or _NO_NODE."""
     kind = type(value)
-    if value is None or kind in (bool, float, bytes):
-        return value
+    if kind is str:
+        return _text_node(value)
     if kind is int:
         fits = INT_MIN <= value <= INT_MAX
         return value if fits else ["int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
-    if kind is str:
-        return _text_node(value)
+    if value is None or kind in (bool, float, bytes):
+        return value
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind is bytearray:
@@ -203,6 +213,8 @@ def _scalar(value: Any, depth: int) -> Node:
 
 
 def _text_node(text: str) -> Node:
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -66,10 +66,13 @@ class ObjectStore(Protocol):
         """All bytes of `key`; NotFoundError when missing, FormatError when larger than `limit_bytes`."""
         ...
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
         """One view per (offset, length), in order; IntegrityError when the object ends before a range does.
 
-        The views are writable and the caller's own. A negative number is an InvalidInputError.
+        The views are writable and the caller's own: those of `into`, each as long as its range, where it is given.
+        A negative number is an InvalidInputError.
         """
         ...
 
@@ -201,6 +204,17 @@ def check_range(key: str, offset: int, length: int) -> None:
     """Raise InvalidInputError for a range that no object could have."""
     if offset < 0 or length < 0:
         raise InvalidInputError(f"{key} at {offset}+{length}: expected an offset and a length of 0 or more")
+
+
+def check_into(key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None) -> None:
+    """Raise InvalidInputError unless there is one writable view of bytes for every range, as long as it."""
+    if into is None:
+        return
+    got = [len(view) if view.c_contiguous and view.format == "B" and not view.readonly else None for view in into]
+    if got != [length for _, length in ranges]:
+        raise InvalidInputError(
+            f"{key}: views of {got} bytes for ranges {list(ranges)}: expected one of each length, writable, contiguous"
+        )
 
 
 def byte_view(data: Buffer) -> memoryview:

@@ -49,6 +49,7 @@ from . import (
     Buffer,
     ObjectInfo,
     byte_view,
+    check_into,
     check_key,
     check_prefix,
     check_range,
@@ -125,14 +126,21 @@ class LocalStore:
             raise self._short(key, 0, size_bytes, len(data))
         return data
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
         """One view per range; see `ObjectStore.get_ranges`. Sizes are checked before anything is allocated."""
         with self._open(key) as (fd, size_bytes):
             for offset, length in ranges:
                 check_range(key, offset, length)
                 if offset + length > size_bytes:
                     raise self._short(key, offset, length, size_bytes)
-            return [self._read_range(key, fd, offset, length) for offset, length in ranges]
+            check_into(key, ranges, into)
+            # not bytearrays: those would be zeroed first
+            views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
+            for (offset, length), view in zip(ranges, views, strict=True):
+                self._read_range(key, fd, offset, length, view)
+            return list(views)
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`; NotFoundError when missing."""
@@ -283,15 +291,13 @@ class LocalStore:
             finally:
                 os.close(fd)
 
-    def _read_range(self, key: str, fd: int, offset: int, length: int) -> memoryview:
-        view = np.empty(length, np.uint8).data  # not a bytearray: that would be zeroed first
+    def _read_range(self, key: str, fd: int, offset: int, length: int, view: memoryview) -> None:
         done = 0
         while done < length:
             got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
             if got == 0:
                 raise self._short(key, offset, length, offset + done)
             done += got
-        return view
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._failures(prefix or "/", "list"):

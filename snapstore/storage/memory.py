@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ..errors import AlreadyExistsError, FormatError, IntegrityError, NotFoundError
-from . import GET_LIMIT_BYTES, Buffer, ObjectInfo, byte_view, check_key, check_prefix, check_range
+from . import GET_LIMIT_BYTES, Buffer, ObjectInfo, byte_view, check_into, check_key, check_prefix, check_range
 
 _NAMED: dict[str, MemoryStore] = {}
 _NAMED_LOCK = threading.Lock()
@@ -53,7 +53,9 @@ class MemoryStore:
             )
         return data
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
         """One view per range, of a copy; see `ObjectStore.get_ranges`."""
         data, _ = self._object(key)
         for offset, length in ranges:
@@ -63,7 +65,11 @@ class MemoryStore:
                     f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
                     f"got an object of {len(data)} bytes; run 'snapstore check'"
                 )
-        return [memoryview(bytearray(data[offset : offset + length])) for offset, length in ranges]
+        check_into(key, ranges, into)
+        views = into if into is not None else [memoryview(bytearray(length)) for _, length in ranges]
+        for (offset, length), view in zip(ranges, views, strict=True):
+            view[:] = data[offset : offset + length]
+        return list(views)
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`; NotFoundError when missing."""

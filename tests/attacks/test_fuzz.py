@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from snapstore import blob, manifest, pack, records
 from snapstore.digest import checksum, digest
+from snapstore.engine import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError, NotFoundError
 from snapstore.records import Config, Mark, Policy, Session, Snapshot
 from snapstore.state.tree import _READERS
@@ -203,8 +204,8 @@ def test_tensor_entries(made, tag, grad):
 def test_packs(changes, mended):
     """Mitigation: the footer's checksum, sizes that must add up, a scan that ends at the first damage."""
     writer = pack.PackWriter(bytes(16), 0, 0, "größe")
-    for data in (full(A), xor(B, A)):
-        writer.append(bytearray(data))
+    blobs = [EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in (full(A), xor(B, A))]
+    writer.extend(HostEncoded(blobs), 0, 2)
     data = bytes(writer.seal())
     if mended:
         start = int.from_bytes(data[-32:-24], "little")

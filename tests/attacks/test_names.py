@@ -178,7 +178,7 @@ def test_manifests_swapped_between_snapshots():
         ({"transform": 2}, "transform 2, layout 0: a newer snapstore wrote this blob"),
         ({"layout": 2}, "transform 0, layout 2: a newer snapstore wrote this blob"),
         ({"codecs": b"\3" + bytes(7)}, r"codec 3 \(unknown\) is not read by this release"),
-        ({"codecs": b"\x45" + bytes(7)}, r"codec 69 \(nvCOMP 5's own format\) is not read"),
+        ({"codecs": b"\x45" + bytes(7)}, r"codec 69 \(nvCOMP 5's own format, .*\) is not read"),
         ({"magic": b"SNBX"}, "no blob: magic b'SNBX'"),
     ],
 )

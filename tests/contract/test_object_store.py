@@ -173,6 +173,49 @@ class ObjectStoreContract:
         with pytest.raises(InvalidInputError):
             store.get_ranges("a", [(0, 5), bad])
 
+    def test_ranges_into_given_views(self, store):
+        data = bytes(range(200))
+        store.put("a", data)
+        room = bytearray(b"x" * 300)
+        ranges = [(150, 50), (0, 0), (0, 100), (20, 7)]
+        into = [memoryview(room)[at : at + length] for at, (_, length) in zip((10, 60, 61, 290), ranges, strict=True)]
+        views = store.get_ranges("a", ranges, into)
+        assert len(views) == 4
+        assert all(view is mine for view, mine in zip(views, into, strict=True))
+        expected = bytearray(b"x" * 300)
+        for at, (offset, length) in zip((10, 60, 61, 290), ranges, strict=True):
+            expected[at : at + length] = data[offset : offset + length]
+        assert room == expected, "and nothing beside them"
+        assert store.get_ranges("a", [], []) == []
+
+    @pytest.mark.parametrize("lengths", [[], [5], [5, 3, 1], [4, 3], [5, 4], [0, 8], [3, 5]], ids=str)
+    def test_views_of_other_lengths_are_refused(self, store, lengths):
+        store.put("a", b"12345678")
+        into = [memoryview(bytearray(b"x" * n)) for n in lengths]
+        with pytest.raises(InvalidInputError, match=r"^a"):
+            store.get_ranges("a", [(0, 5), (5, 3)], into)
+        assert all(bytes(view) == b"x" * len(view) for view in into), "nothing was written"
+
+    def test_views_that_cannot_be_filled_are_refused(self, store):
+        store.put("a", b"12345678")
+        for view in (memoryview(b"xxxx"), memoryview(bytearray(8))[::2], memoryview(bytearray(16)).cast("i")):
+            with pytest.raises(InvalidInputError, match=r"^a"):
+                store.get_ranges("a", [(0, 4)], [view])
+
+    @pytest.mark.parametrize("bad", [(0, 6), (5, 1), (6, 0), (2, 7)])
+    def test_ranges_past_the_end_fill_nothing(self, store, bad):
+        store.put("a", b"12345")
+        into = [memoryview(bytearray(b"x" * n)) for n in (5, bad[1])]
+        with pytest.raises(IntegrityError, match=rf"^a .*{bad[0]}\+{bad[1]}.* 5 bytes"):
+            store.get_ranges("a", [(0, 5), bad], into)
+        assert bytes(into[0]) == b"xxxxx"
+
+    def test_views_into_of_a_missing_object(self, store):
+        view = memoryview(bytearray(b"x"))
+        with pytest.raises(NotFoundError):
+            store.get_ranges("a", [(0, 1)], [view])
+        assert bytes(view) == b"x"
+
     # --- list ---
 
     def test_list_by_prefix(self, store):
@@ -376,19 +419,26 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(NotFoundError):
                 self.store.get(key)
 
-    @rule(key=keys, ranges=st.lists(st.tuples(st.integers(-2, 70), st.integers(-2, 70)), min_size=1, max_size=4))
-    def get_ranges(self, key, ranges):
+    @rule(
+        key=keys,
+        ranges=st.lists(st.tuples(st.integers(-2, 70), st.integers(-2, 70)), min_size=1, max_size=4),
+        given=st.booleans(),
+    )
+    def get_ranges(self, key, ranges, given):
         data = self.model.get(key)
         if data is None:
             expected = NotFoundError
         elif all(offset >= 0 and length >= 0 and offset + length <= len(data) for offset, length in ranges):
-            views = self.store.get_ranges(key, ranges)
+            into = [memoryview(bytearray(length)) for _, length in ranges] if given else None
+            views = self.store.get_ranges(key, ranges, into)
+            assert into is None or all(view is mine for view, mine in zip(views, into, strict=True))
             assert [bytes(view) for view in views] == [data[offset : offset + length] for offset, length in ranges]
             return
         else:
             expected = (InvalidInputError, IntegrityError)
+        into = [memoryview(bytearray(max(0, length))) for _, length in ranges] if given else None
         with pytest.raises(expected):
-            self.store.get_ranges(key, ranges)
+            self.store.get_ranges(key, ranges, into)
 
     @rule(keys=st.lists(keys, max_size=4))
     def delete(self, keys):

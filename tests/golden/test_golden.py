@@ -12,6 +12,7 @@ import torch
 
 from snapstore import Repository, SaveOptions, blob, pack, planes, records
 from snapstore.digest import digest
+from snapstore.engine import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
 from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
@@ -163,7 +164,9 @@ def test_blobs():
 
 def test_pack():
     writer = pack.PackWriter(bytes(range(16)), 1, 2, "m")
-    assert writer.append(bytearray(FULL)) == (64, 88)
+    encoded = HostEncoded([EncodedChunk(memoryview(bytearray(FULL)), False, np.empty(0, np.uint8))])
+    assert writer.extend(encoded, 0, 1).tolist() == [64]
+    assert writer.size_bytes == 64 + 88
     assert writer.seal() == PACK
     store = MemoryStore()
     store.put("packs/00/x", PACK)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import foreign
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -724,6 +725,59 @@ def test_check_names_what_gc_frees(series):
     series.save({"alone": torch.zeros(1)}, 2, run="gone")
     series("forget", "gone@1")
     assert series("check").stdout.splitlines()[-1] == "no problems"
+
+
+# --- recode
+
+
+@pytest.fixture
+def abroad(sh, monkeypatch):
+    """exp@0 and exp@1 in codec 70, exp@2 portable."""
+    foreign.readable(monkeypatch)
+    with foreign.written():
+        sh.save(state(0), 0)
+        sh.save(state(1), 1)
+    sh.save(state(2), 2, "--full")
+    return sh
+
+
+def test_recode(abroad):
+    ids = [s["id"] for s in abroad.json("log")["snapshots"]]
+    dry = abroad.json("recode", "--all", "-n")
+    assert (dry["recoded"], dry["skipped"], dry["failed"], dry["bytes_after"]) == (ids[:2], ids[2:], [], 0)
+    assert dry["dry_run"]
+    assert "2 snapshots would be recoded to portable, 1 need nothing" in abroad("recode", "--all", "-n").stdout
+    named = abroad.json("recode", "exp@1")
+    assert set(named) == {
+        "codec", "recoded", "skipped", "failed", "blobs", "bytes_before", "bytes_after", "dry_run",
+    }  # fmt: skip
+    assert named["recoded"] == ids[1:2]
+    done = abroad("recode", "--all", "--codec", "portable")
+    assert done.stdout.startswith("1 snapshots recoded to portable, 2 need nothing, 0 failed; ")
+    assert "gc" in done.stderr
+    assert abroad("recode", "--all").stderr == ""
+    abroad("gc")
+    assert not any("nvCOMP" in name for name in abroad.json("stats")["codecs"])
+    assert abroad.json("check", "--restore")["ok"]
+
+
+def test_recode_of_what_is_damaged(abroad):
+    packs = sorted((abroad.folder / "repo" / "packs").rglob("?" * 64), key=lambda path: path.stat().st_mtime_ns)
+    gone = packs[0]
+    gone.unlink()
+    result = abroad.json("recode", "--all", code=3)
+    assert result["failed"]
+    assert all(gone.name in failed["message"] for failed in result["failed"])
+    assert "failed: exp@" in abroad("recode", "--all", code=3).stdout
+
+
+def test_recode_usage(series, monkeypatch):
+    assert "name snapshots, or pass --all" in series.fails("recode", code=2)
+    assert "not both" in series.fails("recode", "exp@1", "--all", code=2)
+    assert series("recode", "--all", "--codec", "zip", code=2).stdout == ""
+    assert "no such step" in series.fails("recode", "exp@77")
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in series.fails("recode", "--all", "--codec", "ans")
 
 
 def test_index_rebuild(series):

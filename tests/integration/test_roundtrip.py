@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapstore import Repository, SaveOptions, fetch, writer
+from snapstore import Repository, SaveOptions
+from snapstore.engine import CpuEngine
 from snapstore.storage.memory import MemoryStore
 
 # complex32: torch warns once that it is experimental, wherever one is cloned first
@@ -200,11 +201,11 @@ class Counting(MemoryStore):
         self.read_bytes = 0
         self.packs = set()
 
-    def get_ranges(self, key, ranges):
+    def get_ranges(self, key, ranges, into=None):
         if key.startswith("packs/"):
             self.read_bytes += sum(length for _, length in ranges)
             self.packs.add(key)
-        return super().get_ranges(key, ranges)
+        return super().get_ranges(key, ranges, into)
 
 
 def floats(seed, count=40_000):
@@ -304,10 +305,9 @@ def test_tensors_that_appear_and_disappear(repo):
 
 
 def test_states_larger_than_any_batch(repo, monkeypatch):
-    monkeypatch.setattr(writer, "BATCH_BYTES", 10_000)
-    monkeypatch.setattr(writer, "BATCH_CHUNKS", 7)
-    monkeypatch.setattr(fetch, "BATCH_BYTES", 15_000)
-    monkeypatch.setattr(fetch, "BATCH_CHUNKS", 5)
+    monkeypatch.setattr(CpuEngine, "batch_bytes", 10_000)
+    monkeypatch.setattr(CpuEngine, "decode_bytes", 15_000)
+    monkeypatch.setattr(CpuEngine, "batch_chunks", 7)
     state = {"m": {"a": floats(1), "b": floats(2, 999)}, "o": {"c": floats(3, 30_001), "d": torch.arange(5)}}
     for step in range(4):
         repo.save(state, run="r", step=step)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import foreign
 import pytest
 from faults import (
     CRASHES,
@@ -33,6 +34,12 @@ from snapstore import KeepLast, Repository, SnapstoreError, StorageError, Storag
 from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _readable(monkeypatch):
+    foreign.readable(monkeypatch)
+
 
 # --- prepared stores -------------------------------------------------------------------------------------------------
 
@@ -88,11 +95,33 @@ def unmarked() -> MemoryStore:
     return _after_gc_until("delete", ".mark")
 
 
-def _after_gc_until(name: str, part: str) -> MemoryStore:
-    dry = FaultStore(clone(forgotten()))
+@cache
+def abroad() -> MemoryStore:
+    """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable upon them; a@1 is forgotten, a@2 recoded."""
+    store = clone(empty())
+    with pytest.MonkeyPatch.context() as patch, opened(store) as repository:
+        foreign.readable(patch)
+        with foreign.written():
+            for step in range(3):
+                save(repository, "a", step, step)
+            save(repository, "b", 0, 1, parent="a@1", bases=["a@1"])
+        save(repository, "a", 3, 3)
+        repository.forget_snapshots(["a@1"])
+        repository.recode(["a@2"])
+    return store
+
+
+@cache
+def abroad_marked() -> MemoryStore:
+    """As `abroad`, and a gc has died behind its mark."""
+    return _after_gc_until("put", ".mark", abroad)
+
+
+def _after_gc_until(name: str, part: str, before: Callable[[], MemoryStore] = forgotten) -> MemoryStore:
+    dry = FaultStore(clone(before()))
     with opened(dry) as repository:
         repository.gc()
-    store = clone(forgotten())
+    store = clone(before())
     number = next(i for i, (op, key) in enumerate(dry.log) if op == name and part in key)
     dead = FaultStore(store, number, "crash-after")
     with pytest.raises(Crash), opened(dead) as repository:
@@ -127,6 +156,9 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "policies": (history, lambda r: r.set_policies("a", [KeepLast(2)])),
     "rebuild": (forgotten, lambda r: r.rebuild_index()),
     "restore": (history, lambda r: r.restore("a@3")),
+    "recode": (abroad, lambda r: r.recode()),
+    "recode a forgotten one": (abroad, lambda r: r.recode(["a@1"])),
+    "recode, marked": (abroad_marked, lambda r: r.recode()),
 }
 #: What may be gone or new after a verb: ids are compared, so that everything else is untouched.
 MAY_FORGET = {"forget", "forget and gc"}
@@ -175,7 +207,18 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
 
 THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
 #: Much like a neighbour: every operation only if THOROUGH, else every third.
-ALIKE = {"step again", "tagged", "fork", "save, marked", "forget and gc", "gc, unmarked", "rebuild", "restore"}
+ALIKE = {
+    "step again",
+    "tagged",
+    "fork",
+    "save, marked",
+    "forget and gc",
+    "gc, unmarked",
+    "rebuild",
+    "restore",
+    "recode, marked",
+    "recode a forgotten one",
+}
 
 
 def points(verb: str, mode: str, total: int) -> range:
@@ -202,6 +245,32 @@ def test_the_process_dies(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
+@pytest.mark.parametrize("mode", [*CRASHES, "lost", "outage", "lost-outage"])
+def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
+    """Whatever the first has published is shared: no blob is there twice once a gc has been."""
+    one_thread(monkeypatch, index=False)
+    wanted = _left_over(clone(abroad()))
+    total = operations("recode")
+    for k in points("recode", mode, total):
+        inner = clone(abroad())
+        store, repository, outcome = run_until_fault("recode", inner, k, mode)
+        about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        repository.close()
+        store.die()
+        assert _left_over(inner) == wanted, about
+
+
+def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
+    """What is there once everything has been recoded and collected: packs' bytes of planes by codec, and snapshots."""
+    with opened(store) as repository:
+        result = repository.recode()
+        assert result.failed == []
+        repository.gc()
+        found = repository.stats()
+    check_clean(store)
+    return found.snapshots, found.codecs
+
+
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_process_lives_on(verb, mode, monkeypatch):
@@ -225,7 +294,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
-@pytest.mark.parametrize("verb", ["delta save", "gc, marked"])
+@pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode"])
 def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
@@ -242,7 +311,7 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
-@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept"])
+@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept", "recode"])
 def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
     """The same on a LocalStore, with its index in place; a sample of the operations."""
     one_thread(monkeypatch)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from snapstore.state.arrays import as_bytes, copy_into
+from snapstore.state.arrays import as_bytes, copy_into, fill
 from snapstore.state.flatten import flatten
 from snapstore.state.selection import parts_needed
 from snapstore.state.target import Target
@@ -68,10 +68,14 @@ class Saved:
 
     def restore(self, **options):
         target = self.target(**options)
+        self.buffers = []
         for part, index in target.selected:
             buffer = target.buffer(part, index)
-            assert buffer.dtype == np.uint8
-            buffer[:] = self.bytes[self.read[part]][index]
+            assert buffer is target.buffer(part, index)
+            assert buffer.dtype in (np.uint8, torch.uint8)
+            assert buffer.shape == (self.bytes[self.read[part]][index].size,)
+            fill(buffer, self.bytes[self.read[part]][index])
+            self.buffers.append(buffer)
         for part, index in target.selected:
             target.complete(part, index)
         return target.finish()

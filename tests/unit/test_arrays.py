@@ -8,7 +8,7 @@ import torch
 from states import again, random_tensor, same
 from torch import nn
 
-from snapstore.state.arrays import as_bytes
+from snapstore.state.arrays import as_bytes, as_memory, fill
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TORCH_DTYPES
 
@@ -119,3 +119,30 @@ def test_as_bytes_is_a_view_where_it_can_be():
     as_bytes(strided)[:] = 255
     assert not strided.any()
     assert as_bytes(b"ab").tolist() == [97, 98]
+
+
+def test_one_element_of_any_stride_is_contiguous():
+    base = torch.zeros(2, 3)
+    for view in (base[1, ::3], base[1:, ::3], base[:0, ::2]):
+        assert view.is_contiguous()
+        as_bytes(view)[:] = 255
+        again([torch.ones(view.shape)], into=[view])
+        same(again([view]), [torch.ones(view.shape)])
+    assert base.tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_as_memory_without_a_device_is_as_bytes():
+    tensor, array = torch.zeros(4), np.zeros(4)
+    for predicate in (None, lambda device: False):
+        assert as_memory(tensor, predicate).ctypes.data == tensor.data_ptr()
+    for predicate in (None, lambda device: False, lambda device: True):
+        assert as_memory(array, predicate).ctypes.data == array.ctypes.data
+        assert as_memory(b"ab", predicate).tolist() == [97, 98]
+
+
+def test_fill_takes_either_kind_of_memory():
+    data = np.frombuffer(b"\x01\xff\x00", np.uint8)  # read-only, as a manifest's inline bytes are
+    for memory in (np.zeros(3, np.uint8), torch.zeros(3, dtype=torch.uint8)):
+        fill(memory, data)
+        assert memory.tolist() == [1, 255, 0]
+        fill(memory[:0], data[:0])

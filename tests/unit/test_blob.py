@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstore import blob, codecs, planes
-from snapstore.digest import digest
+from snapstore.digest import checksum, digest
 from snapstore.errors import FormatError, IntegrityError
 
 LAYOUTS = st.sampled_from([planes.BYTES, planes.ROTATED])
@@ -157,3 +157,175 @@ def test_wrong_bytes_under_a_right_checksum_are_found_by_the_digest():
 def test_an_empty_chunk():
     empty = np.empty(0, np.uint8)
     assert decode([full(empty)], digest(empty), 0).size == 0
+
+
+# --- many blobs at once
+
+
+shapes = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.sampled_from([1, 2, 4, 8]), LAYOUTS, st.integers(0, 400), st.booleans()),
+    max_size=12,
+)
+
+
+def encode_all(drawn, scale=1):
+    """Blobs of (kind, element size, layout, elements, whether it is a delta)."""
+    return [
+        encode(content(kind, scale * n * e, i), e, bytes([i]) * 16, b"base" * 4 if delta else None, layout)
+        for i, (kind, e, layout, n, delta) in enumerate(drawn)
+    ]
+
+
+def check_headers(blobs, layouts):
+    """The header of each is what `encode` wrote, once its checksum is put in; and it is read back."""
+    entries = np.frombuffer(b"".join(blob.entry(memoryview(b), 8 * i) for i, b in enumerate(blobs)), blob.ENTRY)
+    parsed = [blob.parse(memoryview(b), "here") for b in blobs]
+    counts = np.array([len(h.block_lengths) for h in parsed], np.int64)
+    lengths = np.array([n for h in parsed for n in h.block_lengths], np.int64)
+    found, starts = blob.headers(entries, layouts, codecs.BLOCK_BYTES, counts, lengths)
+    assert starts.tolist() == [0, *np.cumsum([h.payload_start for h in parsed]).tolist()]
+    for i, (data, header) in enumerate(zip(blobs, parsed, strict=True)):
+        made = bytearray(found[starts[i] : starts[i + 1]].tobytes() + data[header.payload_start :])
+        made[8:16] = checksum(memoryview(made)[16:]).to_bytes(8, "little")
+        assert made == data
+    stored = np.frombuffer(b"".join(bytes(i % 3) + b for i, b in enumerate(blobs)), np.uint8)
+    sizes = np.array(list(map(len, blobs)), np.int64)
+    offsets = np.cumsum(sizes + np.arange(len(blobs)) % 3) - sizes
+    columns, fine = blob.read_headers(stored, offsets, sizes)
+    assert fine.shape == (len(blobs),)
+    assert fine.all()
+    for row, header in zip(columns, parsed, strict=True):
+        for name in ("transform", "element_size", "layout", "raw_bytes", "payload_bytes", "block_bytes"):
+            assert row[name] == getattr(header, name)
+        assert row["count"] == len(header.block_lengths)
+        for name in ("codecs", "digest", "base"):
+            assert row[name].tobytes() == getattr(header, name)
+
+
+@settings(deadline=None)
+@given(shapes)
+def test_headers_of_many_are_those_of_each(drawn):
+    check_headers(encode_all(drawn), np.array([layout for _, _, layout, _, _ in drawn], np.uint8))
+
+
+def test_headers_with_many_block_lengths():
+    drawn = [(k, e, layout, n, True) for k in KINDS for e in (1, 4) for layout in (0, 1) for n in (65_536, 150_001)]
+    blobs = encode_all(drawn)
+    assert max(len(blob.parse(memoryview(b), "x").block_lengths) for b in blobs) > 8
+    check_headers(blobs, np.array([layout for _, _, layout, _, _ in drawn], np.uint8))
+
+
+#: What `parse` says of a blob that `read_headers` cannot see: it looks at 80 bytes and a length.
+UNSEEN = "checksum mismatch"
+
+
+def agree(data, length=None):
+    """`read_headers` and `parse` think the same of one blob, but for the checksum, which is mended."""
+    stored = np.frombuffer(bytes(data), np.uint8)
+    length = len(data) if length is None else length
+    mended = bytearray(data)[:length]
+    if len(mended) >= blob.HEADER.size:
+        count, payload = (int.from_bytes(mended[at : at + 4], "little") for at in (40, 24))
+        mended[8:16] = checksum(memoryview(mended)[16 : blob.HEADER.size + 4 * count + payload]).to_bytes(8, "little")
+    _, (fine,) = blob.read_headers(stored, np.zeros(1, np.int64), np.array([length]))
+    said = None
+    try:
+        blob.parse(memoryview(mended), "here")
+    except (FormatError, IntegrityError) as error:
+        said = str(error)
+    assert UNSEEN not in (said or "")
+    assert fine == (said is None), said
+    return bool(fine)
+
+
+@pytest.mark.parametrize("kind", ["noise", "skewed", "zero"])
+def test_read_headers_and_parse_agree_on_every_flipped_bit(kind):
+    data = full(content(kind, 512), 2)
+    assert agree(data)
+    said = set()
+    for bit in range(8 * blob.HEADER.size):
+        bad = bytearray(data)
+        bad[bit // 8] ^= 1 << bit % 8
+        said.add(agree(bad))
+    assert said == {True, False}
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(KINDS), st.lists(st.tuples(st.integers(0, 79), st.integers(0, 255)), max_size=4), st.data())
+def test_read_headers_and_parse_agree_on_anything(kind, changes, data):
+    bad = full(content(kind, 64), 4)
+    for at, value in changes:
+        bad[at] = value
+    agree(bad)
+    agree(bad, data.draw(st.integers(0, len(bad))))
+
+
+def test_read_headers_of_what_is_too_short():
+    data = np.frombuffer(bytes(full(content("noise", 64))), np.uint8)
+    for stored in (data, data[:79], data[:0]):
+        _, fine = blob.read_headers(stored, np.zeros(3, np.int64), np.array([0, 79, 1]))
+        assert not fine.any()
+    _, fine = blob.read_headers(data, np.empty(0, np.int64), np.empty(0, np.int64))
+    assert fine.shape == (0,)
+    # a short one at the end, whose 80 bytes would lie beyond the buffer
+    _, fine = blob.read_headers(data, np.array([0, data.size - 10]), np.array([data.size, 10]))
+    assert fine.tolist() == [True, False]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.floats(0, 8) | st.sampled_from([7.9, 0.0, 8.0]), min_size=8, max_size=8),
+            st.sampled_from([1, 2, 4, 8]),
+            st.integers(0, 10**7),
+        ),
+        max_size=20,
+    )
+)
+def test_estimates_of_many_are_those_of_each(drawn):
+    bits = np.array([b for b, _, _ in drawn], np.float64).reshape(-1, 8)
+    sizes, lengths = (np.array([d[i] for d in drawn], np.int64) for i in (1, 2))
+    found = blob.estimates(bits, sizes.astype(np.uint8), lengths)
+    expected = [blob.estimate_bytes(b[:e], n) for b, e, n in drawn]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_kinds_of_planes():
+    bits = np.array([7.95, 7.9, 3.0, 0.1, 0.1, 7.95])
+    share = np.array([0.1, 0.1, 0.77, 0.78, 1.0, 0.9])
+    floats = [blob.NOISE, blob.SKEWED, blob.SKEWED, blob.RUNS, blob.RUNS, blob.NOISE]
+    others = [blob.NOISE, *[blob.REPEATS] * 4, blob.NOISE]
+    assert blob.plane_kinds(bits, share, planes.ROTATED).tolist() == floats
+    assert blob.plane_kinds(bits, share, planes.BYTES).tolist() == others
+    both = blob.plane_kinds(
+        np.stack([bits, bits]), np.stack([share, share]), np.array([[planes.ROTATED], [planes.BYTES]])
+    )
+    assert both.tolist() == [floats, others]
+
+
+# --- a base whose plain bytes are at hand
+
+
+@pytest.mark.parametrize("deltas", [1, 3])
+def test_a_chain_on_plain_bytes(deltas):
+    base = content("floats", 4096, 1)
+    blobs, chunk = [], base
+    for i in range(deltas):
+        changed = np.bitwise_xor(chunk, content("sparse", 4096, i))
+        blobs.insert(0, xor(changed, chunk))
+        chunk = changed
+
+    def decode_on(plain):
+        out = np.full(4096, 0xAA, np.uint8)
+        blob.decode_chain([memoryview(b) for b in blobs], list(map(str, range(deltas))), digest(chunk), out, plain)
+        return out
+
+    kept = base.copy()
+    np.testing.assert_array_equal(decode_on(base), chunk)
+    np.testing.assert_array_equal(base, kept)
+    with pytest.raises(IntegrityError, match=r"^0: digest mismatch"):
+        decode_on(content("floats", 4096, 2))
+    with pytest.raises(IntegrityError, match="ends in a delta"):
+        decode_on(None)
+    with pytest.raises(IntegrityError):
+        blob.decode_chain([memoryview(full(base))], ["0"], digest(base), np.empty_like(base), base)

@@ -12,7 +12,18 @@ import xxhash
 
 from snapstore import blob, planes
 from snapstore.digest import digest
-from snapstore.engine import CpuEngine, DecodeJob, Encoded, EncodeJob, Threads, default_threads, encode_chunk
+from snapstore.engine import (
+    Chunks,
+    CpuEngine,
+    DecodeBatch,
+    EncodeBatch,
+    EncodedChunk,
+    EncodeJob,
+    HostEncoded,
+    Threads,
+    default_threads,
+    encode_chunk,
+)
 from snapstore.errors import IntegrityError, InvalidInputError
 
 
@@ -23,8 +34,35 @@ def engine():
     made.close()
 
 
-def encoded(job: EncodeJob) -> Encoded:
+def encoded(job: EncodeJob) -> EncodedChunk:
     return encode_chunk(job, np.empty(blob.bound(job.chunk.size, job.element_size), np.uint8))
+
+
+def digests_of(chunks):
+    return np.frombuffer(b"".join(map(digest, chunks)), np.uint8).reshape(-1, 16)
+
+
+def encode_batch(chunks, element_size):
+    """Chunks without bases."""
+    n = len(chunks)
+    none = Chunks([], np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64))
+    return EncodeBatch(
+        Chunks.of(chunks), digests_of(chunks), np.full(n, element_size, np.uint8), np.zeros(n, np.uint8), none,
+        np.zeros((n, 16), np.uint8), np.zeros(n, np.int64),
+    )  # fmt: skip
+
+
+def decode_batch(made, chunks, outs, where=str):
+    """One blob a chunk, read back from what an engine made."""
+    entries = np.concatenate([e.entries for e in made])
+    rooms = [np.empty(int((e.entries["offset"] + e.entries["length"]).max() + 7) // 8 * 8, np.uint8) for e in made]
+    for e, room in zip(made, rooms, strict=True):
+        e.copy(0, len(e.entries), room)()
+    starts = np.repeat(np.cumsum([0, *map(len, rooms)])[:-1], [len(e.entries) for e in made])
+    return DecodeBatch(
+        np.concatenate(rooms), starts + entries["offset"].astype(np.int64), entries["length"].astype(np.int64),
+        np.ones(len(chunks), np.int64), digests_of(chunks), Chunks.of(outs), where,
+    )  # fmt: skip
 
 
 def noise(size, seed=0):
@@ -41,20 +79,22 @@ def changed(values):
 
 def test_digests_are_xxh3_128_in_order(engine):
     chunks = [noise(size, size) for size in range(0, 3000, 37)]
-    assert engine.digests(chunks) == [xxhash.xxh3_128_digest(c.tobytes()) for c in chunks]
-    assert engine.digests([]) == []
+    found = engine.digests(Chunks.of(chunks))
+    assert (found.shape, found.dtype) == ((len(chunks), 16), np.uint8)
+    assert [row.tobytes() for row in found] == [xxhash.xxh3_128_digest(c.tobytes()) for c in chunks]
+    assert engine.digests(Chunks.of([])).shape == (0, 16)
 
 
 def test_batches_round_trip_in_order(engine):
     chunks = [noise(64 * (i + 1), i) for i in range(200)]
-    encoded = engine.start_encode([EncodeJob(c, digest(c), 4) for c in chunks])()
+    made = engine.start_encode(encode_batch(chunks, 4))()
+    entries = np.concatenate([e.entries for e in made])
+    assert len(entries) == 200
+    assert (np.ascontiguousarray(entries["digest"]).view(np.uint8).reshape(-1, 16) == digests_of(chunks)).all()
+    assert not entries["transform"].any()
     outs = [np.empty(c.size, np.uint8) for c in chunks]
-    jobs = [
-        DecodeJob([memoryview(e.data)], ["x"], digest(c), out) for e, c, out in zip(encoded, chunks, outs, strict=True)
-    ]
-    engine.start_decode(jobs)()
+    engine.start_decode(decode_batch(made, chunks, outs))()
     assert all(np.array_equal(out, c) for out, c in zip(outs, chunks, strict=True))
-    assert not any(e.is_delta for e in encoded)
 
 
 def test_a_delta_is_stored_where_it_pays():
@@ -96,19 +136,55 @@ def test_an_unchanged_chunk_costs_next_to_nothing():
 
 def test_the_first_damage_is_raised(engine):
     chunks = [noise(1000, i) for i in range(50)]
-    encoded = engine.start_encode([EncodeJob(c, digest(c), 1) for c in chunks])()
-    encoded[7].data[200] ^= 1
-    jobs = [
-        DecodeJob([memoryview(e.data)], [f"blob {i}"], digest(c), np.empty(1000, np.uint8))
-        for i, (e, c) in enumerate(zip(encoded, chunks, strict=True))
-    ]
+    made = engine.start_encode(encode_batch(chunks, 1))()
+    batch = decode_batch(made, chunks, [np.empty(1000, np.uint8) for _ in chunks], lambda i: f"blob {i}")
+    batch.stored[batch.offsets[7] + 200] ^= 1
     with pytest.raises(IntegrityError, match="blob 7: checksum mismatch"):
-        engine.start_decode(jobs)()
+        engine.start_decode(batch)()
+
+
+def test_buffers_of_blobs_are_used_again(engine):
+    chunks = [noise(1000, i) for i in range(20)]
+    made = engine.start_encode(encode_batch(chunks, 1))()
+    buffers = {b.buffer.ctypes.data for e in made for b in e.blobs}
+    engine.recycle(made)
+    again = engine.start_encode(encode_batch(chunks, 1))()
+    assert {b.buffer.ctypes.data for e in again for b in e.blobs} == buffers
+
+
+def test_host_encoded_copies_any_blobs_padded():
+    chunks = [noise(size, size) for size in (8, 13, 0, 21)]
+    blobs = [encoded(EncodeJob(c, digest(c), 1)) for c in chunks]
+    made = HostEncoded(blobs)
+    ends = np.concatenate([made.entries["offset"][1:], [10**6]]).astype(np.int64)
+    assert (made.entries["offset"] % blob.ALIGNMENT == 0).all()
+    assert made.entries["length"].tolist() == [len(b.data) for b in blobs]
+    for first in range(4):
+        for last in range(first + 1, 5):
+            expected = b"".join(bytes(b.data) + bytes(-len(b.data) % 8) for b in blobs[first:last])
+            room = np.full(len(expected), 0xEE, np.uint8)
+            assert made.copy(first, last, room)() is None
+            assert room.tobytes() == expected
+            if last < 4:
+                assert len(expected) == ends[last - 1] - made.entries["offset"][first]
+
+
+def test_chunks_are_views_of_their_memories():
+    memories = [np.arange(10, dtype=np.uint8), np.arange(100, 120, dtype=np.uint8)]
+    chunks = Chunks(memories, np.array([1, -1, 0, 1]), np.array([3, 0, 0, 19]), np.array([2, 7, 10, 1]))
+    assert [view.tolist() for view in chunks.views()] == [[103, 104], [], list(range(10)), [119]]
+    chunks.views()[0][:] = 0
+    assert memories[1][3:5].tolist() == [0, 0]
+    assert [view.size for view in chunks.take(np.array([2, 0])).views()] == [10, 2]
+    assert len(chunks) == 4
+    assert [view.size for view in Chunks.of(memories).views()] == [10, 20]
 
 
 def test_an_engine_may_be_used_again_after_close(engine):
     for _ in range(2):
-        assert engine.digests([noise(10)]) == [digest(noise(10))]
+        assert engine.digests(Chunks.of([noise(10)])).tobytes() == digest(noise(10))
+        (made,) = engine.start_encode(encode_batch([noise(10)], 1))()
+        assert made.entries["raw_bytes"].tolist() == [10]
         engine.close()
         engine.close()
 

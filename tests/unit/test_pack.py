@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from snapstore import blob, pack, planes
 from snapstore.digest import digest
+from snapstore.engine import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.storage.memory import MemoryStore
 
@@ -20,9 +21,9 @@ class Counting(MemoryStore):
         super().__init__()
         self.reads = []
 
-    def get_ranges(self, key, ranges):
+    def get_ranges(self, key, ranges, into=None):
         self.reads.append((key, list(ranges)))
-        return super().get_ranges(key, ranges)
+        return super().get_ranges(key, ranges, into)
 
 
 def a_blob(size, element_size=2, seed=0, base=None):
@@ -32,9 +33,23 @@ def a_blob(size, element_size=2, seed=0, base=None):
     return blob.encode(chunk, element_size, planes.BYTES, statistics, digest(chunk), base, out)
 
 
+def encoded(blobs):
+    """As an engine would give them."""
+    return HostEncoded([EncodedChunk(memoryview(b), False, np.empty(0, np.uint8)) for b in blobs])
+
+
+def append(writer, blobs, cuts=()):
+    """(offset, length) of every blob in the pack; in one go, or in several, cut at these places."""
+    made, offsets = encoded(blobs), []
+    ends = sorted({*cuts, len(blobs)} - {0})
+    for first, last in zip([0, *ends], ends, strict=False):
+        offsets += writer.extend(made, first, last).tolist()
+    return list(zip(offsets, map(len, blobs), strict=True))
+
+
 def a_pack(blobs, part="model", rank=3, sequence=7):
     writer = pack.PackWriter(SAVE, rank, sequence, part)
-    places = [writer.append(data) for data in blobs]
+    places = append(writer, blobs)
     size = writer.size_bytes
     data = bytearray(writer.seal())
     assert len(data) == size + 96 * len(blobs) + len(part.encode()) + 32
@@ -45,6 +60,39 @@ def listing(data):
     store = MemoryStore()
     store.put("packs/00/p", data)
     return pack.read_listing(store, "packs/00/p", len(data))
+
+
+class Late:
+    """Encoded blobs whose bytes come only when they are waited for, as an engine of a device gives them."""
+
+    def __init__(self, blobs):
+        self.inner, self.entries, self.waited = encoded(blobs), encoded(blobs).entries, 0
+
+    def copy(self, first, last, out):
+        out[:] = 0xEE
+
+        def wait():
+            self.waited += 1
+            self.inner.copy(first, last, out)()
+
+        return wait
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8), st.data())
+def test_blobs_added_in_several_goes_are_those_of_one(shapes, data):
+    blobs = [a_blob(size, e, i) for i, (size, e) in enumerate(shapes)]
+    whole, places = a_pack(blobs)
+    for make in (encoded, Late):
+        for buffer in (None, np.full(200, 0xFF, np.uint8), np.full(len(whole) + 99, 0xFF, np.uint8)):
+            writer, made, found = pack.PackWriter(SAVE, 3, 7, "model", buffer), make(blobs), []
+            ends = sorted({*data.draw(st.sets(st.integers(1, len(blobs)))), len(blobs)})
+            for first, last in zip([0, *ends], ends, strict=False):
+                found += writer.extend(made, first, last).tolist()
+            assert found == [offset for offset, _ in places]
+            assert writer.count == len(blobs)
+            assert writer.seal() == whole
+            if make is Late:
+                assert made.waited == len(ends)
 
 
 @given(
@@ -119,6 +167,25 @@ def test_other_objects_and_versions_are_named(at, message):
         listing(data)
 
 
+def read(store, wanted):
+    """Views of (key, offset, length), read as a Fetcher does."""
+    keys = sorted({key for key, _, _ in wanted})
+    columns = [
+        np.array(c, np.int64)
+        for c in ([keys.index(k) for k, _, _ in wanted], *([w[i] for w in wanted] for i in (1, 2)))
+    ]
+    reads, positions, size = pack.plan_reads(*columns)
+    buffer = np.full(size, 0xEE, np.uint8)
+    filled = np.zeros(size, np.uint8)
+    for one in reads:
+        room = buffer[one.position : one.position + one.length]
+        assert room.size == one.length
+        filled[one.position : one.position + one.length] += 1
+        store.get_ranges(keys[one.pack], [(one.offset, one.length)], [room.data])
+    assert (filled == 1).all(), "every byte of the buffer is read once"
+    return [buffer[at : at + n].data for at, n in zip(positions.tolist(), columns[2].tolist(), strict=True)]
+
+
 def test_neighbours_are_read_together():
     store = Counting()
     places = {}
@@ -126,34 +193,46 @@ def test_neighbours_are_read_together():
         data, places[key] = a_pack([a_blob(500, seed=i) for i in range(20)])
         store.put(key, data)
     wanted = [(key, *place) for key, of_pack in places.items() for place in of_pack]
-    found = pack.read_blobs(store, wanted[::-1])[::-1]
+    found = read(store, wanted[::-1])[::-1]
     for (key, offset, length), view in zip(wanted, found, strict=True):
         assert bytes(view) == store.get(key)[offset : offset + length]
     assert [(key, len(ranges)) for key, ranges in store.reads] == [("packs/00/a", 1), ("packs/00/b", 1)]
 
 
+def planned(wanted):
+    """(offset, length) of every read of one pack."""
+    reads, _, _ = pack.plan_reads(np.zeros(len(wanted), np.int64), *np.array(wanted, np.int64).T)
+    return [(one.offset, one.length) for one in reads]
+
+
 def test_a_wide_gap_splits_a_read_and_a_narrow_one_does_not():
-    store = Counting()
-    store.put("packs/00/a", bytes(range(256)) * 4096)
     near, far = 100 + pack.JOIN_GAP_BYTES, 300 + 2 * pack.JOIN_GAP_BYTES
-    pack.read_blobs(store, [("packs/00/a", at, 100) for at in (0, near, far)])
-    assert store.reads == [("packs/00/a", [(0, near + 100), (far, 100)])]
+    assert planned([(at, 100) for at in (0, near, far)]) == [(0, near + 100), (far, 100)]
 
 
 def test_no_read_grows_beyond_its_bound(monkeypatch):
     monkeypatch.setattr(pack, "JOIN_MAX_BYTES", 1000)
-    store = Counting()
-    store.put("packs/00/a", bytes(100_000))
-    pack.read_blobs(store, [("packs/00/a", 300 * i, 300) for i in range(10)] + [("packs/00/a", 50_000, 5000)])
-    ((_, ranges),) = store.reads
-    assert ranges == [(0, 900), (900, 900), (1800, 900), (2700, 300), (50_000, 5000)]
+    found = planned([(300 * i, 300) for i in range(10)] + [(50_000, 5000)])
+    assert found == [(0, 900), (900, 900), (1800, 900), (2700, 300), (50_000, 5000)]
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(0, 99)), max_size=30))
-def test_any_ranges_overlapping_or_repeated(wanted):
+def test_no_ranges_are_no_reads():
+    nothing = np.empty(0, np.int64)
+    reads, positions, size = pack.plan_reads(nothing, nothing, nothing)
+    assert (reads, positions.tolist(), size) == ([], [], 0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(0, 99)), max_size=30),
+    st.sampled_from([(0, 50), (10, 100), (100, 10**6)]),
+)
+def test_any_ranges_overlapping_or_repeated(wanted, bounds):
     store = MemoryStore()
     for name in "ab":
         store.put(f"packs/00/{name}", np.random.default_rng(ord(name)).bytes(1000))
     wanted = [(f"packs/00/{name}", offset, length) for name, offset, length in wanted]
-    found = pack.read_blobs(store, wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "JOIN_GAP_BYTES", bounds[0])
+        patch.setattr(pack, "JOIN_MAX_BYTES", bounds[1])
+        found = read(store, wanted)
     assert [bytes(view) for view in found] == [store.get(key)[at : at + length] for key, at, length in wanted]

@@ -92,6 +92,19 @@ def test_no_tie_where_values_differ_or_nothing_is_shared():
     same(again(state), state)
 
 
+def test_ties_of_several_views_at_one_address():
+    flat = torch.randn(12)
+    head, grid = flat[:4], flat.view(3, 4)
+    state = {
+        "a": [flat, head, grid, grid.t()],
+        "b": [flat[:4], grid.view(3, 4), flat[:4], flat.numpy(), flat.numpy(), flat[:0]],
+        "c": [flat.numpy(), flat.view(torch.int32), grid.clone().t(), flat[:0], flat],
+    }
+    ties = [[spec.tie for spec in part.specs] for part in flatten(state)[1:]]
+    assert ties == [[None] * 4, [("a", 1), ("a", 2), None, None], [("b", 2), None, None, None, ("a", 0)]]
+    same(again(state), state)
+
+
 def test_temporary_tensors_of_state_dicts_are_not_tied_by_reused_memory():
     class Fresh:
         def state_dict(self):

@@ -5,6 +5,7 @@ import collections
 import numpy as np
 import pytest
 import torch
+from device_memory import CHECKS, check_any_places, everywhere, sources
 from hypothesis import given
 from hypothesis import strategies as st
 from states import Saved, again, random_tensor, same
@@ -34,15 +35,16 @@ states = st.recursive(
     ),
     max_leaves=12,
 )
+predicates = st.sampled_from([None, everywhere])
 
 
-@given(states)
-def test_any_state(state):
-    same(again(state), state)
+@given(states, predicates)
+def test_any_state(state, on_device):
+    same(again(state, on_device=on_device), state)
 
 
-@given(states)
-def test_any_state_into_a_copy_of_its_shape(state):
+@given(states, predicates)
+def test_any_state_into_a_copy_of_its_shape(state, on_device):
     if not isinstance(state, dict | list):
         state = [state]
 
@@ -56,7 +58,7 @@ def test_any_state_into_a_copy_of_its_shape(state):
         return type(value)(map(blank, value)) if isinstance(value, list | tuple) else None
 
     into = blank(state)
-    assert again(state, into=into) is into
+    assert again(state, into=into, on_device=on_device) is into
     same(into, state)
 
 
@@ -238,3 +240,25 @@ def test_device_is_for_new_tensors():
 def test_finish_before_complete_is_a_bug():
     with pytest.raises(RuntimeError, match=r"a: finish\(\)"):
         Saved({"a": torch.ones(1)}).target().finish()
+
+
+# --- device memory
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_device_memory(check):
+    check("cpu")
+
+
+@given(sources(["cpu"]))
+def test_any_places(drawn):
+    check_any_places(drawn, everywhere)
+
+
+def test_devices_that_are_not_ours_have_host_memory():
+    into = {"a": torch.zeros(2), "b": torch.zeros(2, 2).t()}
+    state = {"a": torch.ones(2), "b": torch.ones(2, 2)}
+    for options in ({"into": into}, {"device": "cpu"}, {}):
+        saved = Saved(state)
+        same(saved.restore(**options, on_device=lambda device: device.type != "cpu"), state)
+        assert [type(buffer) for buffer in saved.buffers] == [np.ndarray] * 2

@@ -1,0 +1,49 @@
+"""The GPU engine: imported only once a CUDA tensor is seen (`snapstore.engine.Engines`).
+
+staging.py     copies of the state in device or pinned memory
+engine.py      CudaEngine: batches of chunks to blobs and back, on one device
+lanes.py       a stream with its codecs and tables: one batch at a time runs in one
+nvcomp.py      nvCOMP's codecs, whole batches of blocks
+kernels.py     CUDA C++ kernels, one op a .cu file, compiled by CuPy at first use
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import CapabilityError
+
+if TYPE_CHECKING:
+    from ..engine import CpuEngine
+    from .engine import CudaEngine
+
+NVCOMP_MAJOR = 6
+
+
+def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
+    """The engine of CUDA device number `device`; `cpu` does what does not fit there.
+
+    Raises:
+        CapabilityError: no CUDA device, or CuPy or nvCOMP are not installed or do not fit.
+    """
+    require()
+    from .engine import CudaEngine
+
+    return CudaEngine(device, codec, cpu)
+
+
+def require() -> None:
+    """Raise CapabilityError, saying what to install, unless the GPU engine can work here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CapabilityError("no CUDA device: torch sees none; run where there is a GPU and a CUDA build of torch")
+    major = (torch.version.cuda or "12").split(".")[0]
+    extra = f"pip install 'snapstore[cuda{major}]'"
+    try:
+        import cupy  # noqa: F401
+        from nvidia import nvcomp
+    except Exception as error:  # ImportError, or what a build for another CUDA raises
+        raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {extra}") from error
+    if int(nvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
+        raise CapabilityError(f"nvCOMP {nvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {extra}")

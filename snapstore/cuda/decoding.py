@@ -1,0 +1,193 @@
+"""Decoding: one batch of blobs on its way to chunks, on one lane.
+
+up -> headers (host) -> checksums -> nvCOMP -> merge of chains -> digests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .. import blob, codecs
+from ..blob import Column
+from ..digest import Bytes
+from ..engine import DecodeBatch
+from ..errors import IntegrityError
+from . import kernels
+from .lanes import ALIGNMENT, Lane, addresses_of, copy_async
+from .nvcomp import ANS_BLOCK_BYTES, refused
+
+
+class Decoding:
+    """One batch on its way from blobs to chunks."""
+
+    def __init__(self, lane: Lane, batch: DecodeBatch) -> None:
+        self.lane, self.batch = lane, batch
+        self.chunk_of = np.repeat(np.arange(len(batch.counts)), batch.counts)  # of every blob
+
+    def run(self) -> Generator[None, None, Column]:
+        """All stages, a yield where the host must wait for the device.
+
+        Returns:
+            Rows that must be rebuilt on the CPU, because they are odd, or damaged so that their error must be found.
+
+        Raises:
+            IntegrityError: a chunk has not the bytes that its digest stands for.
+        """
+        batch, lane = self.batch, self.lane
+        found, fine = blob.read_headers(batch.stored, batch.offsets, batch.lengths)
+        fine &= self._fits(found)
+        length = blob.HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
+        stored = lane.empty(batch.stored.size)
+        copy_async(stored.data_ptr(), batch.stored.ctypes.data, batch.stored.size, lane.stream)
+        addresses = stored.data_ptr() + batch.offsets
+        checks = lane.fetch(lane.digests(addresses + 16, np.where(fine, length - 16, 0), kernels.XXH3_64))
+        yield
+        fine &= checks.numpy().view(np.uint64).reshape(-1) == found["checksum"]
+        chunk_fine = np.bincount(self.chunk_of, ~fine, len(batch.counts)) == 0
+        rows = np.flatnonzero(chunk_fine)
+        if len(rows):
+            refs = np.flatnonzero(chunk_fine[self.chunk_of])
+            try:
+                got = lane.fetch(self._rebuild(stored, found, rows, refs))
+            except (RuntimeError, ValueError) as error:
+                if not refused(error):
+                    raise
+                return np.arange(len(batch.counts))  # the CPU says which blob it was
+            yield
+            self._verify(got.numpy(), rows, refs)
+        return np.flatnonzero(~chunk_fine)
+
+    def _verify(self, got: Bytes, rows: Column, refs: Column) -> None:
+        """Every chunk has the bytes that its digest stands for."""
+        batch = self.batch
+        wrong = np.flatnonzero((got != batch.digests[rows]).any(axis=1))
+        if len(wrong):
+            row = int(rows[wrong[0]])
+            first = int(np.cumsum(batch.counts)[row] - batch.counts[row])
+            raise IntegrityError(
+                f"{batch.where(first)}: digest mismatch, expected {batch.digests[row].tobytes().hex()}, got "
+                f"{got[wrong[0]].tobytes().hex()}; run 'snapstore check --restore'"
+            )
+
+    def _fits(self, found: npt.NDArray[np.void]) -> Column:
+        """Which blobs are what their chains want, of one element size and layout, in codecs that nvCOMP reads."""
+        batch, chunk_of = self.batch, self.chunk_of
+        first = np.cumsum(batch.counts) - batch.counts
+        wanted = np.empty((len(chunk_of), 16), np.uint8)
+        wanted[first] = batch.digests
+        is_first = np.zeros(len(chunk_of), bool)
+        is_first[first] = True
+        follows = np.flatnonzero(~is_first)
+        wanted[follows] = found["base"][follows - 1]
+        fine: Column = (found["digest"] == wanted).all(axis=1)
+        fine &= found["raw_bytes"] == batch.outs.lengths[chunk_of]
+        fine &= found["element_size"] == found["element_size"][first][chunk_of]
+        fine &= found["layout"] == found["layout"][first][chunk_of]
+        last = first + batch.counts - 1
+        no_base = (found["base"][last] == 0).all(axis=1)
+        if batch.bases is not None:
+            no_base |= batch.bases.which >= 0
+        fine[last] &= no_base
+        own = np.arange(8) < found["element_size"].astype(np.int64)[:, None]
+        known = np.isin(found["codecs"], (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS)) | ~own
+        fine &= known.all(axis=1)
+        coded = (own & (found["codecs"] != codecs.RAW)).sum(axis=1)
+        plane_bytes = found["raw_bytes"].astype(np.int64) // np.maximum(found["element_size"], 1)
+        blocks = coded * -(-plane_bytes // np.maximum(found["block_bytes"], 1))
+        fine &= (blocks == found["count"]) & np.isin(found["block_bytes"], (codecs.BLOCK_BYTES, ANS_BLOCK_BYTES))
+        return fine
+
+    def _rebuild(self, stored: torch.Tensor, found: npt.NDArray[np.void], rows: Column, refs: Column) -> torch.Tensor:
+        """Begin to decode and merge the chunks `rows`, whose blobs are `refs`; their digests then, (k, 16)."""
+        batch, lane = self.batch, self.lane
+        header = found[refs]
+        sizes = header["element_size"].astype(np.int64)
+        plane_bytes = header["raw_bytes"].astype(np.int64) // sizes
+        of, ks = np.nonzero(np.arange(8) < sizes[:, None])  # every plane, blob after blob
+        codec = header["codecs"][of, ks].astype(np.int64)
+        is_raw = codec == codecs.RAW
+        block_bytes = header["block_bytes"].astype(np.int64)[of]
+        counts = np.where(is_raw, 1, -(-plane_bytes[of] // block_bytes))
+        plane = np.repeat(np.arange(len(of)), counts)  # the plane of every stored piece
+        within = np.arange(len(plane)) - np.repeat(np.cumsum(counts) - counts, counts)
+        raw = is_raw[plane]
+        stored_sizes = plane_bytes[of][plane]
+        stored_sizes[~raw] = self._block_lengths(refs, header)
+        piece_of = of[plane]
+        payload = np.bincount(piece_of, stored_sizes, len(refs)).astype(np.int64)
+        if (payload != header["payload_bytes"]).any():
+            bad = int(refs[np.argmax(payload != header["payload_bytes"])])
+            raise IntegrityError(f"{batch.where(bad)}: planes do not fill the blob; run 'snapstore check --read-data'")
+        before = np.cumsum(stored_sizes) - stored_sizes
+        own = before - (np.cumsum(payload) - payload)[piece_of]
+        start = batch.offsets[refs] + blob.HEADER.size + 4 * header["count"].astype(np.int64)
+        places = start[piece_of] + own  # of every piece in `stored`
+
+        address = np.empty(len(of), np.int64)  # of every plane, plain
+        address[is_raw] = stored.data_ptr() + places[raw]
+        decoded = self._decompress(
+            stored, codec, plane, within, raw, places, stored_sizes, plane_bytes[of], block_bytes
+        )
+        address[~is_raw] = decoded
+
+        table = np.zeros((len(refs), 8), np.uint64)
+        table[of, ks] = address
+        outs = batch.outs.take(rows)
+        lengths, targets = outs.lengths.astype(np.int64), addresses_of(outs)
+        chunk_counts = batch.counts[rows]
+        firsts = np.concatenate([[0], np.cumsum(chunk_counts)])
+        bases = np.zeros(len(rows), np.uint64) if batch.bases is None else addresses_of(batch.bases.take(rows))
+        tables = lane.upload(
+            table, firsts.astype(np.uint64), bases, targets, lengths.astype(np.uint64),
+            header["element_size"][firsts[:-1]], header["layout"][firsts[:-1]],
+        )  # fmt: skip
+        tiles = -(-int(lengths.max()) // kernels.MERGE_TILE_BYTES)
+        for i in range(0, len(rows), 65_535):  # a grid's height
+            n = min(65_535, len(rows) - i)
+            shifted = [tables[0], tables[1] + 8 * i, *(t + 8 * i for t in tables[2:5]), *(t + i for t in tables[5:])]
+            lane.launch("merge", (tiles, n), *shifted)
+        return lane.digests(targets, lengths)
+
+    def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
+        """Stored lengths of the blocks of all coded planes."""
+        counts = header["count"].astype(np.int64)
+        which = np.repeat(np.arange(len(refs)), counts)
+        within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = self.batch.offsets[refs][which] + blob.HEADER.size + 4 * within
+        lengths: Column = self.batch.stored[at[:, None] + np.arange(4)].view("<u4").reshape(-1).astype(np.int64)
+        return lengths
+
+    def _decompress(
+        self, stored: torch.Tensor, codec: Column, plane: Column, within: Column, raw: Column, places: Column,
+        stored_sizes: Column, plane_bytes: Column, block_bytes: Column,
+    ) -> Column:  # fmt: skip
+        """Every coded plane through nvCOMP; their addresses."""
+        lane = self.lane
+        coded = np.flatnonzero(codec != codecs.RAW)
+        if not len(coded):
+            return np.empty(0, np.int64)
+        rooms = (plane_bytes[coded] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        starts = np.zeros(len(codec), np.int64)
+        starts[coded] = np.cumsum(rooms) - rooms
+        self.plain = lane.empty(int(rooms.sum()) + 16)
+        pieces = np.flatnonzero(~raw)
+        # compressed blocks lie at any address; nvCOMP wants 16
+        aligned = (stored_sizes[pieces] + 15) // 16 * 16
+        moved = np.cumsum(aligned) - aligned
+        self.aligned = lane.empty(int(aligned.sum()) + 16)
+        lane.gather(stored.data_ptr() + places[pieces], self.aligned.data_ptr() + moved, stored_sizes[pieces])
+        out_at = starts[plane[pieces]] + within[pieces] * block_bytes[plane[pieces]]
+        sizes = np.minimum(plane_bytes[plane[pieces]] - within[pieces] * block_bytes[plane[pieces]],
+                           block_bytes[plane[pieces]])  # fmt: skip
+        for one in np.unique(codec[coded]).tolist():
+            own = codec[plane[pieces]] == one
+            lane.codecs.decode(
+                one, self.aligned, moved[own].tolist(), stored_sizes[pieces][own].tolist(), self.plain,
+                out_at[own].tolist(), sizes[own].tolist(),
+            )  # fmt: skip
+        addresses: Column = self.plain.data_ptr() + starts[coded]
+        return addresses

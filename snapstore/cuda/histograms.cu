@@ -1,0 +1,84 @@
+// Entropy and skew of the byte planes of many chunks, and of their XOR with a base, from a sample: what
+// planes.sample, planes.histograms and planes.statistics say, for a batch.
+//
+// One thread block a chunk: grid (n), block (THREADS). A base address of 0 means none.
+
+#define THREADS 256
+#define RUNS 8
+#define RUN 512
+
+__device__ __forceinline__ u64 load_element(const u8* p, int size) {
+    u64 value = 0;
+    if (((u64)p & (size - 1)) == 0) {
+        if (size == 4) return *(const u32*)p;
+        if (size == 8) return *(const u64*)p;
+        if (size == 2) return *(const unsigned short*)p;
+    }
+    for (int i = 0; i < size; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+__device__ __forceinline__ u64 rotated(u64 value, int bits) {  // left by one, within `bits` bits
+    u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
+    return (value << 1 | value >> (bits - 1)) & mask;
+}
+
+__device__ __forceinline__ void count_element(u32 (*counts)[256], u64 value, int size, int layout) {
+    if (layout) value = rotated(value, 8 * size);
+    for (int k = 0; k < size; k++) atomicAdd(&counts[k][(value >> (8 * k)) & 255], 1u);
+}
+
+// out: (n, 2, 8, 2) double: of the chunk, of its XOR; per plane; bits per byte, share of the most frequent byte.
+extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const u64* lengths, const u8* element_sizes,
+                                      const u8* layouts, double* out) {
+    __shared__ u32 counts[16][256];
+    const u8* chunk = (const u8*)chunks[blockIdx.x];
+    const u8* base = (const u8*)bases[blockIdx.x];
+    const int size = element_sizes[blockIdx.x], layout = size > 1 ? layouts[blockIdx.x] : 0;
+    for (int i = threadIdx.x; i < 16 * 256; i += THREADS) counts[i / 256][i % 256] = 0;
+    __syncthreads();
+
+    const u64 elements = lengths[blockIdx.x] / size, runs = elements / RUN;
+    u64 total = elements, stride = 1;  // all of a short chunk: its elements as one run
+    if (runs >= 2 * RUNS) {
+        stride = runs / RUNS;
+        total = (runs + stride - 1) / stride * RUN;
+    }
+    for (u64 i = threadIdx.x; i < total; i += THREADS) {
+        u64 at = stride == 1 ? i : i / RUN * stride * RUN + i % RUN;
+        u64 value = load_element(chunk + at * size, size);
+        count_element(counts, value, size, layout);
+        if (base) count_element(counts + 8, value ^ load_element(base + at * size, size), size, layout);
+    }
+    __syncthreads();
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = warp; row < 16; row += THREADS / 32) {  // a warp a plane
+        double bits = 0;
+        u32 most = 0, kinds = 0;
+        if (row % 8 < size && total && (row < 8 || base)) {
+            for (int i = lane; i < 256; i += 32) {
+                u32 count = counts[row][i];
+                if (count) {
+                    double share = (double)count / (double)total;
+                    bits -= share * log2(share);
+                    kinds++;
+                    most = count > most ? count : most;
+                }
+            }
+        }
+        for (int step = 16; step; step /= 2) {
+            bits += __shfl_xor_sync(0xFFFFFFFFu, bits, step);
+            kinds += __shfl_xor_sync(0xFFFFFFFFu, kinds, step);
+            u32 other = __shfl_xor_sync(0xFFFFFFFFu, most, step);
+            most = other > most ? other : most;
+        }
+        if (lane == 0) {
+            double n = total ? (double)total : 1;
+            if (kinds) bits += (kinds - 1) / (2 * 0.69314718055994530942 * n);  // Miller-Madow, as planes.statistics
+            double* result = out + ((u64)blockIdx.x * 16 + row) * 2;
+            result[0] = bits < 0 ? 0 : bits > 8 ? 8 : bits;
+            result[1] = most / n;
+        }
+    }
+}

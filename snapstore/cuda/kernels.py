@@ -1,0 +1,54 @@
+"""CUDA C++ kernels, one op a .cu file beside this one, compiled by CuPy for the device at hand at first use.
+
+In: addresses in device memory, as columns that lie there. A launch returns at once; the stream orders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+
+THREADS = {"digest": 544, "histograms": 256, "split": 256, "merge": 256, "gather": 256}
+#: Bytes of a chunk that one thread block of `split` and of `merge` takes.
+SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
+#: Bytes that one thread block of `gather` should move.
+PIECE_BYTES = 64 * 1024
+#: `digest` gives XXH3-128, XXH3-64, or puts an XXH3-64 into the 8 bytes before its input.
+XXH3_128, XXH3_64, SEAL = 0, 1, 2
+
+
+@cache
+def _kernel(name: str) -> Any:
+    """A kernel of this folder; CuPy compiles and loads it once a device, and keeps the binary in its cache."""
+    folder = resources.files(__package__)
+    code = (folder / "memory.cuh").read_text() + (folder / f"{name}.cu").read_text()
+    return cupy.RawKernel(code, name, options=("-std=c++17",))
+
+
+@cache
+def _stream(pointer: int, device: int) -> Any:
+    """CuPy's name for a stream of torch's; torch never destroys those of its pool."""
+    if not pointer:  # as an ExternalStream torch would take it for another one
+        return cupy.cuda.Stream.null
+    stream = torch.cuda.ExternalStream(pointer, torch.device("cuda", device))
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(pointer, device)
+
+
+def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:
+    """Enqueue a kernel on a stream.
+
+    Args:
+        grid: thread blocks, (x,) or (x, y).
+        arguments: addresses or numbers, in the order of the kernel's parameters.
+    """
+    device = stream.device.index
+    with cupy.cuda.Device(device), _stream(stream.cuda_stream, device):
+        _kernel(name)(grid, (THREADS[name],), tuple(np.uint64(argument) for argument in arguments))

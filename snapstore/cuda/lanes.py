@@ -1,0 +1,319 @@
+"""Lane: a stream of its own, nvCOMP's codecs on it, and tables for kernels on their way to the device.
+
+A lane belongs to one thread at a time. What it launches runs in order; memory that it takes is used again on its stream
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import cupy
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..blob import Column
+from ..digest import Bytes
+from ..engine import Chunks
+from . import kernels
+from .nvcomp import Codecs, ran_out_of_memory
+
+log = logging.getLogger("snapstore")
+ALIGNMENT = 256
+#: Thread blocks that a copy out to the host takes.
+COPY_BLOCKS = 48
+#: How often whoever waits looks whether the device has come further [s].
+POLL_S = 20e-6
+
+
+class Lane:
+    """One stream and what goes with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.codecs = Codecs(self.stream)
+        self._tables: list[torch.Tensor] = []  # that launched kernels may still read
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 on the device, for use on this stream."""
+        return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+
+    def upload(self, *columns: Column) -> list[int]:
+        """Copies of columns in device memory, in one transfer; their addresses, good until the next `sync`."""
+        sizes = [-(-column.nbytes // 16) * 16 for column in columns]
+        host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
+        view, at, offsets = host.numpy(), 0, []
+        for column, size in zip(columns, sizes, strict=True):
+            view[at : at + column.nbytes] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+            offsets.append(at)
+            at += size
+        table = host.to(self.device, non_blocking=True)
+        self._tables.append(table)
+        return [table.data_ptr() + offset for offset in offsets]
+
+    def launch(self, name: str, grid: tuple[int, ...], *arguments: int | torch.Tensor) -> None:
+        """Enqueue a kernel of this package."""
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        if all(grid):
+            kernels.launch(name, grid, self.stream, addresses)
+
+    def gather(self, sources: Column, destinations: Column, lengths: Column) -> None:
+        """Copy many pieces of device memory, addresses (n,) to addresses (n,)."""
+        pieces = -(-lengths // kernels.PIECE_BYTES)
+        which = np.repeat(np.arange(len(lengths)), pieces)
+        if not len(which):
+            return
+        at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * kernels.PIECE_BYTES
+        tables = self.upload(
+            (sources[which] + at).astype(np.uint64), (destinations[which] + at).astype(np.uint64),
+            np.minimum(lengths[which] - at, kernels.PIECE_BYTES).astype(np.uint64),
+        )  # fmt: skip
+        self.launch("gather", (len(which),), *tables)
+
+    def digests(self, addresses: Column, lengths: Column, what: int = kernels.XXH3_128) -> torch.Tensor:
+        """Begin to hash spans of device memory: (n, 16) uint8, or (n, 8) for kernels.XXH3_64."""
+        out = self.empty((16 if what == kernels.XXH3_128 else 8) * len(addresses))
+        tables = self.upload(addresses.astype(np.uint64), lengths.astype(np.uint64))
+        self.launch("digest", (len(addresses),), *tables, out, what)
+        return out.view(len(addresses), -1) if len(addresses) else out[:0].view(0, 16)
+
+    def fetch(self, memory: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a little device memory into new pinned memory; there once the stream is done.
+
+        By a kernel: the device's copy engine would take it after all that is on its way to the host already.
+        """
+        host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        self._tables.append(memory)
+        self.gather(*(np.array([n], np.int64) for n in (memory.data_ptr(), host.data_ptr(), memory.nbytes)))
+        return host
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Its device and stream are the current ones."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def sync(self) -> None:
+        """Wait until all of it is done."""
+        self.stream.synchronize()
+        self.settled()
+
+    def settled(self) -> None:
+        """All of it is done: let go of what it used."""
+        self._tables.clear()
+        self.codecs.synced()
+
+    def rest(self) -> None:
+        """Give device memory back."""
+        with self.current():
+            self.sync()
+            self.codecs.clear()
+
+
+class Task:
+    """One batch on its way through a lane."""
+
+    def __init__(self, lanes: Lanes, steps: Callable[[Lane], Generator[None, None, Any]]) -> None:
+        self._lanes = lanes
+        self.steps: Callable[[Lane], Generator[None, None, Any]] | None = steps
+        self.lane: Lane | None = None
+        self.run: Generator[None, None, Any] | None = None
+        self.event: torch.cuda.Event | None = None  # the device has come to the next yield
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def result(self) -> Any:
+        """What its steps return; drives all batches of the device until then."""
+        self._lanes.drive(lambda: self.done)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def advance(self) -> None:
+        """Run to the next yield."""
+        assert self.lane is not None
+        try:
+            with self.lane.current():
+                if self.run is None:
+                    assert self.steps is not None
+                    self.run = self.steps(self.lane)
+                next(self.run)
+                self.event = torch.cuda.Event()
+                self.event.record(self.lane.stream)
+            return
+        except StopIteration as stop:
+            self.value = stop.value
+            self.lane.settled()
+        except BaseException as error:  # noqa: BLE001  raised in `result`
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory()
+            self.error = (
+                torch.OutOfMemoryError(str(error)) if out_of_memory else error
+            )  # without frames that hold memory
+            self.run = self.steps = None
+            with suppress(Exception):  # a device that failed says so again at the next call
+                self.lane.sync()
+        self.done, self.run, self.steps = True, None, None
+
+
+class Lanes:
+    """A few lanes of one device, and the batches that take turns on them.
+
+    Batches are generators that yield where the host must wait for the device. Whoever waits for one drives them all: a
+    thread each would spend its time waiting for the interpreter's lock (docs/design/gpu-engine.md).
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._free = [Lane(device) for _ in range(count)]
+        self._waiting: deque[Task] = deque()
+        self._running: list[Task] = []
+        self._lock = threading.RLock()
+
+    def start(self, steps: Callable[[Lane], Generator[None, None, Any]]) -> Task:
+        """Begin a batch, as soon as a lane is free."""
+        task = Task(self, steps)
+        with self._lock:
+            self._waiting.append(task)
+            self._pump()
+        return task
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Advance batches until something has come true."""
+        while not until():
+            if not self.pump():
+                time.sleep(POLL_S)
+
+    def pump(self) -> bool:
+        """Advance what can go on, without waiting; whether there was anything."""
+        with self._lock:
+            return self._pump()
+
+    def _pump(self) -> bool:
+        """Advance every batch that the device is done with for now; begin others where lanes are free."""
+        ready = [task for task in self._running if task.event is not None and task.event.query()]
+        begin = bool(self._free and self._waiting)
+        for task in ready:
+            self._advance(task)
+        while self._free and self._waiting:
+            task = self._waiting.popleft()
+            task.lane = self._free.pop()
+            self._running.append(task)
+            self._advance(task)
+        return bool(ready or begin)
+
+    def _advance(self, task: Task) -> None:
+        task.advance()
+        if task.done and task.lane is not None:
+            self._running.remove(task)
+            self._free.append(task.lane)
+            task.lane = None
+
+    def rest(self) -> None:
+        """Give device memory of the free lanes back."""
+        with self._lock:
+            for lane in self._free:
+                lane.rest()
+
+
+class PinnedBuffers:
+    """Page-locked host memory, which the device copies into and out of at the speed of the bus; used again."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._free: list[Bytes] = []
+        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: a buffer goes back to whom it came from, once
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes:
+        """(n,) uint8, n at least `nbytes`."""
+        with self._lock:
+            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT]
+            buffer = self._free.pop(min(fits, key=lambda i: self._free[i].size)) if fits else pinned(nbytes)
+            self._lent = {number: lent for number, lent in self._lent.items() if lent() is not None}
+            self._lent[id(buffer)] = weakref.ref(buffer)
+            return buffer
+
+    def give(self, buffer: Bytes) -> None:
+        """Take a buffer back; what is not ours, or too much, is let go."""
+        with self._lock:
+            lent = self._lent.pop(id(buffer), None)
+            used = sum(free.size for free in self._free) + buffer.size
+            if lent is not None and lent() is buffer and used <= self._most_bytes:
+                self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Let go of all that is free."""
+        with self._lock:
+            self._free.clear()
+
+
+def pinned(nbytes: int) -> Bytes:
+    """(nbytes,) uint8 of page-locked host memory, as long as the array lives; of ordinary memory if there is none."""
+    size = max(nbytes, 1)
+    try:
+        memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(size), 0)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        log.warning("%d bytes of host memory cannot be page-locked, copies will be slow: %s", size, error)
+        return np.empty(nbytes, np.uint8)
+    return np.frombuffer(memory, np.uint8, size)[:nbytes]
+
+
+def is_pinned(buffer: Bytes) -> bool:
+    """Whether an array is, or lies in, one of `pinned`."""
+    base: object = buffer
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base.obj if isinstance(base, memoryview) else base, cupy.cuda.PinnedMemoryPointer)
+
+
+def copy_out(out: Bytes, source: int, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+    """Enqueue a long copy into host memory; what it uses, to be kept until it is done.
+
+    Into page-locked memory by a few thread blocks, at 50 of the bus's 55 GB/s: behind such copies in the copy engine's
+    queue, sizes and digests that the host waits for would come milliseconds late.
+    """
+    destination, nbytes = out.ctypes.data, out.size
+    if not is_pinned(out):
+        copy_async(destination, source, nbytes, stream)
+        return []
+    size = -(-nbytes // COPY_BLOCKS)
+    size += -size % ALIGNMENT
+    at = np.arange(0, nbytes, size)
+    table = np.stack([source + at, destination + at, np.minimum(size, nbytes - at)]).astype(np.uint64)
+    host = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
+    host.numpy()[:] = table.reshape(-1).view(np.uint8)
+    with torch.cuda.stream(stream):
+        on_device = host.to(stream.device, non_blocking=True)
+    start = on_device.data_ptr()
+    kernels.launch("gather", (len(at),), stream, [start + 8 * len(at) * i for i in range(3)])
+    return [on_device]
+
+
+def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Enqueue a copy between any two memories, addresses; host memory should be page-locked."""
+    cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.cuda_stream)
+
+
+_copy_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which blobs leave a device."""
+    if device.index not in _copy_streams:
+        _copy_streams[device.index] = torch.cuda.Stream(device)
+    return _copy_streams[device.index]
+
+
+def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
+    """Device addresses of chunks, 0 where there is none."""
+    bases = np.array([m.data_ptr() if isinstance(m, torch.Tensor) else 0 for m in chunks.memories] or [0], np.int64)
+    return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)

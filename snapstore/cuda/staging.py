@@ -1,0 +1,288 @@
+"""Copies of CUDA tensors that a save reads in the background: on the device, or in pinned host memory.
+
+A stream of our own copies every tensor, with one kernel on the device, or over the bus; the training stream waits for
+its event, so that work enqueued later may change them, and the host for nothing: `copy` returns within milliseconds,
+and `landed` waits in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..blob import Column
+from ..digest import Bytes
+from ..errors import InvalidInputError
+from ..state.arrays import Memory, as_memory, copy_into
+from . import kernels
+from .lanes import ALIGNMENT, copy_async, pinned
+
+if TYPE_CHECKING:
+    from ..engine import Engines
+
+log = logging.getLogger("snapstore")
+#: Device memory that a save works in at most, beside the copies, and with copies on the host.
+WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 240 * 1024 * 1024
+#: Copies and work together should not take more, as a multiple of the state.
+MOST_OF_STATE = 2.1
+#: What one thread block copies.
+PIECE_BYTES = 256 * 1024
+#: Of the memory that is free, what `auto` is ready to take.
+AUTO_SHARE = 0.9
+
+Key = Any
+Item = tuple[Key, Any, int]  # key, tensor, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Page-locked host memory that belongs to a device."""
+
+    array: Bytes
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+class DeviceStaging:
+    """How the tensors of one lineage of saves are copied, device by device."""
+
+    def __init__(self, engines: Engines, mode: str, *, twice: bool) -> None:
+        self._engines, self._asked, self._twice = engines, mode, twice
+        self._modes: dict[torch.device, str] = {}
+        self._state_bytes: dict[torch.device, int] = {}
+        self._held_bytes: dict[torch.device, int] = {}
+        self._landing: list[torch.cuda.Event] = []
+        self._keep: list[Any] = []  # what copies in flight still read or write
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def copy(
+        self, items: Sequence[Item], spare: dict[Key, Memory], base: dict[Key, Memory], unpaid: Container[Key],
+        inline_below: int,
+    ) -> list[Memory]:  # fmt: skip
+        """Begin to copy tensors; the memories, in order. Small ones go to host memory, others into their spare buffers.
+
+        Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
+
+        Args:
+            unpaid: keys of tensors that will keep no base.
+
+        Raises:
+            InvalidInputError: a CUDA graph is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidInputError("save was called while a CUDA graph is being captured; call it between replays")
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for i, (_, value, _) in enumerate(items):
+            by_device[value.device].append(i)
+        memories: list[Memory] = [None] * len(items)
+        for device, own in by_device.items():
+            with torch.cuda.device(device), torch.no_grad():
+                small = [i for i in own if items[i][2] < inline_below]
+                large = [i for i in own if items[i][2] >= inline_below]
+                rooms = self._rooms([items[i] for i in large], device, spare, base, unpaid)
+                try:
+                    hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
+                except torch.OutOfMemoryError:
+                    rooms = self._without_memory([items[i] for i in large], device, spare, base)
+                    hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
+                for i, room in zip(large, rooms, strict=True):
+                    memories[i] = spare[items[i][0]] = room
+                for i, memory in zip(small, hosted, strict=True):
+                    memories[i] = memory
+                self._held_bytes[device] = _bytes_on(device, spare, base)
+        return memories
+
+    def _begin(
+        self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: Sequence[Memory]
+    ) -> list[Bytes]:
+        """Enqueue all copies of one device on a stream of our own, between two waits of the training stream."""
+        training = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may let go of them at once
+        sources = np.array([self._address(value) for _, value, _ in (*small, *large)], np.int64)
+        lengths = np.array([nbytes for _, _, nbytes in (*small, *large)], np.int64)
+        stream.wait_stream(training)
+        with torch.cuda.stream(stream):
+            n = len(small)
+            hosted = self._copy_small(sources[:n], lengths[:n], device, stream)
+            if rooms and isinstance(rooms[0], Pinned):
+                for source, room in zip(sources[n:].tolist(), rooms, strict=True):
+                    copy_async(room.array.ctypes.data, source, len(room), stream)
+            elif rooms:
+                places = np.array([room.data_ptr() for room in rooms], np.int64)
+                _gather(sources[n:], places, lengths[n:], device, stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+        training.wait_event(done)
+        self._landing.append(done)
+        return hosted
+
+    def _address(self, value: torch.Tensor) -> int:
+        """Where a tensor's bytes lie in C order; a copy of a strided one is kept until the copies have landed."""
+        if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+            return value.data_ptr()
+        self._keep.append(as_memory(value, lambda _: True))
+        return int(self._keep[-1].data_ptr())
+
+    def landed(self) -> None:
+        """Wait for all copies."""
+        for event in self._landing:
+            event.synchronize()
+        self._landing.clear()
+        self._keep.clear()
+        for device, mode in self._modes.items():
+            left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - self._held_bytes.get(device, 0)
+            self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else left)
+
+    def settle(self, spare: dict[Key, Memory]) -> None:
+        """A save is over: device memory that the next one would only overwrite is free until then."""
+        for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
+            del spare[key]
+
+    # -- where
+
+    def _mode(
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
+    ) -> str:
+        """Where this device's copies go; decided when it is first seen, and again when the state grows."""
+        needed = sum(nbytes for _, _, nbytes in items)
+        if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
+            return self._modes[device]
+        self._state_bytes[device] = needed
+        mode = self._asked
+        if mode == "auto":
+            free, _ = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free += _bytes_on(device, spare, base)
+            wanted = (2 if self._twice else 1) * needed + WORK_BYTES
+            mode = "device" if wanted <= AUTO_SHARE * free else "host"
+            log.info(
+                "staging=%s on %s: copies of %.1f GB of state, and work, take up to %.1f GB; %.1f GB is free",
+                mode, device, needed / 1e9, wanted / 1e9, free / 1e9,
+            )  # fmt: skip
+        self._modes[device] = mode
+        return mode
+
+    # -- copies
+
+    def _rooms(
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
+        unpaid: Container[Key],
+    ) -> list[Memory]:  # fmt: skip
+        """Memory for the copies: on the device, or else on the host."""
+        if items and self._mode(items, device, spare, base) == "device":
+            try:
+                return self._device_rooms(items, device, spare, unpaid)
+            except torch.OutOfMemoryError:
+                self._give_up(device, spare, base)
+        return [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+
+    def _give_up(self, device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
+        """There is no room for copies on a device: none stays there."""
+        for memories in (spare, base):
+            for key in [k for k, m in memories.items() if isinstance(m, torch.Tensor) and m.device == device]:
+                del memories[key]
+        self._modes[device] = "host"
+        log.warning("%s: out of memory for copies of the state; staging=host from here on", device)
+        torch.cuda.empty_cache()
+
+    def _without_memory(
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
+    ) -> list[Memory]:
+        """Copies made at once, the caller waiting, since the device has not even room for tables."""
+        self._give_up(device, spare, base)
+        rooms = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+        for (_, value, _), room in zip(items, rooms, strict=True):
+            _carefully(value, room.array)
+        return list(rooms)
+
+    @staticmethod
+    def _device_rooms(
+        items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], unpaid: Container[Key]
+    ) -> list[Memory]:
+        """Two allocations cut to pieces, since one a tensor would take a millisecond: those of bases to be, and others.
+
+        The spare buffers of the device are let go first: torch gives the same memory again.
+        """
+        rooms: list[Memory] = [None] * len(items)
+        for key in [k for k, m in spare.items() if isinstance(m, torch.Tensor) and m.device == device]:
+            del spare[key]
+        for with_base in (True, False):
+            own = [i for i, (key, _, _) in enumerate(items) if (key not in unpaid) == with_base]
+            sizes = [nbytes + -nbytes % ALIGNMENT for _, _, nbytes in map(items.__getitem__, own)]
+            together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            for i, room in zip(own, together.split_with_sizes(sizes), strict=True):
+                rooms[i] = room
+        return rooms
+
+    @staticmethod
+    def _host_room(spare: dict[Key, Memory], key: Key, nbytes: int, device: torch.device) -> Pinned:
+        room = spare.get(key)
+        if not isinstance(room, Pinned) or len(room) != nbytes or room.device != device:
+            room = Pinned(pinned(nbytes), device)
+        assert isinstance(room, Pinned)
+        return room
+
+    def _copy_small(
+        self, sources: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
+    ) -> list[Bytes]:
+        """All small tensors together: gathered on the device, then one copy into pinned memory."""
+        if not len(sources):
+            return []
+        rooms = (lengths + 15) // 16 * 16
+        places = np.cumsum(rooms) - rooms
+        together = torch.empty(int(rooms.sum()), dtype=torch.uint8, device=device)
+        _gather(sources, together.data_ptr() + places, lengths, device, stream)
+        host = torch.empty(len(together), dtype=torch.uint8, pin_memory=True)
+        view = host.copy_(together, non_blocking=True).numpy()
+        return [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
+
+
+def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:
+    """A tensor's bytes in host memory, in pieces where the device has no room to make the whole of it contiguous."""
+    try:
+        copy_into(value, out)
+    except torch.OutOfMemoryError:
+        if value.dim() == 0:
+            raise
+        size = len(out) // len(value)
+        for i, piece in enumerate(value):
+            _carefully(piece, out[i * size : (i + 1) * size])
+    return out
+
+
+def _gather(
+    sources: Column, destinations: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
+) -> None:
+    """One kernel copies every tensor, address to address; `stream` is the current one."""
+    pieces = -(-lengths // PIECE_BYTES)
+    which = np.repeat(np.arange(len(lengths)), pieces)
+    at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
+    view = table.numpy()
+    view[0], view[1] = sources[which] + at, destinations[which] + at
+    view[2] = np.minimum(lengths[which] - at, PIECE_BYTES)
+    on_device = table.to(device, non_blocking=True)
+    start = on_device.data_ptr()
+    kernels.launch("gather", (len(which),), stream, [start + 8 * len(which) * i for i in range(3)])
+
+
+def _bytes_on(device: torch.device, *buffers: dict[Key, Memory]) -> int:
+    """Device memory that some buffers take; several may lie in one allocation."""
+    storages = {
+        m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
+        for memories in buffers
+        for m in memories.values()
+        if isinstance(m, torch.Tensor) and m.device == device
+    }
+    return sum(storages.values())

@@ -1,0 +1,54 @@
+"""Blobs in codec 70 without a GPU: zlib at level 9 plays nvCOMP's ANS, in its blocks of 256 KiB."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from snapstore import blob, codecs
+from snapstore.errors import IntegrityError
+
+BLOCK_BYTES = 256 * 1024
+
+
+def decode(blocks: Sequence[memoryview], out: np.ndarray, block_bytes: int) -> None:
+    """As nvcomp.decode."""
+    assert block_bytes == BLOCK_BYTES
+    for i, block in enumerate(blocks):
+        part = out[i * block_bytes : (i + 1) * block_bytes]
+        try:
+            plain = zlib.decompress(block)
+        except zlib.error as error:
+            raise IntegrityError(f"ANS block {i}: {error}") from error
+        if len(plain) != part.size:
+            raise IntegrityError(f"ANS block {i}: {len(plain)} bytes, expected {part.size}")
+        part[:] = np.frombuffer(plain, np.uint8)
+
+
+def encode_plane(plane: np.ndarray, kind: int) -> tuple[int, list[Any]]:
+    """As blob._encode_plane: every plane that shrinks."""
+    data = np.ascontiguousarray(plane).data
+    blocks = [zlib.compress(data[i : i + BLOCK_BYTES], 9) for i in range(0, len(data), BLOCK_BYTES)]
+    if blocks and sum(map(len, blocks)) + 4 * len(blocks) < len(data):
+        return codecs.ANS, blocks
+    return codecs.RAW, [data]
+
+
+def readable(monkeypatch: Any) -> None:
+    """Codec 70 can be decoded here."""
+    monkeypatch.setitem(codecs._DECODERS, codecs.ANS, decode)
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """New blobs are in codec 70."""
+    kept = blob._encode_plane, codecs.BLOCK_BYTES
+    blob._encode_plane, codecs.BLOCK_BYTES = encode_plane, BLOCK_BYTES
+    try:
+        yield
+    finally:
+        blob._encode_plane, codecs.BLOCK_BYTES = kept

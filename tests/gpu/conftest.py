@@ -1,0 +1,54 @@
+"""What the tests of the GPU engine share.
+
+CuPy and nvCOMP are imported here, with what they warn of at import, because pytest makes every warning an error. And
+cuBLAS must be told to be deterministic before its first use.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            import cupy  # noqa: F401
+            from nvidia import nvcomp  # noqa: F401
+        except ImportError:
+            pass  # the tests say so
+
+#: Of the libraries below us; what our own code does is still an error.
+QUIET = ["ignore:::cupy", "ignore:::nvidia", "ignore:ComplexHalf support is experimental"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            for rule in QUIET:
+                item.add_marker(pytest.mark.filterwarnings(rule))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm():
+    """Kernels compiled, libraries loaded: the first save of a process takes seconds."""
+    if not torch.cuda.is_available():
+        return
+    from snapstore import Repository
+    from snapstore.storage.memory import MemoryStore
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"w": torch.randn(300_000, device="cuda"), "small": torch.ones(3, device="cuda")}
+        with Repository.create(MemoryStore()) as repository:
+            repository.save(state, run="warm", step=0)
+            state["w"] *= 1.0001
+            repository.save(state, run="warm", step=1)
+            repository.restore("warm@1", device="cuda")

@@ -1,0 +1,111 @@
+"""Where kernels are tested: on a CUDA device, and on a CPU through an emulator of thread blocks (emulator.h)."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parents[2] / "snapstore" / "cuda"
+GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
+
+
+class Machine:
+    """Memory and launches; arrays are put between guards, at any misalignment."""
+
+    name = ""
+
+    def put(self, array, misaligned=0):
+        """A copy of an array in this machine's memory; see `get`."""
+        raise NotImplementedError
+
+    def launch(self, kernel, grid, block, *arrays_or_numbers):
+        raise NotImplementedError
+
+
+class Placed:
+    """An array in a machine's memory."""
+
+    def __init__(self, room, start, array, address):
+        self.room, self.start, self.dtype, self.shape, self.nbytes = room, start, array.dtype, array.shape, array.nbytes
+        self.address = address + start
+
+    def get(self):
+        """Its values now; the guards must be whole."""
+        room = self.room if isinstance(self.room, np.ndarray) else self.room.cpu().numpy()
+        end = self.start + self.nbytes
+        assert (room[: self.start] == 0xA5).all(), "written before the array"
+        assert (room[end:] == 0xA5).all(), "written behind the array"
+        return room[self.start : end].copy().view(self.dtype).reshape(self.shape)
+
+
+def room_for(array, misaligned):
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    room = np.full(flat.size + 2 * GUARD + misaligned, 0xA5, np.uint8)
+    room[GUARD + misaligned : GUARD + misaligned + flat.size] = flat
+    return room
+
+
+class Emulator(Machine):
+    name = "emulator"
+
+    def put(self, array, misaligned=0):
+        room = room_for(array, misaligned)
+        aligned = np.empty(room.size + 256, np.uint8)
+        aligned = aligned[-aligned.ctypes.data % 256 :][: room.size]
+        aligned[:] = room
+        return Placed(aligned, GUARD + misaligned, array, aligned.ctypes.data)
+
+    def launch(self, kernel, grid, block, *args):
+        function = getattr(emulated(kernel), f"launch_{kernel}")
+        grid = (*grid, 1)[:2]
+        values = [ctypes.c_uint64(a.address if isinstance(a, Placed) else int(a)) for a in args]
+        function(*(ctypes.c_uint(n) for n in grid), ctypes.c_uint(block), *values)
+
+
+@cache
+def emulated(kernel):
+    """A kernel built for this CPU."""
+    source = (FOLDER / f"{kernel}.cu").read_text()
+    (parameters,) = re.findall(rf'extern "C" __global__ void {kernel}\((.*?)\)', source, re.DOTALL)
+    names = re.findall(r"(\w+)(?:,|$)", parameters)
+    types = [re.sub(r"\s*\w+$", "", p.strip()) for p in parameters.split(",")]
+    casts = ", ".join(f"({t})a{i}" for i, t in enumerate(types))
+    signature = ", ".join(f"uint64_t a{i}" for i in range(len(names)))
+    code = (
+        f'#include "{Path(__file__).with_name("emulator.h")}"\n#include "{FOLDER / "memory.cuh"}"\n{source}\n'
+        f'extern "C" void launch_{kernel}(unsigned x, unsigned y, unsigned block, {signature}) '
+        f"{{ launch(x, y, block, [=] {{ {kernel}({casts}); }}); }}\n"
+    )
+    folder = Path(tempfile.mkdtemp())
+    (folder / "kernel.cpp").write_text(code)
+    library = folder / "kernel.so"
+    flags = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
+    subprocess.run(["g++", *flags, "-o", library, folder / "kernel.cpp"], check=True)
+    loaded = ctypes.CDLL(str(library))
+    shutil.rmtree(folder)
+    return loaded
+
+
+class Device(Machine):
+    name = "cuda"
+
+    def put(self, array, misaligned=0):
+        import torch
+
+        room = torch.from_numpy(room_for(array, misaligned)).cuda()
+        return Placed(room, GUARD + misaligned, array, room.data_ptr())
+
+    def launch(self, kernel, grid, block, *args):
+        import torch
+
+        from snapstore.cuda import kernels
+
+        assert block == kernels.THREADS[kernel]
+        values = [a.address if isinstance(a, Placed) else int(a) for a in args]
+        kernels.launch(kernel, grid, torch.cuda.current_stream(), values)
+        torch.cuda.synchronize()

@@ -1,0 +1,350 @@
+"""Damage on the GPU: in what was encoded, found before the commit; in what was stored, found by every restore."""
+
+import pytest
+import torch
+from gpu_states import (
+    MIB,
+    blobs_of,
+    change,
+    differing,
+    drift,
+    facts,
+    floats,
+    manager,
+    packs_of,
+    python,
+    repository,
+    reseal,
+    typed,
+)
+
+from snapstore import FormatError, IntegrityError
+
+if torch.cuda.is_available():  # they import CuPy
+    from snapstore.cuda import encoding
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DAMAGE = (FormatError, IntegrityError)
+
+
+def state_of(device="cuda"):
+    return {"a": floats(100_000, 1, device), "b": typed("int16", (30_001,), 2, device, "sparse")}
+
+
+# --- what was encoded
+
+
+def flip_in_blobs(monkeypatch):
+    """A bit flips in the payload of the first blob of every batch, after it was sealed."""
+    real = encoding.Encoding._assemble
+
+    def assemble(self, *args):
+        made = real(self, *args)
+        made.blobs[200] ^= 16
+        torch.cuda.current_stream(made.blobs.device).synchronize()
+        return made
+
+    monkeypatch.setattr(encoding.Encoding, "_assemble", assemble)
+
+
+def flip_in_planes(monkeypatch):
+    """A bit flips in a plane, before it is compressed and sealed: only the digest of the chunk tells."""
+    real = encoding.Encoding._split
+
+    def split(self, *args):
+        made = real(self, *args)
+        self.planes[5] ^= 1
+        return made
+
+    monkeypatch.setattr(encoding.Encoding, "_split", split)
+
+
+def flip_on_the_way(monkeypatch):
+    """A bit flips in every copy out of device memory."""
+    real = encoding.DeviceEncoded.copy
+
+    def copy(self, first, last, out):
+        wait = real(self, first, last, out)
+
+        def done():
+            wait()
+            out[120] ^= 2
+
+        return done
+
+    monkeypatch.setattr(encoding.DeviceEncoded, "copy", copy)
+
+
+FLIPS = pytest.mark.parametrize("flip", [flip_in_blobs, flip_in_planes, flip_on_the_way])
+
+
+@FLIPS
+@pytest.mark.parametrize("verify", ["full", "sample"])
+def test_a_bit_that_flips_while_saving_is_found_before_the_commit(monkeypatch, flip, verify):
+    """The sample takes the first blob of every save."""
+    state = state_of()
+    with repository(chunk_bytes=65_536, verify_writes=verify) as repo:
+        with monkeypatch.context() as patch:
+            flip(patch)
+            for step in range(2):
+                with pytest.raises(IntegrityError, match="does not decode to what was saved"):
+                    repo.save(state, run="r", step=step)
+        assert repo.snapshots() == []
+        saved = repo.save(state, run="r", step=2)
+        assert differing(facts(repo.restore("r@2", device="cuda")), facts(state)) == []
+        with monkeypatch.context() as patch:
+            flip(patch)
+            drift(state, 1)
+            with pytest.raises(IntegrityError):
+                repo.save(state, run="r", step=3)
+        assert [s.id for s in repo.snapshots()] == [saved.id]
+        again = repo.save(state, run="r", step=4)
+        assert again.depth == 1
+        assert differing(facts(repo.restore("r@4")), facts(state)) == []
+
+
+def test_a_bit_that_flips_in_a_background_save(monkeypatch):
+    state = state_of()
+    with manager("device", chunk_bytes=65_536) as made:
+        made.save(0, state).result(60)
+        drift(state, 0)
+        with monkeypatch.context() as patch:
+            flip_in_planes(patch)
+            handle = made.save(1, state)
+            with pytest.raises(IntegrityError):
+                handle.result(60)
+        with pytest.raises(IntegrityError):
+            made.check_for_errors()
+        wanted = facts(state)
+        assert made.save(2, state).result(60).depth == 1
+        assert made.all_steps() == [0, 2]
+        assert differing(facts(made.restore(2)), wanted) == []
+
+
+def test_the_last_of_many_blobs_is_verified(monkeypatch):
+    real = encoding.Encoding._assemble
+
+    def assemble(self, *args):
+        made = real(self, *args)
+        made.blobs[int(made.entries["offset"][-1]) + 100] ^= 1
+        torch.cuda.current_stream(made.blobs.device).synchronize()
+        return made
+
+    with repository(chunk_bytes=4096, verify_writes="full") as repo:
+        monkeypatch.setattr(encoding.Encoding, "_assemble", assemble)
+        with pytest.raises(IntegrityError):
+            repo.save(state_of(), run="r", step=0)
+
+
+@FLIPS
+def test_what_nobody_verified_is_found_by_the_restore(monkeypatch, flip):
+    state = state_of()
+    with repository(chunk_bytes=65_536, verify_writes="off") as repo:
+        with monkeypatch.context() as patch:
+            flip(patch)
+            repo.save(state, run="r", step=0)
+        for device in ("cuda", None):
+            with pytest.raises(DAMAGE, match="pack "):
+                repo.restore("r@0", device=device)
+        assert not repo.check("restore").ok
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_every_way_to_verify_saves_the_same(verify):
+    state = state_of()
+    with repository(chunk_bytes=4096, verify_writes=verify) as repo:
+        for step in range(3):
+            repo.save(state, run="r", step=step)
+            assert differing(facts(repo.restore(f"r@{step}")), facts(state)) == []
+            drift(state, step)
+
+
+# --- what was stored
+
+
+def restored(repo, ref):
+    """(state, None), or (None, what the error says)."""
+    try:
+        return repo.restore(ref, device="cuda"), None
+    except DAMAGE as error:
+        return None, str(error)
+
+
+def test_a_flipped_bit_anywhere_in_a_pack():
+    """Never wrong bytes; the error names the pack; the next restore works."""
+    base, state = state_of(), state_of()
+    drift(state, 1)
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(base, run="r", step=0)
+        repo.save(state, run="r", step=1)
+        wanted, store, found = facts(state), repo.store, 0
+        for key in packs_of(store):
+            data = store.get(key)
+            places = []
+            for offset, header in blobs_of(data):
+                length = header.payload_start + header.payload_bytes
+                places += [offset + at for at in (0, 5, 8, 16, 17, 21, 30, 33, 41, 50, 70, 80, 83)]
+                places += [offset + header.payload_start, offset + length // 2, offset + length - 1]
+            for at in sorted({*places[:: 1 + len(places) // 40], 0, len(data) - 1}):
+                bit = 1 << at % 8
+
+                def flip(edited, at=at, bit=bit):
+                    edited[at] ^= bit
+
+                change(store, key, flip)
+                got, said = restored(repo, "r@1")
+                if said is None:
+                    assert differing(facts(got), wanted) == [], f"wrong bytes: {key} at {at}"
+                else:
+                    found += 1
+                    assert f"pack {key.rpartition('/')[2][:12]}" in said, said
+                change(store, key, flip)
+        assert found > 30
+        assert differing(facts(repo.restore("r@1", device="cuda")), wanted) == []
+
+
+@pytest.mark.parametrize("cut", [0, 64, 5000, -1])
+def test_packs_that_are_cut_short(cut):
+    state = state_of()
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        key = packs_of(repo.store)[0]
+        data, info = repo.store._objects[key]
+        repo.store._objects[key] = data[:cut] if cut >= 0 else data[: len(data) // 2], info
+        with pytest.raises(DAMAGE):
+            repo.restore("r@0", device="cuda")
+        del repo.store._objects[key]
+        with pytest.raises(IntegrityError, match="missing"):
+            repo.restore("r@0", device="cuda")
+        repo.store._objects[key] = data, info
+        assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []
+
+
+def test_damage_in_a_base_is_saved_around():
+    """A save reads its base back from the store, and cannot: everything is stored in full."""
+    state = state_of()
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        for key in packs_of(repo.store):
+
+            def flip(edited):
+                for offset, header in blobs_of(edited):
+                    edited[offset + header.payload_start + 3] ^= 1
+
+            change(repo.store, key, flip)
+        drift(state, 1)
+        assert repo.save(state, run="r", step=1).depth == 0
+        assert differing(facts(repo.restore("r@1", device="cuda")), facts(state)) == []
+
+
+def test_blobs_in_each_others_places():
+    """Every checksum holds, and every blob is whole: it is another one's."""
+    with repository(chunk_bytes=65_536) as repo:
+        both = {key: typed("uint8", (65_536,), i, "cuda") for i, key in enumerate("ab")}
+        repo.save({"m": both}, run="r", step=0)
+        (key,) = packs_of(repo.store)
+
+        def swap(edited):
+            (a, _), (b, header) = blobs_of(edited)
+            length = header.payload_start + header.payload_bytes
+            edited[a : a + length], edited[b : b + length] = edited[b : b + length], edited[a : a + length]
+
+        change(repo.store, key, swap)
+        with pytest.raises(IntegrityError, match="pack "):
+            repo.restore("r@0", device="cuda")
+
+
+FORGED = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import torch
+from gpu_states import *
+from snapstore import FormatError, IntegrityError
+
+codec = sys.argv[1]
+rng = np.random.default_rng(5)
+state = {"a": floats(150_000, 1, "cuda"), "b": typed("int16", (90_001,), 2, "cuda", "sparse")}
+refused = right = 0
+with repository(chunk_bytes=65_536, codec=codec, verify_writes="off") as repo:
+    repo.save(state, run="r", step=0)
+    wanted, store = facts(state), repo.store
+    for key in packs_of(store):
+        whole = store._objects[key]
+        for attempt in range(60):
+
+            def forge(edited):
+                # one blob, or all of them
+                blobs = blobs_of(edited)
+                for offset, header in blobs if attempt % 4 == 0 else [blobs[attempt % len(blobs)]]:
+                    length = header.payload_start + header.payload_bytes
+                    start = offset + header.payload_start
+                    where = rng.integers(start, offset + length, 1 + 300 * (attempt % 3))
+                    kind = attempt % 6
+                    if kind < 3:
+                        edited[int(where[0])] ^= 1 << int(rng.integers(8))
+                    elif kind == 3:
+                        for at in where.tolist():
+                            edited[at] = int(rng.integers(256))
+                    elif kind == 4:  # heads of streams
+                        n = min(64, offset + length - start)
+                        edited[start : start + n] = rng.integers(0, 256, n, np.uint8).tobytes()
+                    elif len(header.block_lengths) > 1:  # a byte less here, one more there
+                        words = np.frombuffer(edited, "<u4", len(header.block_lengths), offset + 80)
+                        words[0] -= 1
+                        words[1] += 1
+                    reseal(edited, offset, length)
+
+            change(store, key, forge)
+            for device in ("cuda", None) if attempt % 10 == 0 else ("cuda",):
+                try:
+                    got = repo.restore("r@0", device=device)
+                except (FormatError, IntegrityError):
+                    refused += 1
+                else:
+                    assert differing(facts(got), wanted) == [], (key, attempt)
+                    right += 1
+            store._objects[key] = whole
+    assert differing(facts(repo.restore("r@0", device="cuda")), wanted) == []
+    torch.cuda.synchronize()
+    assert torch.ones(5, device="cuda").sum().item() == 5
+print(json.dumps([refused, right]))
+"""
+
+
+def test_forged_streams_under_right_checksums():
+    """Streams that no encoder made go into nvCOMP's decoders: no wrong bytes, and the device works afterwards.
+
+    Not of ANS: nvCOMP's decoder trusts what it is given and faults (docs/concepts.md, "Codecs"). In a process of its
+    own, for what such a decoder would do to this one.
+    """
+    refused, _ = python(FORGED, "portable", gpu=True)
+    assert refused > 30
+
+
+def test_headers_that_ask_for_much():
+    """Block sizes and counts that no encoder writes, with right checksums; they cost no memory and no time."""
+    state = {"a": floats(MIB // 4, 1, "cuda")}
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        (key,) = packs_of(repo.store)
+        whole = repo.store._objects[key]
+        most = 2**32 - 1
+        # a field's offset, its width and what to write there
+        for at, width, value in ((28, 4, 1), (28, 4, most), (28, 4, 0), (40, 4, most), (40, 4, 0), (24, 4, most),
+                                 (20, 4, most - 7), (17, 1, 8), (17, 1, 3), (18, 1, 0), (18, 1, 2), (16, 1, 2),
+                                 (32, 1, 1), (32, 1, 2), (32, 1, 0), (32, 1, 71), (32, 1, 99)):  # fmt: skip
+
+            def forge(edited, at=at, width=width, value=value):
+                for offset, header in blobs_of(edited):
+                    edited[offset + at : offset + at + width] = value.to_bytes(width, "little")
+                    reseal(edited, offset, header.payload_start + header.payload_bytes)
+
+            change(repo.store, key, forge)
+            got, said = restored(repo, "r@0")
+            if said is None:
+                assert differing(facts(got), facts(state)) == [], (at, value)
+            else:
+                assert "pack " in said, said
+            repo.store._objects[key] = whole
+        assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []

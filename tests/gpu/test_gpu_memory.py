@@ -1,0 +1,425 @@
+"""Device memory that runs out, on purpose: the training goes on, the snapshot is right; and nothing is kept."""
+
+import gc
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+from gpu_states import (
+    MIB,
+    OPTIONS,
+    differing,
+    drift,
+    exhaust,
+    facts,
+    floats,
+    headroom,
+    manager,
+    repository,
+    settles,
+    tensors,
+    typed,
+)
+
+if torch.cuda.is_available():  # they import CuPy
+    from snapstore.cuda import engine as cuda_engine
+    from snapstore.cuda import lanes, nvcomp, staging
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def state_of(device="cuda"):
+    """Six tensors that have segments of their own in torch's allocator."""
+    return {str(i): floats(4 * MIB, i, device) for i in range(6)}
+
+
+def warned(caplog, text):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and text in r.getMessage()]
+
+
+# --- staging
+
+
+def test_copies_that_do_not_fit_go_to_the_host(caplog):
+    state = state_of()
+    wanted = [facts(state)]
+    with manager("device", chunk_bytes=MIB) as made:
+        with headroom(40 * MIB):
+            made.save(0, state).result(120)
+            drift(state, 0)
+            made.save(1, state).result(120)
+        wanted.append(facts(state))
+        assert len(warned(caplog, "staging=host from here on")) == 1
+        for step in range(2):
+            assert differing(facts(made.restore(step, device="cuda")), wanted[step]) == []
+
+
+def test_memory_that_runs_out_after_some_saves(caplog):
+    """The base on the device is given up; what is saved then is right all the same."""
+    state, wanted = state_of(), []
+    with manager("device", chunk_bytes=MIB) as made:
+        for step in range(4):
+            wanted.append(facts(state))
+            if step == 2:
+                with headroom(24 * MIB):
+                    made.save(step, state).result(120)
+            else:
+                made.save(step, state).result(120)
+            drift(state, step)
+        assert len(warned(caplog, "staging=host from here on")) == 1
+        for step in range(4):
+            assert differing(facts(made.restore(step)), wanted[step]) == [], step
+
+
+@pytest.mark.parametrize("mode", ["device", "host", "auto"])
+@pytest.mark.parametrize("kind", ["large", "small", "transposed", "all"])
+def test_no_device_memory_at_all(mode, kind):
+    """torch cannot get one byte more: `save` does not raise in the training loop, and the snapshot is right."""
+    state = {}
+    if kind in ("large", "all"):
+        state |= {str(i): floats(MIB, i, "cuda") for i in range(3)}
+    if kind in ("small", "all"):
+        state |= {f"s{i}": floats(10 + i, i, "cuda") for i in range(4)}
+    if kind in ("transposed", "all"):
+        state["t"] = floats(600_000, 9, "cuda").view(2000, 300).t()
+    wanted = facts(state)
+    with manager(mode, chunk_bytes=65_536) as made, headroom(0):
+        taken = exhaust()
+        made.save(0, state).result(120)
+        made.save(1, state).result(120)
+        got = [made.restore(step) for step in (0, 1)]
+        del taken
+    for restored in got:
+        assert differing(facts(restored), wanted) == []
+
+
+def test_a_synchronous_save_without_device_memory():
+    state = {"a": floats(MIB, 1, "cuda"), "s": floats(9, 2, "cuda")}
+    wanted = facts(state)
+    with repository(chunk_bytes=65_536) as repo, headroom(0):
+        taken = exhaust()
+        repo.save(state, run="r", step=0)
+        got = repo.restore("r@0")
+        del taken
+    assert differing(facts(got), wanted) == []
+
+
+def test_a_restore_without_device_memory():
+    """Into tensors that are there."""
+    state = {"a": floats(2 * MIB, 1, "cuda"), "b": typed("bfloat16", (100_001,), 2, "cuda", "floats"),
+             "s": floats(9, 3, "cuda")}  # fmt: skip
+    wanted = facts(state)
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        with headroom(0):
+            taken = exhaust()
+            for value in state.values():
+                value.zero_()
+            repo.restore("r@0", into=state)
+            del taken
+        assert differing(facts(state), wanted) == []
+
+
+# --- the engine
+
+
+class Failing:
+    """Allocations that fail: the first few, or those above a size."""
+
+    def __init__(self, first=0, above=None):
+        self.first, self.above, self.failed = first, above, 0
+
+    def __call__(self, nbytes):
+        if self.first > 0 or (self.above is not None and nbytes > self.above):
+            self.first -= 1
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+
+
+FAILINGS = pytest.mark.parametrize(
+    "kind",
+    [{"first": 1}, {"first": 3}, {"first": 9}, {"above": 2 * MIB}, {"above": 300_000}, {"above": 8000}, {"above": 0}],
+    ids=str,
+)  # fmt: skip
+
+
+@pytest.fixture
+def fail_lanes(monkeypatch):
+    def begin(**kind):
+        failing, real = Failing(**kind), lanes.Lane.empty
+
+        def empty(self, nbytes):
+            failing(nbytes)
+            return real(self, nbytes)
+
+        monkeypatch.setattr(lanes.Lane, "empty", empty)
+        return failing
+
+    return begin
+
+
+@pytest.fixture
+def fail_nvcomp(monkeypatch):
+    """nvCOMP's own allocations; nvCOMP turns the exception into another one."""
+
+    def begin(**kind):
+        failing, real = Failing(**kind), nvcomp._Block.__init__
+
+        def init(self, nbytes, stream):
+            try:
+                failing(nbytes)
+            except torch.OutOfMemoryError:
+                nvcomp._allocation.failed = True
+                raise
+            real(self, nbytes, stream)
+
+        monkeypatch.setattr(nvcomp._Block, "__init__", init)
+        return failing
+
+    return begin
+
+
+def small_state(device="cuda"):
+    return {"a": floats(300_000, 1, device), "b": typed("bfloat16", (100_001,), 2, device, "floats"),
+            "c": typed("int8", (50_003,), 3, device, "sparse")}  # fmt: skip
+
+
+def check_saves(repo):
+    state = small_state()
+    for step in range(2):
+        snapshot = repo.save(state, run="r", step=step)
+        assert snapshot.depth == step
+        assert differing(facts(repo.restore(f"r@{step}")), facts(state)) == []
+        drift(state, step)
+    assert repo.check("restore").ok
+
+
+@FAILINGS
+def test_an_engine_without_memory_saves(fail_lanes, caplog, kind):
+    with repository(chunk_bytes=65_536, verify_writes="full") as repo:
+        failing = fail_lanes(**kind)
+        check_saves(repo)
+        assert failing.failed or kind == {"above": 2 * MIB}
+        assert warned(caplog, "out of memory") or not failing.failed
+
+
+@FAILINGS
+def test_an_engine_without_memory_restores(fail_lanes, caplog, kind):
+    state = small_state()
+    wanted = facts(state)
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        failing = fail_lanes(**kind)
+        assert differing(facts(repo.restore("r@0", device="cuda")), wanted) == []
+        for value in state.values():
+            value.zero_()
+        repo.restore("r@0", into=state)
+        assert differing(facts(state), wanted) == []
+        assert failing.failed or kind == {"above": 2 * MIB}
+
+
+NVCOMP_FAILINGS = pytest.mark.parametrize(
+    "kind", [{"first": 1}, {"first": 4}, {"above": 100_000}, {"above": 0}], ids=str
+)
+
+
+@NVCOMP_FAILINGS
+@pytest.mark.parametrize("codec", ["portable", "ans"])
+def test_nvcomp_without_memory_saves(fail_nvcomp, codec, kind):
+    if codec == "ans" and kind == {"above": 100_000}:
+        pytest.skip("what is stored in ANS could then not be read")
+    with repository(chunk_bytes=65_536, codec=codec, verify_writes="full") as repo:
+        fail_nvcomp(**kind)
+        check_saves(repo)
+
+
+@NVCOMP_FAILINGS
+def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
+    state = small_state()
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        fail_nvcomp(**kind)
+        assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []
+
+
+def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
+    state = small_state()
+    with repository(chunk_bytes=65_536) as repo:
+        failing = fail_lanes(first=3)
+        repo.save(state, run="r", step=0)
+        assert failing.failed == 3
+        assert repo.engines.on(torch.device("cuda", 0)).batch_bytes == cuda_engine.BATCH_BYTES
+
+
+def test_a_large_tensor_is_not_copied_to_the_host_for_every_chunk(fail_lanes, monkeypatch):
+    """What the CPU engine does for the device costs the bytes of its chunks, not those of their tensors."""
+    copied = []
+    real = torch.Tensor.cpu
+
+    def cpu(self, *args, **options):
+        copied.append(self.numel() * self.element_size())
+        return real(self, *args, **options)
+
+    state = {"a": floats(MIB, 1, "cuda")}
+    with repository(chunk_bytes=65_536) as repo:
+        fail_lanes(above=8000)
+        monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+        repo.save(state, run="r", step=0)
+    assert sum(copied) < 5 * 4 * MIB, f"{sum(copied) / (4 * MIB):.0f} times the state"
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, 4096])
+def test_small_chunks_take_little_memory(chunk_bytes):
+    """As many compressed blocks as chunks: their rooms must not be those of whole blocks."""
+    state = {"a": floats(2 * MIB, 1, "cuda")}
+    with repository(chunk_bytes=chunk_bytes) as repo:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        repo.save(state, run="r", step=0)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak < 2 * staging.WORK_BYTES, f"{peak / 1e9:.1f} GB for 8 MB of state"
+
+
+def test_memory_from_an_engine_may_be_used_at_once():
+    """With deterministic algorithms torch fills new memory: that must be over when another stream writes into it."""
+    with repository() as repo:
+        repo.save({"a": floats(9000, 1, "cuda")}, run="r", step=0)
+        engine = repo.engines.on(torch.device("cuda", 0))
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            with engine._front.current():
+                torch.cuda._sleep(200_000_000)
+            memory = engine.empty(4 * MIB)
+            memory.fill_(7)
+            torch.cuda.synchronize()
+            assert (memory == 7).all()
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def test_buffers_belong_to_one_engine():
+    """Page-locked memory that one engine let go may come to another one at the same address: it is that one's alone."""
+    first, second = lanes.PinnedBuffers(MIB), lanes.PinnedBuffers(MIB)
+    buffer = first.take(4096)
+    if hasattr(second, "_addresses"):
+        second._addresses.add(buffer.ctypes.data)  # as after it has had a buffer there
+    for pool in (first, second):
+        pool.give(buffer)
+    assert not np.shares_memory(first.take(4096), second.take(4096))
+
+
+# --- nothing is kept
+
+
+@pytest.fixture
+def pinned_bytes(monkeypatch):
+    """How much page-locked memory is asked for."""
+    asked, real = [], lanes.pinned
+
+    def pinned(nbytes):
+        asked.append(nbytes)
+        return real(nbytes)
+
+    monkeypatch.setattr(lanes, "pinned", pinned)
+    monkeypatch.setattr(staging, "pinned", pinned)
+    return asked
+
+
+@pytest.mark.parametrize("mode", ["device", "host"])
+def test_many_saves_keep_nothing(mode, pinned_bytes):
+    """Device memory: the base alone. Threads and page-locked memory: as after the first saves."""
+    state = {
+        "a": floats(MIB, 1, "cuda"),
+        "b": typed("bfloat16", (MIB,), 2, "cuda", "floats"),
+        "s": floats(9, 3, "cuda"),
+    }
+    nbytes = sum(t.numel() * t.element_size() for t in tensors(state))
+    gc.collect()
+    torch.cuda.synchronize()
+    outside = torch.cuda.memory_allocated()
+    with manager(mode, chunk_bytes=65_536) as made:
+        for step in range(6):
+            made.save(step, state).result(60)
+            drift(state, step)
+        made.wait_until_finished()
+        base = nbytes if mode == "device" else 0
+
+        def only_the_base():
+            return torch.cuda.memory_allocated() - outside <= base + 64 * 1024
+
+        assert settles(only_the_base), torch.cuda.memory_allocated() - outside
+        threads, asked = threading.active_count(), len(pinned_bytes)
+        for step in range(6, 36):
+            made.save(step, state).result(60)
+            drift(state, step)
+        made.wait_until_finished()
+        assert settles(only_the_base), torch.cuda.memory_allocated() - outside
+        assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
+        assert len(pinned_bytes) <= asked + 8, pinned_bytes[asked:]
+        wanted = facts(state)
+        made.save(36, state)
+        assert differing(facts(made.restore(36)), wanted) == []
+    assert settles(lambda: torch.cuda.memory_allocated() - outside <= 64 * 1024)
+
+
+def test_restores_keep_nothing():
+    state = {"a": floats(MIB, 1, "cuda"), "s": floats(9, 3, "cuda")}
+    wanted = facts(state)
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        repo.restore("r@0", into=state)
+        gc.collect()
+        torch.cuda.synchronize()
+        before, threads = torch.cuda.memory_allocated(), threading.active_count()
+        for _ in range(20):
+            repo.restore("r@0", into=state)
+        assert settles(lambda: torch.cuda.memory_allocated() <= before + 64 * 1024)
+        assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
+        assert differing(facts(state), wanted) == []
+
+
+def test_a_restore_gives_nvcomps_memory_back():
+    state = {"a": floats(MIB, 1, "cuda")}
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save(state, run="r", step=0)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        repo.restore("r@0", into=state)
+        assert settles(lambda: torch.cuda.memory_allocated() <= before + 64 * 1024), (
+            f"{torch.cuda.memory_allocated() - before} bytes are held after the restore"
+        )
+
+
+def test_failed_saves_and_restores_keep_nothing(monkeypatch):
+    from snapstore import StorageError
+    from snapstore.storage.memory import MemoryStore
+
+    state = {"a": floats(MIB, 1, "cuda")}
+
+    def put(self, key, data):
+        raise StorageError("on purpose")
+
+    def failing_saves(made):
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "put", put)
+            for step in range(4):
+                with pytest.raises(StorageError):
+                    made.save(step, state).result(60)
+                with pytest.raises(StorageError):
+                    made.wait_until_finished()
+
+    with manager("device", chunk_bytes=65_536, options=OPTIONS) as made:
+        made.save(0, state).result(60)
+        failing_saves(made)
+        settles(lambda: False, 0.3)
+        before, threads = torch.cuda.memory_allocated(), threading.active_count()
+        failing_saves(made)
+        assert settles(lambda: torch.cuda.memory_allocated() <= before + 64 * 1024)
+        assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
+        made.save(9, state).result(60)
+        assert differing(facts(made.restore(9)), facts(state)) == []

@@ -1,0 +1,76 @@
+"""What a process pays for the GPU: nothing before the first CUDA tensor, nothing on devices that it does not use."""
+
+import pytest
+import torch
+from gpu_states import python
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HOST_ONLY = """
+import json, sys
+import snapstore
+assert "torch" not in sys.modules
+import numpy as np
+import torch
+from snapstore import Repository, RngState, SnapshotManager
+state = {"w": torch.arange(100_000.0), "a": np.arange(5000), "s": torch.ones(3), "rng": RngState()}
+with SnapshotManager(sys.argv[1], run="r") as snapshots:
+    for step in range(3):
+        snapshots.save(step, state)
+        state["w"] += 1
+    snapshots.restore(1, into=state)
+    assert state["w"][5] == 6
+with Repository.open(sys.argv[1]) as repository:
+    assert repository.restore("r@2")["w"][5] == 7
+    assert repository.check("restore").ok
+print(json.dumps([name for name in ("cupy", "nvidia.nvcomp") if name in sys.modules] + [torch.cuda.is_initialized()]))
+"""
+
+FIRST_TENSOR = """
+import json, sys
+import torch
+from snapstore import SnapshotManager
+state = {"w": torch.arange(100_000.0, device="cuda")}
+with SnapshotManager(sys.argv[1], run="r") as snapshots:
+    assert "cupy" not in sys.modules
+    snapshots.save(0, state)
+    assert "cupy" in sys.modules
+    state["w"].zero_()
+    got = snapshots.restore(0, device="cuda")["w"]
+    assert torch.equal(got, torch.arange(100_000.0, device="cuda"))
+    snapshots.save(1, state)
+print(json.dumps(True))
+"""
+
+LEFT_OPEN = """
+import json, sys
+import torch
+from snapstore import Repository, SaveOptions, SnapshotManager
+options = SaveOptions(codec="ans")
+snapshots = SnapshotManager(sys.argv[1], run="r", options=options)
+state = {"w": torch.arange(300_000.0, device="cuda"), "s": torch.ones(3, device="cuda")}
+snapshots.save(0, state)
+snapshots.restore(0)
+state["w"] *= 1.001
+print(json.dumps(True), flush=True)
+snapshots.save(1, state)  # the interpreter's exit waits for it
+"""
+
+
+def test_no_cuda_before_a_cuda_tensor_is_seen(tmp_path):
+    assert python(HOST_ONLY, tmp_path / "repo", gpu=True) == [False]
+
+
+def test_a_process_of_its_own(tmp_path):
+    """Kernels, streams and libraries are found without what the tests have set up."""
+    assert python(FIRST_TENSOR, tmp_path / "repo", gpu=True)
+
+
+def test_a_process_that_ends_during_a_save(tmp_path):
+    from snapstore import Repository
+
+    assert python(LEFT_OPEN, tmp_path / "repo", gpu=True)
+    with Repository.open(tmp_path / "repo") as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 1]
+        expected = torch.arange(300_000.0, device="cuda") * 1.001
+        assert torch.equal(repository.restore("r@1", device="cuda")["w"], expected)

@@ -1,0 +1,176 @@
+"""Kernels against plain references: odd sizes, every element size, any alignment; nothing is written out of bounds.
+
+They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from machines import Device, Emulator
+
+from snapstore import planes
+
+rng = np.random.default_rng(7)
+LENGTHS = [*range(0, 33), 63, 64, 65, 96, 97, 127, 128, 129, 130, 159, 160, 161, 191, 192, 239, 240, 241, 255, 256, 257,
+           511, 512, 513, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4097, 65536, 65537, 66561,
+           131073]  # fmt: skip
+SIZES = [1, 2, 4, 8]
+LAYOUTS = [planes.BYTES, planes.ROTATED]
+
+on_device = pytest.param(
+    Device, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+emulated = pytest.param(Emulator, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"))
+
+
+@pytest.fixture(params=[emulated, on_device], ids=["emulator", "cuda"])
+def machine(request):
+    return request.param()
+
+
+def addresses(machine, placed):
+    return machine.put(np.array([p.address if p is not None else 0 for p in placed], np.uint64))
+
+
+def numbers(machine, values, dtype=np.uint64):
+    return machine.put(np.array(values, dtype))
+
+
+def random_bytes(n):
+    return rng.integers(0, 256, n, np.uint8)
+
+
+@pytest.mark.parametrize("misaligned", [0, 1, 4, 7, 8, 13])
+@pytest.mark.parametrize("what", [0, 1, 2], ids=["xxh3-128", "xxh3-64", "seal"])
+def test_digest(machine, what, misaligned):
+    data = [random_bytes(n + 8) for n in LENGTHS]  # eight bytes before, for the seal
+    placed = [machine.put(d, misaligned) for d in data]
+    inputs = machine.put(np.array([p.address + 8 for p in placed], np.uint64))
+    out = machine.put(np.zeros((len(data), 2 if what == 0 else 1), np.uint64))
+    machine.launch("digest", (len(data),), 544, inputs, numbers(machine, LENGTHS), out, what)
+    got = out.get()
+    for i, (d, p) in enumerate(zip(data, placed, strict=True)):
+        if what == 0:
+            assert got[i].tobytes() == xxhash.xxh3_128_digest(d[8:].data), LENGTHS[i]
+        elif what == 1:
+            assert int(got[i, 0]) == xxhash.xxh3_64_intdigest(d[8:].data), LENGTHS[i]
+        else:
+            after = p.get()
+            assert int(after[:8].view("<u8")[0]) == xxhash.xxh3_64_intdigest(d[8:].data), LENGTHS[i]
+            assert (after[8:] == d[8:]).all()
+
+
+def chunk_of(elements, size, kind):
+    if kind == "noise":
+        return random_bytes(elements * size)
+    if kind == "zero":
+        return np.zeros(elements * size, np.uint8)
+    floats = rng.normal(0, 0.02, elements * size // 4 + 1).astype("<f4")
+    return floats.view(np.uint8)[: elements * size].copy()
+
+
+ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191, 8192, 20_001, 65_536]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("misaligned", [0, 8, 3])
+def test_split_and_merge(machine, size, layout, with_base, misaligned):
+    """Both directions at once, chunks of many lengths in one launch."""
+    layout = planes.BYTES if size == 1 else layout
+    chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
+    bases = [chunk_of(n, size, "floats") if with_base and i % 4 else None for i, n in enumerate(ELEMENTS)]
+    strides = [-(-n // 16) * 16 for n in ELEMENTS]
+    placed = [machine.put(c, misaligned) for c in chunks]
+    placed_bases = [None if b is None else machine.put(b, misaligned) for b in bases]
+    split = [machine.put(np.zeros((size, stride), np.uint8)) for stride in strides]
+    n, lengths = len(chunks), [c.size for c in chunks]
+    sizes, layouts = numbers(machine, [size] * n, np.uint8), numbers(machine, [layout] * n, np.uint8)
+    tiles = -(-max(lengths) // (16 * 256 * 4))
+    machine.launch("split", (tiles, n), 256, addresses(machine, placed), addresses(machine, placed_bases),
+                   addresses(machine, split), numbers(machine, lengths), numbers(machine, strides), sizes,
+                   layouts)  # fmt: skip
+    for i, out in enumerate(split):
+        source = chunks[i] if bases[i] is None else chunks[i] ^ bases[i]
+        assert (out.get()[:, : ELEMENTS[i]] == planes.split(source, size, layout)).all(), ELEMENTS[i]
+
+    # back: planes at odd addresses, as raw ones lie in a payload
+    loose = [
+        [machine.put(p.get()[k, :count], 5 * k + 1) for k in range(size)]
+        for p, count in zip(split, ELEMENTS, strict=True)
+    ]
+    table = np.zeros((n, 8), np.uint64)
+    for i, row in enumerate(loose):
+        table[i, :size] = [p.address for p in row]
+    outs = [machine.put(np.zeros(c.size, np.uint8), misaligned) for c in chunks]
+    tiles = -(-max(lengths) // (16 * 256 * 2))
+    machine.launch("merge", (tiles, n), 256, machine.put(table), numbers(machine, range(n + 1)),
+                   addresses(machine, placed_bases), addresses(machine, outs), numbers(machine, lengths), sizes,
+                   layouts)  # fmt: skip
+    for i, out in enumerate(outs):
+        assert (out.get() == chunks[i]).all(), ELEMENTS[i]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_merge_of_chains(machine, size, layout):
+    """Chains of one to nine blobs, XORed in plane space."""
+    layout = planes.BYTES if size == 1 else layout
+    depths = [1, 2, 3, 9, 1, 4]
+    counts = [5, 4096, 100, 1023, 3, 7777]
+    table, firsts, expected, kept = [], [0], [], []
+    for depth, count in zip(depths, counts, strict=True):
+        links = [chunk_of(count, size, "noise") for _ in range(depth)]
+        expected.append(np.bitwise_xor.reduce(links, axis=0))
+        for j, link in enumerate(links):
+            row = [machine.put(p, (j + k) % 16) for k, p in enumerate(planes.split(link, size, layout))]
+            kept.append(row)
+            table.append([*(p.address for p in row), *[0] * (8 - size)])
+        firsts.append(len(table))
+    n = len(depths)
+    outs = [machine.put(np.zeros(e.size, np.uint8)) for e in expected]
+    lengths = [e.size for e in expected]
+    machine.launch("merge", (-(-max(lengths) // 8192), n), 256, machine.put(np.array(table, np.uint64)),
+                   numbers(machine, firsts), numbers(machine, [0] * n), addresses(machine, outs),
+                   numbers(machine, lengths), numbers(machine, [size] * n, np.uint8),
+                   numbers(machine, [layout] * n, np.uint8))  # fmt: skip
+    for out, want in zip(outs, expected, strict=True):
+        assert (out.get() == want).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_histograms(machine, size, layout):
+    """The same sample and the same numbers as the CPU engine's."""
+    layout = planes.BYTES if size == 1 else layout
+    chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
+    bases = [c ^ (random_bytes(c.size) & (rng.random(c.size) < 0.1)) if i % 3 else None for i, c in enumerate(chunks)]
+    n = len(chunks)
+    placed = [machine.put(c, size * (i % 3)) for i, c in enumerate(chunks)]
+    placed_bases = [None if b is None else machine.put(b, size * (i % 2)) for i, b in enumerate(bases)]
+    out = machine.put(np.full((n, 2, 8, 2), -1.0))
+    machine.launch("histograms", (n,), 256, addresses(machine, placed), addresses(machine, placed_bases),
+                   numbers(machine, [c.size for c in chunks]), numbers(machine, [size] * n, np.uint8),
+                   numbers(machine, [layout] * n, np.uint8), out)  # fmt: skip
+    got = out.get()
+    for i, (chunk, base) in enumerate(zip(chunks, bases, strict=True)):
+        sources = [chunk] if base is None else [chunk, chunk ^ base]
+        for j, source in enumerate(sources):
+            want = planes.statistics(planes.histograms(planes.sample(source, size, layout)))
+            np.testing.assert_allclose(got[i, j, :size, 0], want.bits, rtol=0, atol=1e-9)
+            np.testing.assert_allclose(got[i, j, :size, 1], want.top_share, rtol=0, atol=1e-12)
+
+
+def test_gather(machine):
+    lengths = [0, 1, 2, 15, 16, 17, 31, 100, 4095, 4096, 4097, 20_000, 65_536, 66_000]
+    cases = [(n, a, b) for n in lengths for a, b in [(0, 0), (3, 0), (0, 5), (7, 11), (4, 8)]]
+    data = [random_bytes(n) for n, _, _ in cases]
+    sources = [machine.put(d, a) for d, (_, a, _) in zip(data, cases, strict=True)]
+    outs = [machine.put(np.zeros(n, np.uint8), b) for n, _, b in cases]
+    machine.launch("gather", (len(cases),), 256, addresses(machine, sources), addresses(machine, outs),
+                   numbers(machine, [n for n, _, _ in cases]))  # fmt: skip
+    for out, want, case in zip(outs, data, cases, strict=True):
+        assert (out.get() == want).all(), case

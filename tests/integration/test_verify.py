@@ -1,0 +1,174 @@
+"""What is encoded is decoded before the commit, all of it or a sample: an encoder that is wrong commits nothing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager, engine, writer
+from snapstore.storage.memory import MemoryStore
+
+CHUNK = 4096
+CHUNKS = 150
+
+
+def values(step=0):
+    """Floats that move a little every step."""
+    start = np.random.default_rng(0).standard_normal(CHUNK * CHUNKS // 4).astype(np.float32)
+    return torch.from_numpy(start * np.float32(1 + 1e-5 * step))
+
+
+def repository(verify, store=None):
+    store = store or MemoryStore()
+    options = SaveOptions(threads=2, verify_writes=verify)
+    if not any(True for _ in store.list("")):
+        return Repository.create(store, chunk_bytes=CHUNK, options=options)
+    return Repository.open(store, options=options)
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes the encoder take one chunk of a state for another: every checksum holds, the bytes are wrong."""
+    original = engine.encode_chunk
+
+    def of(state, number):
+        wanted = state.numpy().view(np.uint8)[number * CHUNK : (number + 1) * CHUNK].tobytes()
+
+        def wrong(job, out):
+            if job.chunk.tobytes() == wanted:
+                spoiled = np.array(job.chunk)
+                spoiled[CHUNK // 2] ^= 1
+                job = dataclasses.replace(job, chunk=spoiled)
+            return original(job, out)
+
+        monkeypatch.setattr(engine, "encode_chunk", wrong)
+
+    yield of
+    monkeypatch.undo()
+
+
+def mend(monkeypatch_of_spoil, state):
+    """An encoder that is right again."""
+    monkeypatch_of_spoil(state * 0 - 1, 0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 77, CHUNKS - 1])
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_full_finds_every_wrong_chunk(spoil, number, is_delta):
+    with repository("full") as repo:
+        if is_delta:
+            repo.save({"w": values(0)}, run="a", step=0)
+        before = [s.ref for s in repo.view().snapshots()]
+        spoil(values(1), number)
+        with pytest.raises(IntegrityError, match=r"what was encoded does not decode to what was saved.*save again"):
+            repo.save({"w": values(1)}, run="a", step=1)
+        assert [s.ref for s in repo.view().snapshots()] == before, "nothing was committed"
+        mend(spoil, values(1))
+        repo.save({"w": values(1)}, run="a", step=1)
+        assert torch.equal(repo.restore("a@1")["w"], values(1))
+        assert repo.check("restore").ok
+
+
+def test_a_sample_holds_the_first_new_chunk(spoil):
+    for generation in range(3):
+        with repository("sample") as repo:
+            for step in range(generation):
+                repo.save({"w": values(step)}, run="a", step=step)
+            spoil(values(generation), 0)
+            with pytest.raises(IntegrityError, match="does not decode"):
+                repo.save({"w": values(generation)}, run="a", step=generation)
+            assert len(repo.view().snapshots()) == generation
+            mend(spoil, values())
+
+
+def test_a_sample_is_another_one_in_every_generation(spoil):
+    """One new chunk in 64: what one save does not see, a later one does."""
+    assert writer.VERIFY_ONE_IN == 64
+    for generation, wrong, noticed in (
+        (0, 64, True),
+        (0, 65, False),
+        (1, 65, True),
+        (1, 64, False),
+        (2, 2 + 128, True),
+    ):
+        with repository("sample") as repo:
+            for step in range(generation):
+                repo.save({"w": values(step)}, run="a", step=step)
+            spoil(values(generation), wrong)
+            if noticed:
+                with pytest.raises(IntegrityError, match="does not decode"):
+                    repo.save({"w": values(generation)}, run="a", step=generation)
+            else:
+                repo.save({"w": values(generation)}, run="a", step=generation)
+                with pytest.raises(IntegrityError, match="digest mismatch"):
+                    repo.restore(f"a@{generation}")
+            mend(spoil, values())
+
+
+@pytest.mark.parametrize("number", [0, 100])
+def test_off_does_not_notice_and_the_restore_does(spoil, number):
+    with repository("off") as repo:
+        spoil(values(), number)
+        repo.save({"w": values()}, run="a", step=0)
+        with pytest.raises(IntegrityError, match="digest mismatch"):
+            repo.restore("a@0")
+        assert not repo.check("restore").ok
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_manager_goes_on_after_a_wrong_chunk(spoil, async_save):
+    options = SaveOptions(threads=2, verify_writes="full")
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=CHUNK, options=options).close()
+    with SnapshotManager(store, run="a", async_save=async_save, options=options) as snapshots:
+        snapshots.save(0, {"w": values(0)}).result()
+        spoil(values(1), 140)
+        with pytest.raises(IntegrityError, match="does not decode"):  # noqa: PT012
+            handle = snapshots.save(1, {"w": values(1)})
+            snapshots.wait_until_finished()
+            handle.result()
+        mend(spoil, values())
+        for step in (2, 3):
+            snapshots.save(step, {"w": values(step)}).result()
+    with Repository.open(store, options=options) as repo:
+        assert [s.step for s in repo.view().snapshots()] == [0, 2, 3]
+        assert repo.snapshot("a@3").depth >= 1
+        for step in (0, 2, 3):
+            assert torch.equal(repo.restore(f"a@{step}")["w"], values(step))
+        assert repo.check("restore").ok
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_right_chunks_are_never_refused(verify, monkeypatch):
+    monkeypatch.setattr(engine.CpuEngine, "batch_chunks", 7)
+    with repository(verify) as repo:
+        for step in range(4):
+            state = {"w": values(step), "n": torch.randint(0, 9, (5000,)), "few": torch.arange(step + 1), "e": b""}
+            repo.save(state, run="a", step=step)
+            assert torch.equal(repo.restore(f"a@{step}")["w"], values(step))
+        assert repo.check("restore").ok
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("codec", "zstd", "codec 'zstd': expected one of portable, ans"),
+        ("codec", None, "codec None: expected one of portable, ans"),
+        ("codec", "", "codec '': expected"),
+        ("verify_writes", "all", "verify_writes 'all': expected one of off, sample, full"),
+        ("verify_writes", True, "verify_writes True: expected"),
+    ],
+)
+def test_options_that_are_none_are_named(name, value, expected):
+    with pytest.raises(InvalidInputError, match=expected):
+        SaveOptions(**{name: value})
+
+
+def test_a_codec_of_the_gpu_does_no_harm_without_cuda_tensors():
+    with Repository.create(MemoryStore(), options=SaveOptions(threads=2, codec="ans", verify_writes="full")) as repo:
+        repo.save({"w": values()}, run="a", step=0)
+        assert torch.equal(repo.restore("a@0")["w"], values())

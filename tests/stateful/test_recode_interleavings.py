@@ -1,0 +1,295 @@
+"""Recodes that take turns with saves, forgets, gcs and each other: no snapshot ever dangles, and none goes back.
+
+Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Recode", is what saves the day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+from typing import Any
+
+import foreign
+import pytest
+from faults import (
+    OPTIONS,
+    Actor,
+    check_clean,
+    check_restores,
+    clone,
+    keys_of,
+    one_thread,
+    opened,
+    run_randomly,
+    same,
+    save,
+    values,
+)
+from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
+
+from snapstore import Repository
+from snapstore.storage import ObjectStore
+from snapstore.storage.memory import MemoryStore
+
+
+@cache
+def history() -> MemoryStore:
+    """a@0 to a@2 in codec 70, of which a@1 is forgotten, b@0 that was forked from a@1, a@3 portable."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(store) as repository:
+        with foreign.written():
+            for step in range(3):
+                save(repository, "a", step, step)
+            save(repository, "b", 0, 50, parent="a@1")
+        save(repository, "a", 3, 3)
+        repository.forget_snapshots(["a@1"], force=True)
+    return store
+
+
+@pytest.fixture
+def actors(monkeypatch) -> Iterator[list[Actor]]:
+    """Whom to stop at the end."""
+    one_thread(monkeypatch, index=False)
+    foreign.readable(monkeypatch)
+    found: list[Actor] = []
+    yield found
+    for actor in found:
+        actor.stop()
+
+
+def recoding(*refs: str) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            result = repository.recode(list(refs) or None)
+            assert result.failed == []
+            return result
+
+    return body
+
+
+def tagging(ref: str, name: str) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.tag(ref, name)
+
+    return body
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
+def test_random_schedules(first, actors):
+    for seed in range(first, min(first + PER_TEST, SCHEDULES)):
+        random = Random(seed)
+        store = clone(history())
+        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
+        gc = collecting(0.0 if impatient else 3600.0)
+        cast = {
+            "R": several(recoding(), recoding("a@0")),
+            "Q": several(recoding("a@1"), recoding()),
+            "S": several(saving("a", 10, 10), saving("b", 1, 51)),
+            "F": several(
+                forgetting("a@0"), unforgetting("a@0"), tagging("a@2", "t"), unforgetting("a@1"), forgetting()
+            ),
+            "G": several(gc, gc),
+            "H": several(gc),
+        }
+        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
+        actors.extend(playing)
+        trace = run_randomly(playing, random)
+        about = f"seed {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
+            " ".join(t) for t in trace[-60:]
+        )
+        for actor in playing:
+            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
+        store.drop_holds()
+        with opened(store) as repository:
+            check_restores(repository, about)
+            assert repository.recode().failed == [], about
+            repository.gc()
+        check_clean(store, about)
+
+
+class Stage:
+    """A store, and actors that go on when told to."""
+
+    def __init__(self, cast: list[Actor]) -> None:
+        self.store, self._cast = clone(history()), cast
+
+    def enter(self, name: str, body: Any, **options: Any) -> Actor:
+        self._cast.append(Actor(name, self.store, body, **options))
+        return self._cast[-1]
+
+    def check(self) -> dict[str, Any]:
+        """All restores; and after everybody is gone nothing is left over. The committed snapshots."""
+        with opened(self.store) as repository:
+            found = {s.ref: s for s in check_restores(repository)}
+            repository.gc()
+            assert {s.ref for s in repository.snapshots()} == set(found)
+        check_clean(self.store)
+        return found
+
+
+@pytest.fixture
+def stage(actors) -> Stage:
+    return Stage(actors)
+
+
+@pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])
+def test_a_gc_waits_for_a_recode(stage, stand):
+    recode = stage.enter("R", recoding()).until("put", stand)
+    forgetting("a@2")(stage.store)
+    result = collecting()(stage.store)
+    assert len(result.waiting_for) == 1
+    assert result.deleted_objects == 0
+    assert recode.finish().recoded
+    assert stage.check()["a@0"].revision == 1
+
+
+@pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])
+def test_a_recode_paused_past_its_fence_does_not_publish(stage, stand):
+    """It sleeps for hours, gc gives it up and deletes its packs; it wakes up, finds the key taken, begins again."""
+    recode = stage.enter("R", recoding()).until("put", stand)
+    packs = set(keys_of(stage.store, "packs/"))
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    if stand != "packs/":
+        assert not packs <= set(keys_of(stage.store, "packs/"))
+    assert recode.finish().failed == []
+    found = stage.check()
+    assert found["a@0"].revision == 2  # the fence is one
+    assert found["a@0"].manifests
+
+
+def test_a_fence_that_comes_after_the_revision_changes_nothing(stage):
+    recode = stage.enter("R", recoding("a@0")).until("release", "sessions/")
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    recode.finish()
+    assert stage.check()["a@0"].revision == 1
+
+
+def test_a_fence_between_the_revision_and_reading_it_back(stage):
+    recode = stage.enter("R", recoding("a@0")).until("put", "snapshots/")
+    gc = stage.enter("G", collecting(0.0), seen_dead=True).until("put", "snapshots/")
+    recode.until("release", "sessions/")
+    gc.finish()
+    recode.finish()
+    assert stage.check()["a@0"].revision == 1
+
+
+def test_a_fence_after_somebody_else_has_taken_the_revision(stage):
+    """The key is taken: nothing is to be created, and nothing is published by the one that was given up."""
+    recode = stage.enter("R", recoding("a@0")).until("put", "snapshots/")
+    tagging("a@0", "t")(stage.store)
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    recode.finish()
+    found = stage.check()["a@0"]
+    assert (found.revision, found.tags) == (2, ["t"])
+
+
+@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+def test_a_tag_is_never_lost(stage, stand):
+    operation, _, part = stand.partition(" ")
+    recode = stage.enter("R", recoding("a@0")).until("hold")
+    recode.until(operation, part)
+    tagging("a@0", "t")(stage.store)
+    (done,) = recode.finish().recoded
+    assert done.tags == ["t"]
+    assert done.revision == 2
+    assert stage.check()["a@0"].write_id == done.write_id
+
+
+@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("named", [True, False])
+def test_forgotten_and_collected_meanwhile(stage, stand, named):
+    operation, _, part = stand.partition(" ")
+    recode = stage.enter("R", recoding(*["a@0"] * named)).until("hold").until(operation, part)
+    forgetting("a@0")(stage.store)
+    collecting()(stage.store)
+    result = recode.finish()
+    assert ("a@0" in [s.ref for s in result.recoded]) <= named
+    assert "a@0" not in stage.check()
+
+
+def test_swept_meanwhile(stage):
+    """The forgotten snapshot that is being recoded is collected: gc had marked it before the session."""
+    gc = stage.enter("G", collecting()).until("put", ".mark").until("list", "snapshots/")
+    recode = stage.enter("R", recoding("a@1")).until("put", "snapshots/")
+    gc.finish()
+    result = recode.finish()
+    assert result.recoded == []
+    assert [s.state for s in result.skipped] == ["swept"]
+    stage.check()
+
+
+@pytest.mark.parametrize("stand", [".mark", ".wait", "list", "stat", "delete"])
+def test_a_recode_beside_a_sweep(stage, stand):
+    """Whatever the gc has seen, blobs of a@1 that others need stay, and recoded ones are not among its candidates."""
+    gc = stage.enter("G", collecting())
+    if stand.startswith("."):
+        gc.until("put", stand)
+    else:
+        gc.until("put", ".wait").until(stand, {"list": "snapshots/", "stat": ".mark", "delete": ""}[stand])
+    assert recoding()(stage.store).recoded
+    gc.finish()
+    assert {s.revision for s in stage.check().values()} >= {1}
+
+
+def test_two_recodes_at_once(stage):
+    one = stage.enter("R", recoding()).until("put", "snapshots/")
+    two = stage.enter("Q", recoding()).until("put", "snapshots/")
+    one.finish()
+    assert two.finish().failed == []
+    assert {s.revision for ref, s in stage.check().items() if ref != "a@3"} == {1}
+
+
+def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
+    """a@0 was recoded; forgotten when a gc marked, back when the recode of a@2 looks, forgotten again at the sweep."""
+    recoding("a@0")(stage.store)
+    forgetting("a@0")(stage.store)
+    gc = stage.enter("G", collecting()).until("put", ".wait")
+    unforgetting("a@0")(stage.store)
+    recode = stage.enter("R", recoding("a@2")).until("put", "snapshots/")
+    forgetting("a@0")(stage.store)
+    gc.finish()
+    assert recode.finish().failed == []
+    assert stage.check()["a@2"].revision == 1
+
+
+@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/"])
+def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
+    """The recode of a@2 would share what it made for a@0, which was forgotten and collected in between."""
+    operation, _, part = stand.partition(" ")
+    recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("hold")
+    recode.until(operation, part)
+    forgetting("a@0")(stage.store)
+    collecting()(stage.store)
+    assert recode.finish().failed == []
+    assert stage.check()["a@2"].revision == 1
+
+
+def test_saves_build_on_a_parent_that_is_recoded_and_collected(stage):
+    saver = stage.enter("S", saving("a", 4, 4)).until("put", "packs/")
+    recoding()(stage.store)
+    assert collecting()(stage.store).waiting_for
+    assert saver.finish().bases
+    assert "a@4" in stage.check()
+
+
+def test_a_restore_reads_on_while_its_snapshot_is_recoded_and_collected(stage):
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.restore("a@2")
+
+    dry = stage.enter("R", body)
+    dry.finish()
+    for steps in range(1, dry.steps):
+        stage.store = clone(history())
+        reader = stage.enter("R", body)
+        for _ in range(steps):
+            reader.step()
+        recoding()(stage.store)
+        collecting()(stage.store)
+        assert same(reader.finish(), values("a", 2)), steps

@@ -1,0 +1,204 @@
+"""Without a GPU, or without the packages for it: what still works, and what is said of the rest."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager, codecs, cuda
+from snapstore.digest import checksum
+from snapstore.engine import Engines
+from snapstore.pack import scan
+from snapstore.storage.memory import MemoryStore
+
+CUDA = torch.device("cuda", 0)
+ANS = 70
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What is said where there is one, as far as that can be asked without it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.fixture
+def engines():
+    made = Engines(threads=1)
+    yield made
+    made.close()
+
+
+def floats(seed, count=30_000):
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.02, count).astype(np.float32))
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if "compressed on the CPU" in r.getMessage()]
+
+
+# --- the engine
+
+
+def test_one_warning_and_the_way_through_the_host(engines, caplog):
+    assert [engines.on_device(CUDA) for _ in range(3)] == [False] * 3
+    (said,) = warnings_of(caplog)
+    assert "no CUDA device" in said
+
+
+def test_the_cpu_is_no_such_device(engines, caplog):
+    engines.required = True
+    assert not engines.on_device(torch.device("cpu"))
+    assert not warnings_of(caplog)
+
+
+def test_a_gpu_that_was_asked_for_is_an_error(engines):
+    engines.required = True
+    for _ in range(2):
+        with pytest.raises(CapabilityError, match="CUDA build of torch"):
+            engines.on_device(CUDA)
+
+
+def test_a_gpu_that_is_asked_for_later_is_an_error_too(engines):
+    """A second manager of the repository demands it; the first one had been content without."""
+    assert not engines.on_device(CUDA)
+    engines.required = True
+    with pytest.raises(CapabilityError):
+        engines.on_device(CUDA)
+
+
+@pytest.mark.parametrize(("lacks", "version", "extra"), [("cupy", "13.0", "cuda13"), ("nvidia", "12.8", "cuda12")])
+def test_packages_that_are_missing(a_gpu, monkeypatch, lacks, version, extra):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, lacks, None)
+    with pytest.raises(CapabilityError, match=rf"pip install 'snapstore\[{extra}\]'"):
+        cuda.require()
+
+
+@pytest.mark.parametrize("version", ["5.2.0", "7.0.0.1"])
+def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
+    nvidia, nvcomp = ModuleType("nvidia"), ModuleType("nvidia.nvcomp")
+    nvcomp.__version__ = version
+    nvidia.nvcomp = nvcomp
+    for name, module in (("cupy", ModuleType("cupy")), ("nvidia", nvidia), ("nvidia.nvcomp", nvcomp)):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(CapabilityError, match=rf"nvCOMP {version}: expected 6.*pip install 'snapstore\[cuda13\]'"):
+        cuda.require()
+    nvcomp.__version__ = "6.0.0.12"
+    cuda.require()
+
+
+# --- saves
+
+
+@pytest.mark.parametrize("staging", ["auto", "device", "host"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_any_staging_takes_tensors_of_the_host(staging, async_save):
+    state = {"w": torch.arange(30_000.0), "s": torch.ones(3)}
+    with SnapshotManager(MemoryStore(), run="r", staging=staging, async_save=async_save) as snapshots:
+        for step in range(3):
+            snapshots.save(step, state)
+            state["w"] += 1
+        for step in range(3):
+            assert torch.equal(snapshots.restore(step)["w"], torch.arange(30_000.0) + step)
+    assert "cupy" not in sys.modules or torch.cuda.device_count()
+
+
+def test_ans_leaves_tensors_of_the_host_portable():
+    store = MemoryStore()
+    with Repository.create(store, options=SaveOptions(codec="ans", threads=1)) as repository:
+        repository.save({"w": floats(1)}, run="r", step=0)
+    used = {c for key in packs(store) for _, h in blobs(store.get(key)) for c in h.codecs[: h.element_size]}
+    assert used <= {codecs.RAW, codecs.ZSTD, codecs.DEFLATE}
+    assert used != {codecs.RAW}
+    with Repository.open(store) as repository:
+        assert torch.equal(repository.restore("r@0")["w"], floats(1))
+
+
+# --- blobs in nvCOMP's ANS
+
+
+def packs(store):
+    return [info.key for info in store.list("packs/")]
+
+
+def blobs(data):
+    return list(scan(memoryview(bytes(data)), "pack"))
+
+
+def with_codec(store, codec):
+    """All coded planes of a repository claim another codec."""
+    for key in packs(store):
+        data, info = store._objects[key]
+        edited = bytearray(data)
+        for offset, header in blobs(data):
+            for k in range(header.element_size):
+                if header.codecs[k]:
+                    edited[offset + 32 + k] = codec
+            length = header.payload_start + header.payload_bytes
+            struct.pack_into("<Q", edited, offset + 8, checksum(bytes(edited[offset + 16 : offset + length])))
+        store._objects[key] = bytes(edited), info
+
+
+@pytest.fixture
+def store():
+    made = MemoryStore()
+    with Repository.create(made, chunk_bytes=4096, options=SaveOptions(threads=1)) as repository:
+        repository.save({"w": floats(1), "plain": 5}, run="r", step=0)
+    return made
+
+
+def test_the_decoder_says_where_it_can_be_read():
+    with pytest.raises(CapabilityError, match=r"nvCOMP 6's ANS.*no CUDA device.*snapstore recode"):
+        codecs.decoder(ANS, "here")([memoryview(b"abc")], np.empty(10, np.uint8), 64)
+
+
+def test_a_restore_is_refused_with_a_way_out(store):
+    with_codec(store, ANS)
+    with Repository.open(store, options=SaveOptions(threads=1)) as repository:
+        with pytest.raises(CapabilityError, match="snapstore recode"):
+            repository.restore("r@0")
+        assert repository.restore("r@0", keys="plain") == {"plain": 5}
+        assert [s.ref for s in repository.snapshots()] == ["r@0"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "match"),
+    [(71, "nvCOMP 7.*recode"), (65, "nvCOMP 1"), (99, "nvCOMP 35"), (9, "unknown"), (200, "unknown")],
+)
+def test_other_codecs_are_named(store, codec, match):
+    with_codec(store, codec)
+    with Repository.open(store, options=SaveOptions(threads=1)) as repository, pytest.raises(FormatError, match=match):
+        repository.restore("r@0")
+
+
+@pytest.mark.parametrize("codec", [ANS, 71])
+def test_a_base_that_cannot_be_read_here_is_none(store, codec):
+    """Saves go on, in full: the run was on a GPU before."""
+    with_codec(store, codec)
+    changed = floats(1) * 1.0001
+    with Repository.open(store, options=SaveOptions(threads=1)) as repository:
+        saved = repository.save({"w": changed}, run="r", step=1)
+        assert saved.depth == 0
+        assert torch.equal(repository.restore("r@1")["w"], changed)
+
+
+def test_options_that_are_none():
+    from snapstore import InvalidInputError
+
+    for options in ({"codec": "zip"}, {"verify_writes": "maybe"}, {"codec": None}):
+        with pytest.raises(InvalidInputError, match="expected one of"):
+            SaveOptions(**options)
+    with pytest.raises(InvalidInputError, match="staging"):
+        SnapshotManager(MemoryStore(), run="r", staging="gpu")

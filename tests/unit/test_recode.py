@@ -1,0 +1,467 @@
+"""recode: every state stays bit for bit, each blob is rewritten once, nothing is lost by damage or a bad encoder."""
+
+import re
+
+import faults
+import foreign
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapstore import (
+    AlreadyExistsError,
+    CapabilityError,
+    InvalidInputError,
+    NotFoundError,
+    Repository,
+    StorageError,
+    blob,
+    codecs,
+    manifest,
+    pack,
+    records,
+)
+from snapstore import recode as module
+from snapstore.storage.memory import MemoryStore
+
+ANS = codecs.NAMES[codecs.ANS]
+
+
+@pytest.fixture(autouse=True)
+def _readable(monkeypatch):
+    foreign.readable(monkeypatch)
+
+
+@pytest.fixture
+def store():
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
+    return made
+
+
+@pytest.fixture
+def repo(store):
+    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable upon them."""
+    with faults.opened(store) as repository:
+        with foreign.written():
+            for step in range(4):
+                faults.save(repository, "a", step, step)
+            faults.save(repository, "b", 0, 1, parent="a@1", bases=["a@1"])
+        faults.save(repository, "a", 4, 4)
+        yield repository
+
+
+def blobs(repository, refs=None):
+    """(pack, offset) -> header of every blob that snapshots refer to."""
+    found = {}
+    for snapshot in repository.snapshots() if refs is None else map(repository.snapshot, refs):
+        for ref in snapshot.manifests:
+            m = manifest.read(repository.store, ref)
+            names = m.header.pack_names
+            for number, offset, length in zip(
+                m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
+            ):
+                (data,) = repository.store.get_ranges(records.pack_key(names[number]), [(offset, length)])
+                found[names[number], offset] = blob.parse(data, "")
+    return found
+
+
+def identity(header):
+    return header.transform, header.element_size, header.layout, header.raw_bytes, header.digest, header.base
+
+
+def stale(headers, kept=(codecs.RAW, codecs.ZSTD, codecs.DEFLATE)):
+    return {place: h for place, h in headers.items() if any(codec not in kept for codec in h.codecs[: h.element_size])}
+
+
+def going(repository):
+    """Blobs that are stale, or whose pack mostly is."""
+    found = blobs(repository)
+    packs = {name: pack_listing(repository, name) for name, _ in found}
+    bad = stale(found)
+    share = {
+        name: sum(int(e["length"]) for e in entries if (name, int(e["offset"])) in bad) / entries["length"].sum()
+        for name, entries in packs.items()
+    }
+    return {p: h for p, h in found.items() if p in bad or share[p[0]] >= module.LEFT_ABOVE_SHARE}
+
+
+def pack_listing(repository, name):
+    key = records.pack_key(name)
+    return pack.read_listing(repository.store, key, repository.store.stat(key).size_bytes).entries
+
+
+def test_all_of_it(repo):
+    before, old = repo.snapshots(), blobs(repo)
+    assert ANS in repo.stats().codecs
+    wanted = going(repo)
+    assert {h.transform for h in wanted.values()} == {blob.FULL, blob.XOR}
+    result = repo.recode()
+    new = blobs(repo)
+    assert not stale(new)
+    assert sorted(map(identity, new.values())) == sorted(map(identity, old.values()))
+    assert all(new[place] == header for place, header in old.items() if place not in wanted)
+    assert (result.blobs, result.failed) == (len(wanted), [])
+    assert result.bytes_before == sum(blob.length_of(h) for h in wanted.values())
+    assert result.bytes_after == sum(blob.length_of(h) for place, h in new.items() if place not in old)
+    assert {s.id for s in result.recoded + result.skipped} == {s.id for s in before}
+    for snapshot, was in zip(repo.snapshots(), before, strict=True):
+        assert snapshot.revision == 1
+        assert snapshot.stored_bytes > 0
+        same = (
+            "id",
+            "seq",
+            "state",
+            "parent",
+            "bases",
+            "tags",
+            "created",
+            "generation",
+            "depth",
+            "chunks",
+            "run",
+            "step",
+        )
+        assert [getattr(snapshot, f) for f in same] == [getattr(was, f) for f in same]
+    faults.check_restores(repo)
+    repo.gc()
+    assert not going(repo)
+    faults.check_clean(repo.store)
+
+
+def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
+    repo.recode()
+    names, places = set(), set()
+    for snapshot in repo.snapshots():
+        for ref in snapshot.manifests:
+            header = manifest.read(repo.store, ref).header
+            assert (header.part, header.rank) == (ref.part, ref.rank)
+            for name, size in zip(header.pack_names, header.pack_size_list, strict=True):
+                listing = pack.read_listing(repo.store, records.pack_key(name), size)
+                names.add((listing.header.save_id, listing.header.rank, listing.header.sequence))
+                for entry in listing.entries:
+                    offset, length = int(entry["offset"]), int(entry["length"])
+                    (data,) = repo.store.get_ranges(records.pack_key(name), [(offset, length)])
+                    assert blob.entry(data, offset) == entry.tobytes()
+                    places.add(name)
+    assert len(names) == len(places)
+
+
+def test_nothing_to_do_writes_nothing(repo):
+    repo.recode()
+    keys = faults.keys_of(repo.store)
+    result = repo.recode()
+    assert (result.recoded, result.blobs, len(result.skipped)) == ([], 0, 6)
+    assert faults.keys_of(repo.store) == keys
+    repo.gc()
+    keys = faults.keys_of(repo.store)
+    assert repo.recode(["a@4"]).recoded == []
+    assert faults.keys_of(repo.store) == keys
+
+
+def test_a_dry_run_changes_nothing(repo):
+    keys = faults.keys_of(repo.store)
+    result = repo.recode(dry_run=True)
+    assert faults.keys_of(repo.store) == keys
+    real = repo.recode()
+    assert (result.blobs, result.bytes_before) == (real.blobs, real.bytes_before)
+    assert [s.id for s in result.recoded] == [s.id for s in real.recoded]
+    assert result.dry_run
+    assert result.bytes_after == 0
+    assert repo.recode(codec="ans", dry_run=True).recoded
+
+
+def test_only_what_is_named(repo):
+    result = repo.recode(["a@2", "id:" + repo.snapshot("a@2").id])
+    assert [s.ref for s in result.recoded] == ["a@2"]
+    assert not stale(blobs(repo, ["a@2"]))
+    assert stale(blobs(repo, ["a@1"]))
+    assert [s.revision for s in repo.snapshots("a")] == [0, 0, 1, 0, 0]
+    faults.check_restores(repo)
+    repo.gc()
+    faults.check_restores(repo)
+
+
+def test_one_after_the_other_shares_as_all_at_once(repo):
+    wanted = going(repo)
+    made = sum(repo.recode([s.ref]).blobs for s in reversed(repo.snapshots()))
+    assert made == len(wanted)
+    assert len({identity(h) for h in blobs(repo).values()}) == len(blobs(repo))
+    repo.gc()
+    faults.check_clean(repo.store)
+
+
+def test_forgotten_ones_are_left_alone_unless_named(repo):
+    repo.forget_snapshots(["a@1"])
+    assert "a@1" not in [s.ref for s in repo.recode().recoded]
+    assert repo.view().resolve("a@1").revision == 1
+    (done,) = repo.recode(["a@1"]).recoded
+    assert (done.state, done.revision) == ("forgotten", 2)
+    faults.check_restores(repo)
+    assert repo.unforget("a@1").manifests == done.manifests
+    repo.gc()
+    faults.check_clean(repo.store)
+    with pytest.raises(NotFoundError):
+        repo.recode(["a@99"])
+
+
+def test_saves_go_on_from_a_recoded_parent(repo):
+    repo.recode()
+    repo.gc()
+    snapshot = faults.save(repo, "a", 5, 5)
+    assert snapshot.bases
+    assert snapshot.new_chunks < snapshot.chunks
+    faults.check_restores(repo)
+    assert repo.recode().recoded == []
+
+
+def test_bad_arguments(repo):
+    with pytest.raises(InvalidInputError, match="'zip': expected one of portable, ans"):
+        repo.recode(codec="zip")
+    with pytest.raises(InvalidInputError, match="got one str"):
+        repo.recode("a@1")
+    assert repo.recode([]).recoded == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(repo, monkeypatch):
+    keys = faults.keys_of(repo.store)
+    with pytest.raises(CapabilityError, match="no CUDA device"):
+        repo.recode(codec="ans")
+    monkeypatch.undo()
+    with pytest.raises(CapabilityError, match="only a GPU with nvCOMP"):
+        repo.recode()
+    assert faults.keys_of(repo.store) == keys
+
+
+def test_there_and_back_again(repo, monkeypatch):
+    """The encoder of codec 70 is the CPU engine, made to write it."""
+    monkeypatch.setattr(module, "_cuda_engine", lambda engines: type(engines.cpu)(1))
+    portable = repo.recode(["a@2"])
+    with foreign.written():
+        result = repo.recode(codec="ans")
+    assert result.failed == []
+    assert "a@2" in [s.ref for s in result.recoded]
+    assert portable.blobs
+    assert not stale(blobs(repo), (codecs.RAW, codecs.ANS))
+    faults.check_restores(repo)
+    repo.gc()
+    assert ANS in repo.stats().codecs
+    repo.recode()
+    faults.check_restores(repo)
+    repo.gc()
+    assert not going(repo)
+    faults.check_clean(repo.store)
+
+
+# --- damage
+
+
+def place_of(repository, ref):
+    """The key of a pack in ANS that a snapshot needs and a@0 does not, and a blob's offset in it."""
+    name, offset = min(stale(blobs(repository, [ref])).keys() - blobs(repository, ["a@0"]).keys())
+    return records.pack_key(name), offset
+
+
+def users_of(repository, key, offset=None):
+    """References of the snapshots that need a pack, or a blob of it."""
+    found = {s.ref: blobs(repository, [s.ref]) for s in repository.snapshots()}
+    return {ref for ref, places in found.items() for name, at in places if key.endswith(name) and offset in (None, at)}
+
+
+def alter(store, key, data):
+    store._objects[key] = data, store._objects[key][1]
+
+
+def flip(store, key, at):
+    data = bytearray(store.get(key))
+    data[at] ^= 1
+    alter(store, key, bytes(data))
+
+
+@pytest.mark.parametrize("harm", ["missing", "blob", "footer"])
+def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
+    key, offset = place_of(repo, "a@3")
+    users = users_of(repo, key, offset if harm == "blob" else None)
+    assert users < {s.ref for s in repo.snapshots()}
+    if harm == "missing":
+        repo.store.delete([key])
+    else:
+        flip(repo.store, key, offset + 100 if harm == "blob" else -40)
+    before = {s.id: s for s in repo.snapshots()}
+    result = repo.recode()
+    assert {s.ref for s, _ in result.failed} == users
+    for snapshot, message in result.failed:
+        assert message.startswith(f"{snapshot.ref}: ")
+        assert key in message
+        assert repo.snapshot(f"id:{snapshot.id}") == before[snapshot.id]
+    assert len(result.recoded) + len(result.failed) + len(result.skipped) == 6
+    assert not stale(blobs(repo, [s.ref for s in result.recoded]))
+    assert faults.keys_of(repo.store, "sessions/") == []
+
+
+def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
+    real = blob.encode
+
+    def encode(source, *rest):
+        wrong = source.copy()
+        wrong[7] ^= 4
+        return real(wrong, *rest)
+
+    keys = faults.keys_of(repo.store, "snapshots/")
+    monkeypatch.setattr(blob, "encode", encode)
+    result = repo.recode()
+    assert result.recoded == []
+    assert all("does not decode to what it was made of" in message for _, message in result.failed)
+    assert len(result.failed) == len([s for s in repo.snapshots() if stale(blobs(repo, [s.ref]))])
+    monkeypatch.undo()
+    foreign.readable(monkeypatch)
+    assert faults.keys_of(repo.store, "snapshots/") == keys
+    repo.gc()
+    assert repo.recode().failed == []
+    faults.check_restores(repo)
+
+
+def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
+    """Its checksum holds, its digest does not: somebody's encoder lied before us."""
+    name, offset = next(place for place, h in stale(blobs(repo, ["a@0"])).items() if codecs.RAW in h.codecs[:2])
+    key = records.pack_key(name)
+    users = users_of(repo, key, offset)
+    data = bytearray(repo.store.get(key))
+    header = blob.parse(memoryview(data)[offset:], "")
+    assert header.transform == blob.FULL
+    whole = memoryview(data)[offset : offset + blob.length_of(header)]
+    plain = np.zeros(header.raw_bytes, np.uint8)
+    raw = next(k for k in range(header.element_size) if header.codecs[k] == codecs.RAW)
+    blob.decode_source(whole, header, plain, "")
+    at = whole.tobytes().index(blob.planes.split(plain, header.element_size, header.layout)[raw].tobytes()[:64])
+    whole[at] ^= 1
+    blob.relabel(whole, header.transform, header.digest, header.base)
+    alter(repo.store, key, bytes(data))
+    failed = repo.recode().failed
+    assert {s.ref for s, _ in failed} == users
+    assert all(re.search("digest mismatch", message) for _, message in failed)
+
+
+def test_a_twin_that_is_damaged_is_not_used(repo):
+    repo.recode(["a@0"])
+    old = {identity(h) for h in stale(blobs(repo, ["a@1"])).values()}
+    place = next(place for place, h in blobs(repo, ["a@0"]).items() if identity(h) in old)
+    flip(repo.store, records.pack_key(place[0]), place[1] + blob.HEADER.size + 20)
+    with faults.opened(repo.store) as again:
+        result = again.recode(["a@1", "a@2"])
+    assert result.failed == []
+    assert result.blobs > 0
+    for ref in ("a@1", "a@2"):
+        assert place not in blobs(repo, [ref])
+        assert faults.same(repo.restore(ref), faults.values("a", int(ref[-1])))
+
+
+def test_a_store_that_fails_ends_it(repo, monkeypatch):
+    def put(key, data):
+        raise StorageError("503")
+
+    monkeypatch.setattr(repo.store, "put", put)
+    with pytest.raises(StorageError, match="503"):
+        repo.recode()
+    monkeypatch.undo()
+    foreign.readable(monkeypatch)
+    assert repo.recode().failed == []
+    repo.gc()
+    faults.check_clean(repo.store)
+
+
+def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
+    """The PUT timed out four times: the copy of the revision before takes its key before the packs are given up."""
+    late, real = [], repo.store.put
+
+    def put(key, data):
+        if key.startswith("snapshots/") and len(late) < 4:
+            late.append((key, bytes(data)))
+            raise StorageError("timed out")
+        real(key, data)
+
+    monkeypatch.setattr(repo.store, "put", put)
+    monkeypatch.setattr("snapstore.session.time.sleep", lambda _: None)
+    with pytest.raises(StorageError, match="timed out"):
+        repo.recode(["a@0"])
+    assert len(late) == 4
+    repo.gc()
+    with pytest.raises(AlreadyExistsError):
+        real(*late[0])
+    assert repo.snapshot("a@0").revision == 1
+    faults.check_clean(repo.store)
+
+
+def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
+    """Given up by a gc of another host in the midst: the work is done again under a new session."""
+    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    real, given_up = repo.store.touch, []
+
+    def touch(key):
+        if not given_up:
+            given_up.append(key)
+            repo.store.release(key)
+        real(key)
+
+    monkeypatch.setattr(repo.store, "touch", touch)
+    assert repo.recode().failed == []
+    assert given_up
+    repo.gc()
+    faults.check_clean(repo.store)
+
+
+# --- any history
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_history(data):
+    """Runs, forks, twin chunks, tensors that grow, saved in whichever codec and recoded in whichever order."""
+    draw = data.draw
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=256, options=faults.OPTIONS).close()
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    states = []
+    with faults.opened(store) as repo:
+        for number in range(draw(st.integers(1, 6))):
+            run = draw(st.sampled_from("abz"))
+            base = dict(states[draw(st.integers(0, len(states) - 1))][1]) if states and draw(st.booleans()) else {}
+            for name in draw(st.sets(st.sampled_from("uvwx"), min_size=1)):
+                kind = draw(st.sampled_from([np.float32, np.uint8, np.int64, np.float16]))
+                size = draw(st.sampled_from([4096, 5120, 8192])) // np.dtype(kind).itemsize
+                value = base.get(name)
+                if value is None or draw(st.booleans()):
+                    value = (rng.standard_normal(size) * 3).astype(kind)
+                    if draw(st.booleans()):
+                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                else:
+                    value = value.copy()
+                    value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
+                base[name] = value
+            others = [s.ref for s in repo.snapshots()]
+            parent = draw(st.sampled_from(others)) if others and draw(st.booleans()) else None
+            arguments = {"run": run, "step": number, "parent": parent, "full": draw(st.booleans())}
+            if draw(st.booleans()):
+                with foreign.written():
+                    repo.save(base, **arguments)
+            else:
+                repo.save(base, **arguments)
+            states.append((f"{run}@{number}", base))
+        codecs._DECODERS[codecs.ANS], kept = foreign.decode, codecs._DECODERS[codecs.ANS]
+        try:
+            wanted = {identity(h) for h in going(repo).values()}
+            order = draw(st.permutations([ref for ref, _ in states]))
+            made = repo.recode(order[:2]).blobs + repo.recode().blobs
+            assert made <= len(wanted)
+            repo.gc()
+            assert not stale(blobs(repo))
+            assert not going(repo)
+            assert repo.recode().recoded == []
+            for ref, state in states:
+                assert faults.same(repo.restore(ref), state)
+            assert repo.check("restore").ok
+        finally:
+            codecs._DECODERS[codecs.ANS] = kept

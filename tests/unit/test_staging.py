@@ -1,0 +1,149 @@
+"""Staging: what is held between saves, and for how long a tensor whose deltas never pay goes without a base."""
+
+import numpy as np
+import pytest
+import torch
+
+from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager, staging
+from snapstore.engine import Engines
+from snapstore.staging import Staging
+from snapstore.state.flatten import flatten
+from snapstore.storage.memory import MemoryStore
+
+OPTIONS = SaveOptions(threads=2)
+COUNT = 20_000
+
+
+def steady(step):
+    start = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32)
+    return torch.from_numpy(start * np.float32(1 + 1e-5 * step))
+
+
+def noise(step):
+    return torch.from_numpy(np.random.default_rng(100 + step).standard_normal(COUNT).astype(np.float32))
+
+
+@pytest.fixture
+def snapshots(request):
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=4096, options=OPTIONS).close()
+    with SnapshotManager(store, run="a", options=OPTIONS) as made:
+        yield made
+
+
+def save(snapshots, step, state):
+    snapshots.save(step, state).result()
+    found = snapshots.repository.restore(f"a@{step}")
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(found[name], value)
+    return snapshots.repository.snapshot(f"a@{step}")
+
+
+def held(snapshots):
+    """Names of the tensors whose bytes are held as bases."""
+    return {key[1][-1] for key in snapshots._staging._base}
+
+
+def test_a_tensor_whose_deltas_never_pay_keeps_no_base(snapshots, monkeypatch):
+    monkeypatch.setattr(staging, "RETRY_AFTER_SAVES", 3)
+    without = []
+    for step in range(12):
+        save(snapshots, step, {"steady": steady(step), "noise": noise(step)})
+        assert "steady" in held(snapshots)
+        without.append("noise" not in held(snapshots))
+    # tried in save 1 and dropped; not tried in three saves, the last of which keeps it; tried again in the fifth
+    assert without == [False, True, True, True, False, True, True, True, False, True, True, True]
+
+
+def test_what_is_dropped_is_used_again_as_room(snapshots):
+    for step in range(4):
+        save(snapshots, step, {"steady": steady(step), "noise": noise(step)})
+    buffers = [*snapshots._staging._base.values(), *snapshots._staging._spare.values()]
+    assert len({b.ctypes.data for b in buffers}) == len(buffers) == 3, "two of the steady one, one of the noise"
+
+
+def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch):
+    """Noise, then steps that are near: after the retry its chunks are deltas; then noise again, and again near."""
+    monkeypatch.setattr(staging, "RETRY_AFTER_SAVES", 2)
+    depths, unpaid = [], []
+    for step in range(24):
+        is_noise = step // 6 % 2 == 0
+        snapshot = save(snapshots, step, {"w": noise(step) if is_noise else steady(step)})
+        depths.append(snapshot.depth)
+        unpaid.append(bool(snapshots._staging._unpaid))
+    assert not any(depths[:6]), depths
+    assert all(depths[9:12]), depths
+    assert not any(depths[12:18]), depths
+    assert all(depths[21:24]), depths
+    assert not any(unpaid[10:12])
+    assert unpaid[12:15] == [True, True, False]
+
+
+def test_a_tensor_that_is_unchanged_is_not_unpaid(snapshots):
+    for step in range(4):
+        save(snapshots, step, {"w": noise(0), "v": steady(step)})
+    assert held(snapshots) == {"w", "v"}
+    assert not snapshots._staging._unpaid
+
+
+def test_without_deltas_nothing_is_tried_and_nothing_unpaid():
+    store = MemoryStore()
+    options = SaveOptions(threads=2, max_depth=0)
+    Repository.create(store, chunk_bytes=4096, options=options).close()
+    with SnapshotManager(store, run="a", options=options) as snapshots:
+        for step in range(3):
+            save(snapshots, step, {"w": noise(step)})
+        assert not snapshots._staging._unpaid
+        assert held(snapshots) == {"w"}
+
+
+def test_no_delta_names_places_of_this_state():
+    made = Staging(Engines(threads=1))
+    parts = flatten({"a": {"x": noise(0), "y": noise(1)}, "b": {"x": noise(2)}})
+    names = [part.name for part in parts]
+    a = names.index("a")
+    assert made.no_delta(parts) == frozenset()
+    made.copy(parts, 0)
+    made.commit("0" * 32, parts, {(a, 1)}, copied=True)
+    assert made.no_delta(parts) == {(a, 1)}
+    plain = made.base("0" * 32, parts)
+    assert plain(a, 1) is None
+    assert np.array_equal(plain(a, 0), noise(0).numpy().view(np.uint8))
+    assert made.base("1" * 32, parts)(a, 0) is None
+    other = flatten({"a": {"y": noise(1)}})
+    assert made.no_delta(other) == {(len(other) - 1, 0)}, "by name, wherever it is now"
+
+
+def test_a_failed_save_keeps_the_base_and_what_is_unpaid():
+    made = Staging(Engines(threads=1))
+    parts = flatten({"x": noise(0), "y": noise(1)})
+    made.copy(parts, 0)
+    made.commit("0" * 32, parts, {(0, 0)}, copied=True)
+    made.copy(flatten({"x": noise(3), "y": noise(4)}), 0)  # and no commit
+    assert made.no_delta(parts) == {(0, 0)}
+    assert np.array_equal(made.base("0" * 32, parts)(0, 1), noise(1).numpy().view(np.uint8))
+
+
+# --- where copies of CUDA tensors lie
+
+
+@pytest.mark.parametrize("value", ["gpu", "", None, "Device"])
+def test_a_mode_that_is_none_is_named(value):
+    with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):
+        Staging(Engines(threads=1), mode=value)
+    store = MemoryStore()
+    Repository.create(store).close()
+    with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):
+        SnapshotManager(store, run="a", staging=value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "device", "host"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_every_mode_saves_host_tensors(mode, async_save):
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=4096, options=OPTIONS).close()
+    with SnapshotManager(store, run="a", staging=mode, async_save=async_save, options=OPTIONS) as snapshots:
+        for step in range(3):
+            save(snapshots, step, {"w": steady(step)})
+        assert snapshots.repository.snapshot("a@2").depth == 2

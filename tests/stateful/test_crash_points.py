@@ -216,6 +216,7 @@ ALIKE = {
     "gc, unmarked",
     "rebuild",
     "restore",
+    "recode",
     "recode, marked",
     "recode a forgotten one",
 }

@@ -156,9 +156,8 @@ class Task:
             self.lane.settled()
         except BaseException as error:  # noqa: BLE001  raised in `result`
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory()
-            self.error = (
-                torch.OutOfMemoryError(str(error)) if out_of_memory else error
-            )  # without frames that hold memory
+            # a new one has no frames that hold device memory
+            self.error = torch.OutOfMemoryError(str(error)) if out_of_memory else error
             self.run = self.steps = None
             with suppress(Exception):  # a device that failed says so again at the next call
                 self.lane.sync()

@@ -14,19 +14,6 @@ FOLDER = Path(__file__).parents[2] / "snapstore" / "cuda"
 GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
 
 
-class Machine:
-    """Memory and launches; arrays are put between guards, at any misalignment."""
-
-    name = ""
-
-    def put(self, array, misaligned=0):
-        """A copy of an array in this machine's memory; see `get`."""
-        raise NotImplementedError
-
-    def launch(self, kernel, grid, block, *arrays_or_numbers):
-        raise NotImplementedError
-
-
 class Placed:
     """An array in a machine's memory."""
 
@@ -50,7 +37,9 @@ def room_for(array, misaligned):
     return room
 
 
-class Emulator(Machine):
+class Emulator:
+    """This CPU: arrays are put between guards, at any misalignment."""
+
     name = "emulator"
 
     def put(self, array, misaligned=0):
@@ -91,7 +80,9 @@ def emulated(kernel):
     return loaded
 
 
-class Device(Machine):
+class Device:
+    """The current CUDA device."""
+
     name = "cuda"
 
     def put(self, array, misaligned=0):

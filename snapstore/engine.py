@@ -63,6 +63,14 @@ class Chunks:
             for w, s, n in zip(self.which.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True)
         ]
 
+    def and_those(self, others: Chunks) -> Chunks:
+        """Both, one after the other."""
+        which = np.where(others.which >= 0, others.which + len(self.memories), -1)
+        return Chunks(
+            [*self.memories, *others.memories], np.concatenate([self.which, which]),
+            np.concatenate([self.starts, others.starts]), np.concatenate([self.lengths, others.lengths]),
+        )  # fmt: skip
+
     @staticmethod
     def of(memories: Sequence[Memory]) -> Chunks:
         """Each memory as one chunk."""
@@ -146,8 +154,8 @@ class Engine(Protocol):
         """The same chunks where the engine works; they may be read until the save ends."""
         ...
 
-    def digests(self, chunks: Chunks) -> Bytes:
-        """XXH3-128 of every chunk, (n, 16)."""
+    def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
+        """Begin to hash every chunk: XXH3-128, (n, 16)."""
         ...
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
@@ -237,9 +245,9 @@ class CpuEngine:
         """They are in host memory already."""
         return chunks
 
-    def digests(self, chunks: Chunks) -> Bytes:
-        """XXH3-128 of every chunk, (n, 16); in the caller's thread, at tens of GB/s, beside an encoding batch."""
-        return np.frombuffer(b"".join(map(digest, chunks.views())), np.uint8).reshape(-1, 16)
+    def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
+        """XXH3-128 of every chunk, (n, 16); by whoever waits for it, at tens of GB/s, beside an encoding batch."""
+        return lambda: np.frombuffer(b"".join(map(digest, chunks.views())), np.uint8).reshape(-1, 16)
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch."""

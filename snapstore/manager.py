@@ -189,21 +189,25 @@ class SnapshotManager:
 
         parts = flatten(state)
         handle = SaveHandle()
+        work: list[tuple[Any, Any]] = []  # whoever begins takes it out: an error's frames should not hold it
         if not self._async and not any(self._staging.on_device(value) for part in parts for value in part.values):
-            self._run(handle, request, parts, None, started, None)
+            work.append((parts, None))
+            del parts
+            self._run(handle, request, work, started, None)
             return handle
-        copies = self._staging.copy(parts, chunking.INLINE_BYTES)
+        work.append((parts, self._staging.copy(parts, chunking.INLINE_BYTES)))
         for part in parts:
             part.values.clear()  # the state itself is no business of the background
+        del parts
         stall_s = time.monotonic() - started
         if not self._async:
-            self._run(handle, request, parts, copies, started, None)
+            self._run(handle, request, work, started, None)
             return handle
 
         def run() -> None:
             if _popped(token):  # else the caller was interrupted and has given up
                 try:
-                    self._run(handle, request, parts, copies, started, stall_s)
+                    self._run(handle, request, work, started, stall_s)
                 finally:
                     self._slot.release()
 
@@ -212,9 +216,11 @@ class SnapshotManager:
         return handle
 
     def _run(
-        self, handle: SaveHandle, request: SaveRequest, parts: Any, copies: Any, started: float, stall_s: float | None
-    ) -> None:
-        """The save and, once it is durable, what the policies ask for."""
+        self, handle: SaveHandle, request: SaveRequest, work: list[tuple[Any, Any]], started: float,
+        stall_s: float | None,
+    ) -> None:  # fmt: skip
+        """The save and, once it is durable, what the policies ask for. Takes (parts, copies) out of `work`."""
+        parts, copies = work.pop()
         try:
             snapshot = self.repository.write(
                 request, parts, staging=self._staging, copies=copies, started=started, stall_s=stall_s
@@ -225,7 +231,7 @@ class SnapshotManager:
             traceback.clear_frames(error.__traceback__)
             if self._async:
                 self._errors.append(error)
-                log.error("run=%s step=%d save failed: %s", self.run, request.step, error)
+                log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)
             return
         handle._finish(snapshot, None)

@@ -494,7 +494,7 @@ class _Recoding:
         layouts = np.array(self._threads.start(decode, range(len(rows)))(), np.uint8)
         memory = _moved(self._engine, plain)
         sources = Chunks([memory], np.zeros(len(rows), np.int64), places, lengths)
-        digests = self._engine.digests(sources)
+        digests = self._engine.start_digests(sources)()
         wrong = (entries["transform"] == blob.FULL) & (digests != _digests(entries)).any(axis=1)
         if wrong.any():
             raise IntegrityError(f"{wheres[int(np.argmax(wrong))]}: digest mismatch; run 'snapstore check --restore'")

@@ -49,6 +49,12 @@ class Threads:
             result: AsyncResult[Any] = self._pool.map_async(function, items, chunksize=max(1, len(items) // 64))
         return Pending(result)
 
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the threads once they are idle."""
         if self._pid != os.getpid():  # before the lock: a fork may have left it held

@@ -221,6 +221,21 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hashing:
+    """A batch whose chunks, and those of their bases that are at hand, are being hashed."""
+
+    engine: Engine
+    runs: Sequence[_Run]
+    which: Column  # of every chunk, which of the runs
+    starts: Column
+    chunks: Chunks
+    candidates: Column  # of every chunk, the row of its candidate base, or -1
+    at_hand: Column  # which chunks have their base's bytes in memory
+    plain: Chunks  # those
+    wait: Callable[[], Bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _Encoding:
     """A batch whose new chunks are being encoded."""
 
@@ -245,11 +260,13 @@ class _Chunks:
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self._save_id = bytes.fromhex(session.id)
         self.rows = 0
+        self._rows_begun = 0  # of them, those that have been hashed
         self.new_chunks = 0
         self.done: list[_Rows] = []
         self._runs: list[_Run] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
         self._engine: Engine = engines.cpu
+        self._hashing: deque[_Hashing] = deque()
         self._encoding: deque[_Encoding] = deque()
         self._verifying: list[Callable[[], object]] = []
         self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
@@ -284,6 +301,7 @@ class _Chunks:
                        self._engine.batch_chunks - self._count)  # fmt: skip
             count = min(max(room, 0 if self._runs else 1), total - first)
             if count:
+                self.rows += count
                 self._runs.append(_Run(part, index, spec, data, plain, candidate, first, count))
                 self._size_bytes += min(count * chunk_bytes, spec.nbytes - first * chunk_bytes)
                 self._count += count
@@ -294,6 +312,8 @@ class _Chunks:
     def end_part(self) -> None:
         """Everything of the part is in its packs."""
         self._flush()
+        while self._hashing:
+            self._encode()
         while self._encoding:
             self._drain()
         self._seal()
@@ -306,10 +326,8 @@ class _Chunks:
 
     def close(self) -> None:
         """End the threads; nothing touches the caller's memory any more."""
-        for encoding in self._encoding:
-            with suppress(Exception):
-                encoding.wait()
-        for wait in self._verifying:
+        begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
+        for wait in (*begun, *self._verifying):
             with suppress(Exception):
                 wait()
         if self._writer is not None:
@@ -337,7 +355,7 @@ class _Chunks:
             self._putters = Threads(PUTS_IN_FLIGHT_OF_DEVICES)
 
     def _flush(self) -> None:
-        """Digest the batch, look its chunks up, start to encode the new ones; then pack the batch before."""
+        """Begin to hash the batch; encode the one before, whose digests are there by now."""
         runs, self._runs, self._size_bytes, self._count = self._runs, [], 0, 0
         if not runs:
             return
@@ -346,22 +364,39 @@ class _Chunks:
         starts = np.concatenate([run.starts(chunk_bytes) for run in runs])
         lengths = np.minimum(np.array([run.spec.nbytes for run in runs])[which] - starts, chunk_bytes)
         chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
-        digests = engine.digests(chunks)
+        candidates = self._candidates(runs, which, starts, lengths)
+        has_plain = np.array([run.plain is not None for run in runs])[which]
+        at_hand = np.flatnonzero((candidates >= 0) & has_plain)
+        memories = [run.plain if run.plain is not None else run.data for run in runs]
+        plain = engine.load(Chunks(memories, which[at_hand], starts[at_hand], lengths[at_hand]))
+        wait = engine.start_digests(chunks.and_those(plain))
+        self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, at_hand, plain, wait))
+        if len(self._hashing) > 1:
+            self._encode()
+
+    def _encode(self) -> None:
+        """Look up the chunks of the batch that was hashed first, begin to encode the new ones; pack older batches."""
+        batch = self._hashing[0]
+        found = batch.wait()
+        self._hashing.popleft()
+        count, lengths = len(batch.chunks), batch.chunks.lengths
+        digests, plain_digests = found[:count], found[count:]
         known = self.bases.find(digests)
         if self._plan.full and len(self.bases.table):  # no chains: this snapshot is to outlive its bases
             known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
-        twins = self.rows + np.arange(len(which))
+        twins = self._rows_begun + np.arange(count)
         for i in np.flatnonzero(known < 0).tolist():
-            twins[i] = self._own.setdefault(digests[i].tobytes(), self.rows + i)
-        new = np.flatnonzero((known < 0) & (twins == self.rows + np.arange(len(which))))
-        rows = _Rows(digests, lengths, twins, known, np.full((len(which), 4), -1, np.int64))
-        self.rows += len(which)
+            twins[i] = self._own.setdefault(digests[i].tobytes(), self._rows_begun + i)
+        new = np.flatnonzero((known < 0) & (twins == self._rows_begun + np.arange(count)))
+        rows = _Rows(digests, lengths, twins, known, np.full((count, 4), -1, np.int64))
+        self._rows_begun += count
         self.done.append(rows)
-        candidates = self._candidates(runs, which, starts, lengths)[new]
-        batch = self._batch(runs, which, starts, chunks, rows, new, candidates)
-        encoding = engine.start_encode(batch)
-        self._encoding.append(_Encoding(engine, runs, rows, new, which[new], candidates, batch, encoding))
-        while len(self._encoding) > engine.depth:
+        encode = self._batch(batch, rows, new, self._base_bytes(batch, new, plain_digests))
+        encoding = batch.engine.start_encode(encode)
+        self._encoding.append(
+            _Encoding(batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], encode, encoding)
+        )
+        while len(self._encoding) > batch.engine.depth:
             self._drain()
 
     def _candidates(self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column) -> Column:
@@ -377,49 +412,41 @@ class _Chunks:
         allowed &= ~delta.is_keyframe(self.bases.generation, tensor + index, self._plan.max_depth)
         return np.where(allowed, rows, -1)
 
-    def _batch(
-        self, runs: Sequence[_Run], which: Column, starts: Column, chunks: Chunks, rows: _Rows, new: Column,
-        candidates: Column,
-    ) -> EncodeBatch:  # fmt: skip
+    def _batch(self, batch: _Hashing, rows: _Rows, new: Column, bases: Chunks) -> EncodeBatch:
         """What to encode, each chunk with its base's bytes where it has a candidate."""
-        taken = np.maximum(candidates, 0)
+        runs, which = batch.runs, batch.which[new]
+        taken = np.maximum(batch.candidates[new], 0)
         has = len(self.bases.table) > 0
         return EncodeBatch(
-            chunks.take(new), rows.digests[new],
-            np.array([run.spec.element_size for run in runs], np.uint8)[which[new]],
-            np.array([planes.ROTATED if run.spec.is_float else planes.BYTES for run in runs], np.uint8)[which[new]],
-            self._base_bytes(runs, which[new], starts[new], rows.lengths[new], candidates),
+            batch.chunks.take(new), rows.digests[new],
+            np.array([run.spec.element_size for run in runs], np.uint8)[which],
+            np.array([planes.ROTATED if run.spec.is_float else planes.BYTES for run in runs], np.uint8)[which], bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
             self.bases.chain_bytes[taken] if has else np.zeros(len(new), np.int64),
         )  # fmt: skip
 
-    def _base_bytes(
-        self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column, candidates: Column
-    ) -> Chunks:
-        """Plain bytes of the candidate bases, each checked against its digest: from memory, else from the store."""
-        has_plain = np.array([run.plain is not None for run in runs])[which]
-        memories: list[Memory] = [run.plain if run.plain is not None else run.data for run in runs]
-        at_hand = np.flatnonzero((candidates >= 0) & has_plain)
-        found = Chunks(memories, np.full(len(which), -1, np.int64), starts.copy(), lengths)
-        if len(at_hand):
-            loaded = self._engine.load(Chunks(memories, which[at_hand], starts[at_hand], lengths[at_hand]))
-            same = (self._engine.digests(loaded) == self.bases.table.digests[candidates[at_hand]]).all(axis=1)
-            memories = list(loaded.memories)
-            found = Chunks(memories, found.which, found.starts, lengths)
-            found.which[at_hand[same]] = loaded.which[same]
-            found.starts[at_hand[same]] = loaded.starts[same]
-        missing = np.flatnonzero((candidates >= 0) & (found.which < 0))
+    def _base_bytes(self, batch: _Hashing, new: Column, plain_digests: Bytes) -> Chunks:
+        """Plain bytes of the new chunks' candidate bases, checked: from memory, else from the store."""
+        memories = list(batch.plain.memories)
+        which, starts = np.full(len(batch.chunks), -1, np.int64), np.zeros(len(batch.chunks), np.int64)
+        expected = batch.candidates[batch.at_hand]
+        same = (plain_digests == self.bases.table.digests[expected]).all(axis=1) if len(expected) else expected > 0
+        which[batch.at_hand[same]] = batch.plain.which[same]
+        starts[batch.at_hand[same]] = batch.plain.starts[same]
+        which, starts, lengths, candidates = which[new], starts[new], batch.chunks.lengths[new], batch.candidates[new]
+        missing = np.flatnonzero((candidates >= 0) & (which < 0))
         if len(missing):
-            places = np.cumsum(lengths[missing] + -lengths[missing] % 256) - lengths[missing] - -lengths[missing] % 256
-            memories.append(self._engine.empty(int(places[-1] + lengths[missing[-1]])))
+            rooms = lengths[missing] + -lengths[missing] % 256
+            places = np.cumsum(rooms) - rooms
+            memories.append(batch.engine.empty(int(rooms.sum())))
             wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
             try:
                 for _ in Fetcher(self._store, self._engines).rebuild([wanted]):
                     self._session.heartbeat()
             except (*DAMAGE, CapabilityError) as error:  # an ANS blob, and no GPU here, is as good as damaged
                 raise BaseDamagedError(str(error)) from error
-            found.which[missing], found.starts[missing] = len(memories) - 1, places
-        return found
+            which[missing], starts[missing] = len(memories) - 1, places
+        return Chunks(memories, which, starts, lengths)
 
     def _drain(self) -> None:
         """Put the blobs of the batch that was begun first into the part's packs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from bench_gpu_train import State, nbytes, tensors
 
 from snapstore import planes
+from snapstore.blob import Column
 from snapstore.engine import Chunks, EncodeBatch, Engines
 from snapstore.pack import Encoded
 
@@ -82,68 +83,66 @@ def _busy(work: Callable[[], object]) -> float:
     return busy / 1e6
 
 
-def _rows(engine: Any, state: State, base: State | None) -> Iterator[tuple[Chunks, Chunks]]:
-    """Chunks of all tensors and those of their bases, in batches of the engine's size."""
-    pending: list[tuple[torch.Tensor, torch.Tensor | None, int, int]] = []
-    size = 0
-    bases = tensors(base) if base is not None else [None] * len(tensors(state))
-    for tensor, prior in zip(tensors(state), bases, strict=True):
-        flat = tensor.reshape(-1).view(torch.uint8)
-        flat_base = None if prior is None else prior.reshape(-1).view(torch.uint8)
-        for start in range(0, len(flat), CHUNK_BYTES):
-            length = min(CHUNK_BYTES, len(flat) - start)
-            pending.append((flat, flat_base, start, length))
-            size += length
-            if size >= engine.batch_bytes:
-                yield _chunks(pending)
-                pending, size = [], 0
-    if pending:
-        yield _chunks(pending)
-
-
-def _chunks(rows: list[tuple[torch.Tensor, torch.Tensor | None, int, int]]) -> tuple[Chunks, Chunks]:
-    which = np.arange(len(rows))
-    starts, lengths = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
-    chunks = Chunks([row[0] for row in rows], which, starts, lengths)
-    has = np.array([row[1] is not None for row in rows])
-    return chunks, Chunks([row[1] for row in rows], np.where(has, which, -1), starts, lengths)
-
-
 def _batches(engine: Any, state: State, base: State | None) -> Iterator[EncodeBatch]:
-    for chunks, bases in _rows(engine, state, base):
-        n = len(chunks)
-        sizes = np.full(n, tensors(state)[0].itemsize, np.uint8)
-        yield EncodeBatch(
-            chunks, engine.digests(chunks), sizes, np.full(n, planes.ROTATED, np.uint8), bases,
-            np.ones((n, 16), np.uint8), np.full(n, CHUNK_BYTES, np.int64),
-        )  # fmt: skip
+    """Chunks of all tensors and those of their bases, in batches of the engine's size."""
+    pending: list[tuple[int, int, int]] = []  # tensor, first byte, bytes
+    size = 0
+    memories = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors(state)]
+    bases = None if base is None else [tensor.reshape(-1).view(torch.uint8) for tensor in tensors(base)]
+    element_size = tensors(state)[0].itemsize
+    for number, memory in enumerate(memories):
+        for start in range(0, len(memory), CHUNK_BYTES):
+            length = min(CHUNK_BYTES, len(memory) - start)
+            pending.append((number, start, length))
+            size += length
+            if size >= engine.batch_bytes or (number + 1 == len(memories) and start + length == len(memory)):
+                yield _batch(engine, np.array(pending), memories, bases, element_size)
+                pending, size = [], 0
+
+
+def _batch(
+    engine: Any, rows: Column, memories: list[torch.Tensor], bases: list[torch.Tensor] | None, element_size: int
+) -> EncodeBatch:  # fmt: skip
+    own, which = np.unique(rows[:, 0], return_inverse=True)
+    starts, lengths, n = rows[:, 1], rows[:, 2], len(rows)
+    chunks = Chunks([memories[i] for i in own.tolist()], which, starts, lengths)
+    nothing = Chunks([], np.full(n, -1), starts, lengths)
+    return EncodeBatch(
+        chunks, engine.start_digests(chunks)(), np.full(n, element_size, np.uint8),
+        np.full(n, planes.ROTATED, np.uint8),
+        nothing if bases is None else Chunks([bases[i] for i in own.tolist()], which, starts, lengths),
+        np.ones((n, 16), np.uint8), np.full(n, CHUNK_BYTES, np.int64),
+    )  # fmt: skip
+
+
+def _encoded(engine: Any, batches: list[EncodeBatch]) -> Iterator[Sequence[Encoded]]:
+    """All batches, as a save has them made: one is hashed, with its bases, while those before it are encoded."""
+    hashing: deque[tuple[EncodeBatch, Callable[[], Any]]] = deque()
+    encoding: deque[Callable[[], Any]] = deque()
+    for batch in (*batches, None):
+        if batch is not None:
+            has_base = np.flatnonzero(batch.bases.which >= 0)
+            hashing.append((batch, engine.start_digests(batch.chunks.and_those(batch.bases.take(has_base)))))
+        if len(hashing) > 1 or (batch is None and hashing):
+            begun, wait = hashing.popleft()
+            wait()
+            encoding.append(engine.start_encode(begun))
+        while len(encoding) > (engine.depth if batch is not None else 0):
+            yield encoding.popleft()()
 
 
 def _encode(engine: Any, batches: list[EncodeBatch]) -> None:
-    """All batches, as many at a time as the engine likes; digests as a save takes them."""
-    pending: deque[Callable[[], Any]] = deque()
-    for batch in batches:
-        engine.digests(batch.chunks)
-        if (batch.bases.which >= 0).any():
-            engine.digests(batch.bases)
-        pending.append(engine.start_encode(batch))
-        while len(pending) > engine.depth:
-            pending.popleft()()
-    while pending:
-        pending.popleft()()
+    for _ in _encoded(engine, batches):
+        pass
 
 
 def _to_host(engine: Any, batches: list[EncodeBatch]) -> None:
     """The same, and every blob into pinned memory, a ring of buffers as packs have them."""
     ring = [engine.buffer(32 * 1024 * 1024) for _ in range(24)]
     copied: list[Callable[[], object]] = [lambda: None] * len(ring)
-    pending: deque[Callable[[], Any]] = deque()
     number = 0
-
-    def out() -> None:
-        nonlocal number
-        encoded: Encoded
-        for encoded in pending.popleft()():
+    for made in _encoded(engine, batches):
+        for encoded in made:
             ends = (encoded.entries["offset"] + encoded.entries["length"] + 7) // 8 * 8
             first = 0
             while first < len(ends):
@@ -152,16 +151,6 @@ def _to_host(engine: Any, batches: list[EncodeBatch]) -> None:
                 copied[slot]()
                 copied[slot] = encoded.copy(first, last, ring[slot][: int(ends[last - 1]) - begin])
                 number, first = number + 1, last
-
-    for batch in batches:
-        engine.digests(batch.chunks)
-        if (batch.bases.which >= 0).any():
-            engine.digests(batch.bases)
-        pending.append(engine.start_encode(batch))
-        while len(pending) > engine.depth:
-            out()
-    while pending:
-        out()
     for wait in copied:
         wait()
     for buffer in ring:

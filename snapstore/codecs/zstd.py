@@ -12,12 +12,15 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from ..digest import Bytes
 from ..errors import IntegrityError
 
 ID = 1
+#: Magic, descriptor, content size of two bytes, block header, literals header.
+_HEADER_BYTES = 4 + 1 + 2 + 3 + 5
 _ENTROPY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=6, min_match=7, target_length=0, write_content_size=1
 )
@@ -60,3 +63,26 @@ def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
         except zstandard.ZstdError as error:
             raise IntegrityError(f"zstd block {i}: {error}") from error
         part[:] = np.frombuffer(plain, np.uint8)
+
+
+def is_literals(
+    stored: Bytes, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:  # fmt: skip
+    """Which frames are one block without sequences, by their headers: raw, RLE, or Huffman-coded in four streams.
+
+    Args:
+        offsets, sizes: (n,) of the frames in `stored`.
+        lengths: (n,) bytes that each should hold.
+    """
+    at = np.minimum(offsets[:, None] + np.arange(_HEADER_BYTES), max(stored.size - 1, 0))
+    head = stored[at].astype(np.int64)
+    short = lengths < 256  # then the content size has one byte, and all behind it lies one nearer
+    block = np.where(short[:, None], head[:, 6:14], head[:, 7:15])
+    header = block[:, 0] | block[:, 1] << 8 | block[:, 2] << 16
+    kind, block_bytes = header >> 1 & 3, header >> 3
+    literals = block[:, 3:] @ (1 << 8 * np.arange(5))
+    coded = (literals & 0xF) == (2 | 3 << 2)  # Huffman-coded with a tree, and sizes of 18 bits
+    coded &= (literals >> 22) + 5 + 1 == block_bytes  # and one byte that says: no sequences
+    single: npt.NDArray[np.bool_] = (head[:, 4] == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
+    single &= (sizes > np.where(short, 9, 10)) & ((kind < 2) | ((kind == 2) & coded))
+    return single

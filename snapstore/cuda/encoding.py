@@ -1,13 +1,12 @@
 """Encoding: one batch of chunks on its way to blobs, on one lane.
 
-sample -> delta or full, codecs (host) -> split -> nvCOMP -> sizes (host) -> headers + gather -> seal
+sample -> delta or full, codecs (host) -> split -> Huffman, nvCOMP -> sizes (host) -> headers + gather -> seal
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,9 @@ from .. import blob, codecs, delta
 from ..blob import Column
 from ..digest import Bytes
 from ..engine import EncodeBatch
-from . import kernels
-from .lanes import ALIGNMENT, Lane, addresses_of, copy_out, copy_stream
+from . import huffman, kernels
+from .huffman import HUFFMAN
+from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps
 from .nvcomp import ANS, Coder
 
 #: A plane of mostly one value is searched for matches only if that saves this share of the whole blob.
@@ -41,13 +41,13 @@ class DeviceEncoded:
 
     def _copy(self, begin: int, out: Bytes) -> Callable[[], object]:
         self.blobs.record_stream(self.stream)  # not to be used again before the copy is done
-        used = copy_out(out, self.blobs.data_ptr() + begin, self.stream)
+        copy_async(out.ctypes.data, self.blobs.data_ptr() + begin, out.size, self.stream)
         done = torch.cuda.Event()
         done.record(self.stream)
 
         def wait() -> None:
-            done.synchronize()
-            used.clear()
+            with torch.cuda.device(self.stream.device):
+                done.synchronize()
 
         return wait
 
@@ -106,7 +106,7 @@ class Encoding:
         strides = (self.plane_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         rooms = strides * self.sizes
         starts = np.cumsum(rooms) - rooms
-        self.planes = self.lane.empty(int(rooms.sum()) + 16)
+        self.planes = self.lane.room("planes", int(rooms.sum()) + 16)
         tables = self.lane.upload(
             self.addresses, np.where(is_delta, self.base_addresses, 0).astype(np.uint64),
             (self.planes.data_ptr() + starts).astype(np.uint64), self.lengths.astype(np.uint64),
@@ -119,23 +119,36 @@ class Encoding:
 
     def _begin_codecs(self, kinds: Column, planes_at: Column) -> list[_Begun]:
         """Every plane that is no noise into its codec."""
-        begun = []
+        parts = []
         for coder in dict.fromkeys(self.coders.values()):
             of_coder = [kind for kind, c in self.coders.items() if c is coder]
             rows, ks = np.nonzero(np.isin(kinds, of_coder))
-            if not len(rows):
-                continue
+            counts = -(-self.plane_bytes[rows] // coder.block_bytes)
+            if len(rows):
+                parts.append((coder, rows, ks, counts))
+        out = self.lane.room("compressed", sum(int(counts.sum()) * coder.room_bytes for coder, _, _, counts in parts))
+        begun, used = [], 0
+        for coder, rows, ks, counts in parts:
             size = self.plane_bytes[rows]
-            counts = -(-size // coder.block_bytes)
             which = np.repeat(np.arange(len(rows)), counts)
             within = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * coder.block_bytes
             plain = np.minimum(size[which] - within, coder.block_bytes)
             offsets = planes_at[rows, ks][which] + within
-            rooms = np.arange(len(which)) * coder.room_bytes
-            out = self.lane.empty(len(which) * coder.room_bytes)
-            batches = self.lane.codecs.encode(coder, self.planes, offsets.tolist(), plain.tolist(), out, rooms.tolist())
-            begun.append(_Begun(coder, batches, rows, ks, counts, size, out, rooms))
+            rooms = used + np.arange(len(which)) * coder.room_bytes
+            used += len(which) * coder.room_bytes
+            sizes = self._begin_codec(coder, offsets, plain, out, rooms)
+            begun.append(_Begun(coder, sizes, rows, ks, counts, size, out.data_ptr() + rooms))
         return begun
+
+    def _begin_codec(
+        self, coder: Coder, offsets: Column, plain: Column, out: torch.Tensor, rooms: Column
+    ) -> Callable[[], Column]:
+        """Begin to compress blocks, offsets in the planes, into their rooms; gives sizes once the stream is done."""
+        if coder is HUFFMAN:
+            found = huffman.encode(self.lane, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+            return lambda: found.numpy().astype(np.int64)
+        begun = self.lane.codecs.encode(coder, self.planes, offsets.tolist(), plain.tolist(), out, rooms.tolist())
+        return lambda: np.array(self.lane.codecs.sizes_of(begun), np.int64)
 
     def _compressed(self, begun: Sequence[_Begun]) -> tuple[Column, Column, Column]:
         """What has become of every plane.
@@ -144,18 +157,17 @@ class Encoding:
             Per plane (n, 8) its codec and its first block; per block (address, size) (b, 2). A plane that its codec
             does not make smaller has codec RAW.
         """
-        self.begun = begun  # the blocks' memory, until the blobs are assembled
         codec_of = np.full((self.count, 8), codecs.RAW, np.int64)
         first_of = np.zeros((self.count, 8), np.int64)
         blocks: list[Column] = [np.empty((0, 2), np.int64)]
         total = 0
         for b in begun:
-            stored = np.array(self.lane.codecs.sizes_of(b.batches), np.int64)
+            stored = b.sizes()
             firsts = np.cumsum(b.counts) - b.counts
             smaller = np.add.reduceat(stored, firsts) + 4 * b.counts < b.size
             codec_of[b.rows, b.ks] = np.where(smaller, b.coder.codec, codecs.RAW)
             first_of[b.rows, b.ks] = total + firsts
-            blocks.append(np.stack([b.out.data_ptr() + b.rooms, stored], axis=1))
+            blocks.append(np.stack([b.addresses, stored], axis=1))
             total += len(stored)
         return codec_of, first_of, np.concatenate(blocks)
 
@@ -194,7 +206,7 @@ class Encoding:
         entries["offset"] = offsets
 
         headers, starts = blob.headers(entries, self.batch.layouts, block_bytes, block_counts, pieces[~raw, 1])
-        out = torch.zeros(int(rooms.sum()), dtype=torch.uint8, device=self.lane.device)  # padding is zero
+        out = self.lane.empty(in_steps(int(rooms.sum()))).zero_()  # padding is zero
         (headers_at,) = self.lane.upload(headers)
         before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs
         own = before - (np.cumsum(payload) - payload)[piece_row]
@@ -214,10 +226,9 @@ class _Begun:
     """Planes that are being compressed by one coder."""
 
     coder: Coder
-    batches: Sequence[Any]
+    sizes: Callable[[], Column]  # (b,) stored bytes of every block
     rows: Column  # (p,) the chunk of every plane
     ks: Column  # (p,) which of its planes
     counts: Column  # (p,) blocks
     size: Column  # (p,) plain bytes
-    out: torch.Tensor
-    rooms: Column  # (b,) offset of every block in `out`
+    addresses: Column  # (b,) of every block

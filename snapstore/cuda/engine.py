@@ -24,8 +24,9 @@ from ..pack import Encoded
 from ..state.arrays import Memory
 from .decoding import Decoding
 from .encoding import Encoding
+from .huffman import HUFFMAN
 from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async
-from .nvcomp import ANS, DEFLATE_ENTROPY, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
+from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .staging import Pinned
 
 log = logging.getLogger("snapstore")
@@ -37,19 +38,19 @@ MIN_BATCH_BYTES = 8 * 1024 * 1024
 #: Compressed blocks have rooms of 145 KiB however small they are: so many plain bytes of a batch count for one chunk.
 MIN_BYTES_PER_CHUNK = 256 * 1024
 #: Device memory that a save works in, as a multiple of a batch: planes, compressed blocks, blobs and nvCOMP's own.
-WORK_PER_BATCH_BYTE = 12
+WORK_PER_BATCH_BYTE = 20
 #: Stored and plain bytes of a batch to decode: deflate takes 6 to 12 ms, however few its blocks are.
 DECODE_BYTES = 320 * 1024 * 1024
 #: Buffers for reading are made in multiples of this, so that one fits the next batch as well.
-BUFFER_BYTES = 32 * 1024 * 1024
-#: Threads that read packs: one copies 7 - 9 GB/s out of the page cache, sixteen 40 (docs/design/gpu-engine.md).
-READERS = 16
+BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
+#: Threads that read packs. More read faster alone, but take the cores from the one that drives the device.
+READERS = 8
 #: Pinned host memory kept for the next save or restore.
 PINNED_BYTES = 1280 * 1024 * 1024
 
-_PORTABLE = {blob.SKEWED: DEFLATE_ENTROPY, blob.RUNS: DEFLATE_MATCHES, blob.REPEATS: DEFLATE_MATCHES}
+_PORTABLE = {blob.SKEWED: HUFFMAN, blob.RUNS: DEFLATE_MATCHES, blob.REPEATS: DEFLATE_MATCHES}
 #: Where there is room for it: each lane has a codec of its own.
-_PORTABLE_WITH_ZSTD = {blob.SKEWED: DEFLATE_ENTROPY, blob.RUNS: ZSTD, blob.REPEATS: ZSTD}
+_PORTABLE_WITH_ZSTD = {blob.SKEWED: HUFFMAN, blob.RUNS: ZSTD, blob.REPEATS: ZSTD}
 _ANS = {blob.SKEWED: ANS, blob.RUNS: ANS, blob.REPEATS: ANS}
 
 
@@ -111,8 +112,7 @@ class CudaEngine:
 
     def buffer(self, nbytes: int) -> Bytes:
         """(nbytes,) uint8 or more of pinned host memory."""
-        if nbytes > BUFFER_BYTES // 2:
-            nbytes += -nbytes % BUFFER_BYTES
+        nbytes += -nbytes % (BUFFER_BYTES if nbytes > 2 * BUFFER_BYTES else SMALL_BUFFER_BYTES)
         with torch.cuda.device(self.device):
             return self._pinned.take(nbytes)
 
@@ -155,7 +155,8 @@ class CudaEngine:
             log.warning(text, self.device.index, what)
         self._warned = True
         self._lanes.rest()
-        torch.cuda.empty_cache()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
 
     # -- chunks in
 
@@ -190,21 +191,28 @@ class CudaEngine:
         moved.which[rows], moved.starts[rows] = len(chunks.memories), places
         return moved
 
-    def digests(self, chunks: Chunks) -> Bytes:
-        """XXH3-128 of every chunk, (n, 16)."""
-        if _any_on_host(chunks):
-            return self._cpu.digests(_all_on_host(chunks))
-        if not len(chunks):
-            return np.empty((0, 16), np.uint8)
-        try:
-            with self._at_front() as lane:
-                found = lane.fetch(lane.digests(addresses_of(chunks), chunks.lengths))
-                self._lanes.drive(lane.stream.query)  # other batches need not wait for these
+    def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
+        """Begin to hash every chunk: XXH3-128, (n, 16)."""
+        if not len(chunks) or _any_on_host(chunks):
+            return self._cpu.start_digests(_all_on_host(chunks))
+
+        def steps(lane: Lane) -> Generator[None, None, Bytes]:
+            found = lane.fetch(lane.digests(addresses_of(chunks), chunks.lengths))
+            yield
             digests: Bytes = found.numpy()
             return digests
-        except torch.OutOfMemoryError:
-            self._shrink("digests")
-            return self._cpu.digests(_all_on_host(chunks))
+
+        task = self._lanes.start(steps, fast=True)
+
+        def finish() -> Bytes:
+            try:
+                digests: Bytes = task.result()
+                return digests
+            except torch.OutOfMemoryError:
+                self._shrink("digests")
+                return self._cpu.start_digests(_all_on_host(chunks))()
+
+        return finish
 
     # -- encode
 

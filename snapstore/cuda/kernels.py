@@ -14,7 +14,10 @@ import cupy
 import numpy as np
 import torch
 
-THREADS = {"digest": 544, "histograms": 256, "split": 256, "merge": 256, "gather": 256}
+THREADS = {
+    "digest": 544, "histograms": 256, "split": 256, "merge": 256, "gather": 256, "huffman_encode": 256,
+    "huffman_decode": 32,
+}  # fmt: skip
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
 #: Bytes that one thread block of `gather` should move.

@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 import weakref
@@ -23,13 +24,17 @@ import torch
 from ..blob import Column
 from ..digest import Bytes
 from ..engine import Chunks
+from ..threads import Threads
 from . import kernels
 from .nvcomp import Codecs, ran_out_of_memory
 
 log = logging.getLogger("snapstore")
 ALIGNMENT = 256
-#: Thread blocks that a copy out to the host takes.
-COPY_BLOCKS = 48
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+#: Host memory is touched in such pieces, and by so many threads, before it is page-locked.
+TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
+#: Large device memory is taken in steps of at least this, and of an eighth to a sixteenth of it.
+STEP_BYTES = 2 * 1024 * 1024
 #: How often whoever waits looks whether the device has come further [s].
 POLL_S = 20e-6
 
@@ -42,10 +47,18 @@ class Lane:
         self.stream = torch.cuda.Stream(device)
         self.codecs = Codecs(self.stream)
         self._tables: list[torch.Tensor] = []  # that launched kernels may still read
+        self._rooms: dict[str, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 on the device, for use on this stream."""
         return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+
+    def room(self, name: str, nbytes: int) -> torch.Tensor:
+        """The same for large memory that every batch needs: the next call with this name gives it again."""
+        if name not in self._rooms or len(self._rooms[name]) < nbytes:
+            self._rooms.pop(name, None)
+            self._rooms[name] = self.empty(in_steps(nbytes))
+        return self._rooms[name]
 
     def upload(self, *columns: Column) -> list[int]:
         """Copies of columns in device memory, in one transfer; their addresses, good until the next `sync`."""
@@ -117,13 +130,15 @@ class Lane:
         with self.current():
             self.sync()
             self.codecs.clear()
+            self._rooms.clear()
 
 
 class Task:
     """One batch on its way through a lane."""
 
-    def __init__(self, lanes: Lanes, steps: Callable[[Lane], Generator[None, None, Any]]) -> None:
+    def __init__(self, lanes: Lanes, steps: Callable[[Lane], Generator[None, None, Any]], free: list[Lane]) -> None:
         self._lanes = lanes
+        self.free = free  # where its lane comes from and goes back to
         self.steps: Callable[[Lane], Generator[None, None, Any]] | None = steps
         self.lane: Lane | None = None
         self.run: Generator[None, None, Any] | None = None
@@ -173,16 +188,18 @@ class Lanes:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._free = [Lane(device) for _ in range(count)]
+        self._free_fast = [Lane(device)]  # for what is short and holds no memory: it waits for none of the others
+        self._device = device
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
         self._lock = threading.RLock()
 
-    def start(self, steps: Callable[[Lane], Generator[None, None, Any]]) -> Task:
+    def start(self, steps: Callable[[Lane], Generator[None, None, Any]], *, fast: bool = False) -> Task:
         """Begin a batch, as soon as a lane is free."""
-        task = Task(self, steps)
+        task = Task(self, steps, self._free_fast if fast else self._free)
         with self._lock:
             self._waiting.append(task)
-            self._pump()
+            self.pump()
         return task
 
     def drive(self, until: Callable[[], bool]) -> None:
@@ -193,33 +210,35 @@ class Lanes:
 
     def pump(self) -> bool:
         """Advance what can go on, without waiting; whether there was anything."""
-        with self._lock:
+        with self._lock, torch.cuda.device(self._device):  # else a thread of ours would make a context on device 0
             return self._pump()
 
     def _pump(self) -> bool:
         """Advance every batch that the device is done with for now; begin others where lanes are free."""
         ready = [task for task in self._running if task.event is not None and task.event.query()]
-        begin = bool(self._free and self._waiting)
         for task in ready:
             self._advance(task)
-        while self._free and self._waiting:
-            task = self._waiting.popleft()
-            task.lane = self._free.pop()
-            self._running.append(task)
-            self._advance(task)
-        return bool(ready or begin)
+        begun = []
+        for task in list(self._waiting):
+            if task.free:
+                self._waiting.remove(task)
+                task.lane = task.free.pop()
+                self._running.append(task)
+                self._advance(task)
+                begun.append(task)
+        return bool(ready or begun)
 
     def _advance(self, task: Task) -> None:
         task.advance()
         if task.done and task.lane is not None:
             self._running.remove(task)
-            self._free.append(task.lane)
+            task.free.append(task.lane)
             task.lane = None
 
     def rest(self) -> None:
         """Give device memory of the free lanes back."""
         with self._lock:
-            for lane in self._free:
+            for lane in (*self._free, *self._free_fast):
                 lane.rest()
 
 
@@ -235,19 +254,21 @@ class PinnedBuffers:
     def take(self, nbytes: int) -> Bytes:
         """(n,) uint8, n at least `nbytes`."""
         with self._lock:
-            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT]
+            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size]
             buffer = self._free.pop(min(fits, key=lambda i: self._free[i].size)) if fits else pinned(nbytes)
             self._lent = {number: lent for number, lent in self._lent.items() if lent() is not None}
             self._lent[id(buffer)] = weakref.ref(buffer)
             return buffer
 
     def give(self, buffer: Bytes) -> None:
-        """Take a buffer back; what is not ours, or too much, is let go."""
+        """Take a buffer back, if it is ours; where that makes too much, those that were not used for longest go."""
         with self._lock:
             lent = self._lent.pop(id(buffer), None)
-            used = sum(free.size for free in self._free) + buffer.size
-            if lent is not None and lent() is buffer and used <= self._most_bytes:
-                self._free.append(buffer)
+            if lent is None or lent() is not buffer:
+                return
+            self._free.append(buffer)
+            while sum(free.size for free in self._free) > self._most_bytes:
+                self._free.pop(0)
 
     def clear(self) -> None:
         """Let go of all that is free."""
@@ -255,46 +276,47 @@ class PinnedBuffers:
             self._free.clear()
 
 
+def in_steps(nbytes: int) -> int:
+    """A size for long-lived memory: of few different ones, so that what was freed fits what comes next."""
+    return nbytes if nbytes < STEP_BYTES else nbytes + -nbytes % max(STEP_BYTES, 1 << (nbytes.bit_length() - 4))
+
+
 def pinned(nbytes: int) -> Bytes:
-    """(nbytes,) uint8 of page-locked host memory, as long as the array lives; of ordinary memory if there is none."""
-    size = max(nbytes, 1)
-    try:
-        memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(size), 0)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        log.warning("%d bytes of host memory cannot be page-locked, copies will be slow: %s", size, error)
-        return np.empty(nbytes, np.uint8)
-    return np.frombuffer(memory, np.uint8, size)[:nbytes]
+    """(nbytes,) uint8 of page-locked host memory, as long as the array lives; of ordinary memory if there is none.
 
-
-def is_pinned(buffer: Bytes) -> bool:
-    """Whether an array is, or lies in, one of `pinned`."""
-    base: object = buffer
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return isinstance(base.obj if isinstance(base, memoryview) else base, cupy.cuda.PinnedMemoryPointer)
-
-
-def copy_out(out: Bytes, source: int, stream: torch.cuda.Stream) -> list[torch.Tensor]:
-    """Enqueue a long copy into host memory; what it uses, to be kept until it is done.
-
-    Into page-locked memory by a few thread blocks, at 50 of the bus's 55 GB/s: behind such copies in the copy engine's
-    queue, sizes and digests that the host waits for would come milliseconds late.
+    In huge pages where the system gives them: the driver's own allocation locks small ones, at 3 GB/s.
     """
-    destination, nbytes = out.ctypes.data, out.size
-    if not is_pinned(out):
-        copy_async(destination, source, nbytes, stream)
-        return []
-    size = -(-nbytes // COPY_BLOCKS)
-    size += -size % ALIGNMENT
-    at = np.arange(0, nbytes, size)
-    table = np.stack([source + at, destination + at, np.minimum(size, nbytes - at)]).astype(np.uint64)
-    host = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
-    host.numpy()[:] = table.reshape(-1).view(np.uint8)
-    with torch.cuda.stream(stream):
-        on_device = host.to(stream.device, non_blocking=True)
-    start = on_device.data_ptr()
-    kernels.launch("gather", (len(at),), stream, [start + 8 * len(at) * i for i in range(3)])
-    return [on_device]
+    try:
+        return _locked(max(nbytes, 1))[:nbytes]
+    except (cupy.cuda.runtime.CUDARuntimeError, OSError) as error:
+        log.warning("%d bytes of host memory cannot be page-locked, copies will be slow: %s", nbytes, error)
+        return np.empty(nbytes, np.uint8)
+
+
+def _locked(nbytes: int) -> Bytes:
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    array = whole[start : start + nbytes]
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages away from under the device
+    pieces = [array[i : i + TOUCH_BYTES] for i in range(0, nbytes, TOUCH_BYTES)]
+    with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s a thread
+        threads.start(_touch, pieces)()
+    address = array.ctypes.data
+    cupy.cuda.runtime.hostRegister(address, nbytes, 0)
+    weakref.finalize(memory, _unlock, address, torch.cuda.current_device()).atexit = False
+    return array
+
+
+def _touch(piece: Bytes) -> None:
+    piece[:: mmap.PAGESIZE] = 0
+
+
+def _unlock(address: int, device: int) -> None:
+    with suppress(Exception), torch.cuda.device(device):  # the device has failed, or this is a forked child
+        cupy.cuda.runtime.hostUnregister(address)
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 #: Device memory that a save works in at most, beside the copies, and with copies on the host.
-WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 240 * 1024 * 1024
+WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 #: Copies and work together should not take more, as a multiple of the state.
 MOST_OF_STATE = 2.1
 #: What one thread block copies.
 PIECE_BYTES = 256 * 1024
+#: Copies are put together anew once this share of the state would lie better apart.
+APART_SHARE = 0.1
 #: Of the memory that is free, what `auto` is ready to take.
 AUTO_SHARE = 0.9
 
@@ -59,9 +62,11 @@ class DeviceStaging:
         self._modes: dict[torch.device, str] = {}
         self._state_bytes: dict[torch.device, int] = {}
         self._held_bytes: dict[torch.device, int] = {}
-        self._landing: list[torch.cuda.Event] = []
+        self._landing: list[tuple[torch.device, torch.cuda.Event]] = []
         self._keep: list[Any] = []  # what copies in flight still read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._apart: dict[torch.device, set[Key]] = {}  # tensors whose copies lie apart, since they are no bases
+        self._moved = False  # whether others lie apart than at the save before
 
     def copy(
         self, items: Sequence[Item], spare: dict[Key, Memory], base: dict[Key, Memory], unpaid: Container[Key],
@@ -104,10 +109,7 @@ class DeviceStaging:
         self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: Sequence[Memory]
     ) -> list[Bytes]:
         """Enqueue all copies of one device on a stream of our own, between two waits of the training stream."""
-        training = torch.cuda.current_stream(device)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
+        training, stream = torch.cuda.current_stream(device), self._stream(device)
         self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may let go of them at once
         sources = np.array([self._address(value) for _, value, _ in (*small, *large)], np.int64)
         lengths = np.array([nbytes for _, _, nbytes in (*small, *large)], np.int64)
@@ -124,8 +126,13 @@ class DeviceStaging:
             done = torch.cuda.Event()
             done.record(stream)
         training.wait_event(done)
-        self._landing.append(done)
+        self._landing.append((device, done))
         return hosted
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def _address(self, value: torch.Tensor) -> int:
         """Where a tensor's bytes lie in C order; a copy of a strided one is kept until the copies have landed."""
@@ -136,18 +143,30 @@ class DeviceStaging:
 
     def landed(self) -> None:
         """Wait for all copies."""
-        for event in self._landing:
-            event.synchronize()
-        self._landing.clear()
-        self._keep.clear()
+        self._wait()
         for device, mode in self._modes.items():
             left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - self._held_bytes.get(device, 0)
-            self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else left)
+            work = min(left, int(AUTO_SHARE * _free_bytes(device)))
+            self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else work)
+
+    def _wait(self) -> None:
+        for device, event in self._landing:
+            with torch.cuda.device(device):
+                event.synchronize()
+        self._landing.clear()
+        self._keep.clear()
 
     def settle(self, spare: dict[Key, Memory]) -> None:
-        """A save is over: device memory that the next one would only overwrite is free until then."""
+        """A save is over, committed or not: device memory that the next one would only overwrite is free until then."""
+        with suppress(RuntimeError):  # a device that has failed
+            self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
             del spare[key]
+        if self._moved:  # what the copies lay in before fits none of the later ones
+            self._moved = False
+            for device in self._apart:
+                with torch.cuda.device(device):
+                    torch.cuda.empty_cache()
 
     # -- where
 
@@ -161,9 +180,7 @@ class DeviceStaging:
         self._state_bytes[device] = needed
         mode = self._asked
         if mode == "auto":
-            free, _ = torch.cuda.mem_get_info(device)
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free += _bytes_on(device, spare, base)
+            free = _free_bytes(device) + _bytes_on(device, spare, base)
             wanted = (2 if self._twice else 1) * needed + WORK_BYTES
             mode = "device" if wanted <= AUTO_SHARE * free else "host"
             log.info(
@@ -206,24 +223,37 @@ class DeviceStaging:
             _carefully(value, room.array)
         return list(rooms)
 
-    @staticmethod
     def _device_rooms(
-        items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], unpaid: Container[Key]
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], unpaid: Container[Key]
     ) -> list[Memory]:
         """Two allocations cut to pieces, since one a tensor would take a millisecond: those of bases to be, and others.
 
-        The spare buffers of the device are let go first: torch gives the same memory again.
+        The spare buffers of the device are let go first: torch gives the same memory again. It is our stream's: out of
+        the training's, the training would take small pieces between saves, and the rest of it would fit no copy again.
         """
+        lie_apart = self._lie_apart(items, device, unpaid)
         rooms: list[Memory] = [None] * len(items)
         for key in [k for k, m in spare.items() if isinstance(m, torch.Tensor) and m.device == device]:
             del spare[key]
-        for with_base in (True, False):
-            own = [i for i, (key, _, _) in enumerate(items) if (key not in unpaid) == with_base]
+        for apart in (False, True):
+            own = [i for i, (key, _, _) in enumerate(items) if (key in lie_apart) == apart]
             sizes = [nbytes + -nbytes % ALIGNMENT for _, _, nbytes in map(items.__getitem__, own)]
-            together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            with torch.cuda.stream(self._stream(device)):
+                together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             for i, room in zip(own, together.split_with_sizes(sizes), strict=True):
                 rooms[i] = room
         return rooms
+
+    def _lie_apart(self, items: Sequence[Item], device: torch.device, unpaid: Container[Key]) -> set[Key]:
+        """Which copies to put apart: nearly always the same, so that the same memory fits them again."""
+        before = self._apart.setdefault(device, set())
+        more = {key: nbytes for key, _, nbytes in items if key in unpaid and key not in before}
+        if sum(more.values()) > APART_SHARE * sum(nbytes for _, _, nbytes in items):
+            if before:  # else the memory of the first copies fits
+                torch.cuda.empty_cache()
+            before.update(more)
+            self._moved = True
+        return before
 
     @staticmethod
     def _host_room(spare: dict[Key, Memory], key: Key, nbytes: int, device: torch.device) -> Pinned:
@@ -275,6 +305,12 @@ def _gather(
     on_device = table.to(device, non_blocking=True)
     start = on_device.data_ptr()
     kernels.launch("gather", (len(which),), stream, [start + 8 * len(which) * i for i in range(3)])
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Device memory that is free, or that torch's allocator keeps for later."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _bytes_on(device: torch.device, *buffers: dict[Key, Memory]) -> int:

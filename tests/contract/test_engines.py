@@ -220,7 +220,7 @@ def test_digests_of_every_length_and_alignment(engine):
     chunks = Chunks(
         [to_memory(engine, whole), to_memory(engine, whole[::-1])], np.arange(len(lengths)) % 2, starts, lengths
     )
-    found = engine.digests(engine.load(chunks))
+    found = engine.start_digests(engine.load(chunks))()
     assert (found.shape, found.dtype) == ((len(lengths), 16), np.uint8)
     for row, which, start, length in zip(found, chunks.which, starts, lengths, strict=True):
         data = (whole, whole[::-1])[which][start : start + length].tobytes()
@@ -230,7 +230,7 @@ def test_digests_of_every_length_and_alignment(engine):
 @pytest.mark.parametrize("lengths", [[], [0], [1], [0, 0, 16]], ids=str)
 def test_digests_of_small_batches(engine, lengths):
     arrays = [content("noise", n, n) for n in lengths]
-    found = engine.digests(engine.load(chunks_of(engine, arrays)))
+    found = engine.start_digests(engine.load(chunks_of(engine, arrays)))()
     assert found.shape == (len(lengths), 16)
     assert found.tobytes() == b"".join(map(digest, arrays))
 

@@ -37,6 +37,9 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
+static unsigned atomicOr(unsigned* address, unsigned value) { return (*address |= value) & ~value; }
+static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static void __threadfence() {}
 static unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
 
 struct Fibre {

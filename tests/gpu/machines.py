@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "snapstore" / "cuda"
 GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
@@ -86,17 +88,24 @@ class Device:
     name = "cuda"
 
     def put(self, array, misaligned=0):
-        import torch
-
         room = torch.from_numpy(room_for(array, misaligned)).cuda()
         return Placed(room, GUARD + misaligned, array, room.data_ptr())
 
     def launch(self, kernel, grid, block, *args):
-        import torch
-
         from snapstore.cuda import kernels
 
         assert block == kernels.THREADS[kernel]
         values = [a.address if isinstance(a, Placed) else int(a) for a in args]
         kernels.launch(kernel, grid, torch.cuda.current_stream(), values)
         torch.cuda.synchronize()
+
+
+MACHINES = [
+    pytest.param(
+        Emulator, id="emulator", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+    ),
+    pytest.param(
+        Device, id="cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+    ),
+]  # fmt: skip

@@ -2,13 +2,10 @@
 
 They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
 
-import shutil
-
 import numpy as np
 import pytest
-import torch
 import xxhash
-from machines import Device, Emulator
+from machines import MACHINES
 
 from snapstore import planes
 
@@ -19,13 +16,8 @@ LENGTHS = [*range(0, 33), 63, 64, 65, 96, 97, 127, 128, 129, 130, 159, 160, 161,
 SIZES = [1, 2, 4, 8]
 LAYOUTS = [planes.BYTES, planes.ROTATED]
 
-on_device = pytest.param(
-    Device, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-emulated = pytest.param(Emulator, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"))
 
-
-@pytest.fixture(params=[emulated, on_device], ids=["emulator", "cuda"])
+@pytest.fixture(params=MACHINES)
 def machine(request):
     return request.param()
 

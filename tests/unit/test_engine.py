@@ -79,10 +79,10 @@ def changed(values):
 
 def test_digests_are_xxh3_128_in_order(engine):
     chunks = [noise(size, size) for size in range(0, 3000, 37)]
-    found = engine.digests(Chunks.of(chunks))
+    found = engine.start_digests(Chunks.of(chunks))()
     assert (found.shape, found.dtype) == ((len(chunks), 16), np.uint8)
     assert [row.tobytes() for row in found] == [xxhash.xxh3_128_digest(c.tobytes()) for c in chunks]
-    assert engine.digests(Chunks.of([])).shape == (0, 16)
+    assert engine.start_digests(Chunks.of([]))().shape == (0, 16)
 
 
 def test_batches_round_trip_in_order(engine):
@@ -182,7 +182,7 @@ def test_chunks_are_views_of_their_memories():
 
 def test_an_engine_may_be_used_again_after_close(engine):
     for _ in range(2):
-        assert engine.digests(Chunks.of([noise(10)])).tobytes() == digest(noise(10))
+        assert engine.start_digests(Chunks.of([noise(10)]))().tobytes() == digest(noise(10))
         (made,) = engine.start_encode(encode_batch([noise(10)], 1))()
         assert made.entries["raw_bytes"].tolist() == [10]
         engine.close()

@@ -1,0 +1,272 @@
+// zstd frames of one block (RFC 8878) without sequences back to bytes: Huffman-coded literals in four streams with sizes of
+// 18 bits, raw or RLE. huffman_encode.cu writes no others, and zstd's own encoder hardly any others for noise with a skew.
+//
+// One thread block a frame: grid (n), block (THREADS). Reads nothing beyond a frame and writes nothing beyond its room,
+// whatever its bytes say; a frame that is none of these leaves its room as it was, or half written: the caller compares digests.
+
+#define THREADS 32
+#define STREAMS 4
+#define MAX_BITS 11
+#define WEIGHTS 16
+
+__device__ __forceinline__ u64 get_le(const u8* p, int count) {
+    u64 value = 0;
+    for (int i = 0; i < count; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+__device__ __forceinline__ u32 high_bit(u32 value) { return 31 - __clz(value); }
+
+struct Table {
+    unsigned short entries[1 << MAX_BITS];  // symbol | length of its code << 8, by the next max_bits bits
+    u8 weights[256];
+    unsigned short starts[256];  // first entry of every symbol
+    u32 max_bits, streams_at, literals_end, from, kind;
+    u8 fse_symbol[64], fse_bits[64], fse_base[64];
+    int shares[WEIGHTS], next[WEIGHTS];
+};
+enum { BAD, RAW, RLE, HUFFMAN };
+
+// Bits least significant first; what lies beyond the end reads as 0.
+__device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
+    u32 value = 0;
+    for (u32 i = bit / 8, k = 0; k < 4; i++, k++)
+        if (i < bytes) value |= (u32)p[i] << (8 * k);
+    return value >> (bit % 8) & ((1u << count) - 1);
+}
+
+// `count` bits that end below bit `at`; bits below 0 are 0.
+__device__ u32 read_back(const u8* p, u32 bytes, int& at, int count) {
+    at -= count;
+    if (at >= 0) return peek(p, bytes, at, count);
+    return at + count > 0 ? peek(p, bytes, 0, at + count) << -at : 0;
+}
+
+// The table of an FSE description; its bytes, 0 if it is none. Sets the accuracy.
+__device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
+    log = (int)peek(p, bytes, 0, 4) + 5;
+    if (log > 6) return 0;
+    const int size = 1 << log;
+    int remaining = size + 1, threshold = size, width = log + 1, w = 0;
+    u32 bit = 4;
+    bool after_zero = false;
+    for (int i = 0; i < WEIGHTS; i++) table.shares[i] = 0;
+    while (remaining > 1) {
+        if (after_zero) {
+            u32 more;
+            do {
+                more = peek(p, bytes, bit, 2);
+                bit += 2;
+                w += more;
+            } while (more == 3 && w < WEIGHTS);
+        }
+        if (w >= WEIGHTS || bit > 8 * bytes) return 0;
+        const int most = 2 * threshold - 1 - remaining;
+        int value = peek(p, bytes, bit, width - 1);
+        if (value < most) {
+            bit += width - 1;
+        } else {
+            value = peek(p, bytes, bit, width);
+            if (value >= threshold) value -= most;
+            bit += width;
+        }
+        value--;
+        remaining -= value < 0 ? -value : value;
+        after_zero = value == 0;
+        table.shares[w++] = value;
+        for (; threshold > 1 && remaining < threshold; threshold >>= 1) width--;
+    }
+    if (remaining != 1 || bit > 8 * bytes) return 0;
+    int high = size - 1, position = 0;
+    for (int s = 0; s < WEIGHTS; s++) {
+        table.next[s] = table.shares[s] < 0 ? 1 : table.shares[s];
+        if (table.shares[s] < 0) table.fse_symbol[high--] = s;
+    }
+    for (int s = 0; s < WEIGHTS; s++)
+        for (int i = 0; i < table.shares[s]; i++) {
+            table.fse_symbol[position] = s;
+            do position = (position + (size >> 1) + (size >> 3) + 3) & (size - 1);
+            while (position > high);
+        }
+    for (int i = 0; i < size; i++) {
+        const u32 state = table.next[table.fse_symbol[i]]++;
+        table.fse_bits[i] = log - high_bit(state);
+        table.fse_base[i] = (state << table.fse_bits[i]) - size;
+    }
+    return (bit + 7) / 8;
+}
+
+// Weights in two interleaved FSE streams (4.2.1.2); how many, 0 if they are none.
+__device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
+    int log;
+    const u32 head = fse_table(table, p, bytes, log);
+    if (!head || head >= bytes) return 0;
+    p += head;
+    bytes -= head;
+    if (!p[bytes - 1]) return 0;
+    int at = 8 * (bytes - 1) + high_bit(p[bytes - 1]);
+    u32 state[2];
+    for (int i = 0; i < 2; i++) state[i] = read_back(p, bytes, at, log);
+    if (at < 0) return 0;
+    for (u32 n = 0; n < 254; n++) {
+        const u32 s = state[n & 1];
+        table.weights[n] = table.fse_symbol[s];
+        state[n & 1] = table.fse_base[s] + read_back(p, bytes, at, table.fse_bits[s]);
+        if (at < 0) {
+            table.weights[n + 1] = table.fse_symbol[state[~n & 1]];
+            return n + 2;
+        }
+    }
+    return 0;
+}
+
+// By one thread: what the frame is, and of Huffman-coded literals the weights and where the streams lie.
+__device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
+    const u32 content = n < 256 ? 1 : 2, at = 8 + content;
+    if (size < at + 1 || get_le(p, 4) != 0xFD2FB528u || p[4] != (content == 1 ? 0x20 : 0x60)) return BAD;
+    if (get_le(p + 5, content) != (content == 1 ? n : n - 256)) return BAD;
+    const u32 block = (u32)get_le(p + at - 3, 3), kind = block >> 1 & 3, block_bytes = block >> 3;
+    table.from = at;
+    if (!(block & 1) || kind == 3) return BAD;
+    if (kind == 0) return block_bytes == n && size == at + n ? RAW : BAD;
+    if (kind == 1) return block_bytes == n && size == at + 1 ? RLE : BAD;
+    if (block_bytes != size - at || block_bytes < 5 + 2 + 6 + 4 + 1 || p[size - 1]) return BAD;
+    const u64 literals = get_le(p + at, 5);
+    if ((literals & 15) != (2 | 3 << 2) || (literals >> 4 & 0x3FFFF) != n) return BAD;
+    const u32 end = at + 5 + (u32)(literals >> 22);
+    if (end != size - 1) return BAD;
+    u32 tree = at + 5, count;
+    const u32 head = p[tree++];
+    const u32 bytes = head < 128 ? head : (head - 127 + 1) / 2;
+    if (tree + bytes + 6 + 4 > end) return BAD;
+    if (head < 128) {
+        count = fse_weights(table, p + tree, bytes);
+    } else {
+        count = head - 127;
+        for (u32 i = 0; i < count; i++) table.weights[i] = i % 2 ? p[tree + i / 2] & 15 : p[tree + i / 2] >> 4;
+    }
+    if (!count) return BAD;
+    u32 sum = 0;
+    for (u32 i = 0; i < count; i++) {
+        if (table.weights[i] > MAX_BITS) return BAD;
+        sum += 1u << table.weights[i] >> 1;
+    }
+    if (!sum || sum >= 1u << MAX_BITS) return BAD;
+    table.max_bits = high_bit(sum) + 1;
+    const u32 rest = (1u << table.max_bits) - sum;
+    if (rest & (rest - 1)) return BAD;
+    table.weights[count] = high_bit(rest) + 1;
+    for (u32 i = count + 1; i < 256; i++) table.weights[i] = 0;
+    u32 next[MAX_BITS + 2], start = 0;
+    for (u32 w = 1; w <= table.max_bits; w++) {
+        next[w] = start;
+        for (u32 i = 0; i <= count; i++) start += table.weights[i] == w ? 1u << w >> 1 : 0;
+    }
+    for (u32 i = 0; i <= count; i++) {
+        const u32 w = table.weights[i];
+        if (w) {
+            table.starts[i] = next[w];
+            next[w] += 1u << w >> 1;
+        }
+    }
+    table.streams_at = tree + bytes + 6;
+    table.literals_end = end;
+    return HUFFMAN;
+}
+
+// Bits of a stream from its end on.
+struct BitReader {
+    const u8* bytes;
+    u32 left;   // unread bytes
+    u32 ahead;  // the aligned word before them, on its way while the ones behind are used
+    u64 held;   // what was read, from the top; below it is 0
+    int have;   // how many bits of it are left; below 0 if more was taken than there was
+
+    __device__ __forceinline__ BitReader(const u8* p, u32 count) : bytes(p), left(count - 1), ahead(0) {
+        have = (int)high_bit(p[left]);  // below the bit that marks the end
+        held = have ? (u64)p[left] << (64 - have) : 0;
+        while (left && (u64)(bytes + left) & 3) by_bytes(1);
+        look_ahead();
+    }
+    __device__ __forceinline__ void look_ahead() {
+        if (left >= 4) ahead = *(const u32*)(bytes + left - 4);
+    }
+    __device__ __forceinline__ void by_bytes(u32 count) {
+        for (; count && left; count--, have += 8) held |= (u64)bytes[--left] << (56 - have);
+    }
+    // Enough for two codes, while there is.
+    __device__ __forceinline__ void refill() {
+        if (have >= 2 * MAX_BITS) return;
+        if (left >= 4) {
+            held |= (u64)ahead << (32 - have);
+            have += 32;
+            left -= 4;
+            look_ahead();
+        } else if (have >= 0) {
+            by_bytes(4);
+        }
+    }
+    __device__ __forceinline__ u32 symbol(const unsigned short* entries, u32 shift) {
+        const u32 entry = entries[held >> shift], bits = entry >> 8;
+        held <<= bits;
+        have -= bits;
+        return entry & 255;
+    }
+};
+
+// One stream, `bytes` from p on, into (n,) out.
+__device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u32 bytes, u8* out, u32 n) {
+    if (!p[bytes - 1]) return;
+    const u32 shift = 64 - table.max_bits;
+    BitReader reader(p, bytes);
+    u32 i = 0;
+    for (; i < n && (u64)(out + i) & 3; i++) {
+        reader.refill();
+        out[i] = (u8)reader.symbol(table.entries, shift);
+    }
+    for (; i + 4 <= n && reader.have >= 0; i += 4) {
+        reader.refill();
+        u32 word = reader.symbol(table.entries, shift);
+        word |= reader.symbol(table.entries, shift) << 8;
+        reader.refill();
+        word |= reader.symbol(table.entries, shift) << 16;
+        word |= reader.symbol(table.entries, shift) << 24;
+        *(u32*)(out + i) = word;
+    }
+    for (; i < n && reader.have >= 0; i++) {
+        reader.refill();
+        out[i] = (u8)reader.symbol(table.entries, shift);
+    }
+}
+
+// sizes: of the frames; lengths: of what they hold.
+extern "C" __global__ void huffman_decode(const u64* sources, const u64* sizes, const u64* destinations,
+                                          const u64* lengths) {
+    __shared__ Table table;
+    const u8* source = (const u8*)sources[blockIdx.x];
+    u8* out = (u8*)destinations[blockIdx.x];
+    const u32 n = (u32)lengths[blockIdx.x], t = threadIdx.x;
+    if (t == 0) table.kind = parse(table, source, (u32)sizes[blockIdx.x], n);
+    __syncthreads();
+    const u32 kind = table.kind;
+    if (kind == RAW || kind == RLE)
+        for (u32 i = t; i < n; i += THREADS) out[i] = source[table.from + (kind == RAW ? i : 0)];
+    if (kind != HUFFMAN) return;
+    for (u32 s = 0; s < 256; s++) {
+        const u32 weight = table.weights[s];
+        if (!weight) continue;
+        const unsigned short entry = s | (table.max_bits + 1 - weight) << 8;
+        for (u32 i = t; i < 1u << weight >> 1; i += THREADS) table.entries[table.starts[s] + i] = entry;
+    }
+    __syncthreads();
+    if (t >= STREAMS) return;
+    const u32 share = (n + STREAMS - 1) / STREAMS;
+    u32 from = table.streams_at, bytes = 0;
+    for (u32 i = 0; i <= t; i++) {
+        from += bytes;
+        bytes = i < STREAMS - 1 ? (u32)get_le(source + table.streams_at - 6 + 2 * i, 2) : table.literals_end - from;
+        if (!bytes || from + bytes > table.literals_end || from >= table.literals_end) return;
+    }
+    const u32 first = t * share, last = first + share < n ? first + share : n;
+    if (first < last) decode_stream(table, source + from, bytes, out + first, last - first);
+}

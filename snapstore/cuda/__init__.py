@@ -3,7 +3,11 @@
 staging.py     copies of the state in device or pinned memory
 engine.py      CudaEngine: batches of chunks to blobs and back, on one device
 lanes.py       a stream with its codecs and tables: one batch at a time runs in one
+encoding.py    the stages of a batch on its way to blobs
+decoding.py    the stages of a batch on its way back
+huffman.py     planes that are noise with a skew to zstd frames and back, by kernels of our own
 nvcomp.py      nvCOMP's codecs, whole batches of blocks
+hosted.py      nvCOMP's own codecs for readers in host memory
 kernels.py     CUDA C++ kernels, one op a .cu file, compiled by CuPy at first use
 """
 

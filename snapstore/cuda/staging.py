@@ -66,7 +66,7 @@ class DeviceStaging:
         self._keep: list[Any] = []  # what copies in flight still read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._apart: dict[torch.device, set[Key]] = {}  # tensors whose copies lie apart, since they are no bases
-        self._moved = False  # whether others lie apart than at the save before
+        self._moved = True  # whether copies lie otherwise than at the save before
 
     def copy(
         self, items: Sequence[Item], spare: dict[Key, Memory], base: dict[Key, Memory], unpaid: Container[Key],
@@ -162,7 +162,7 @@ class DeviceStaging:
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
             del spare[key]
-        if self._moved:  # what the copies lay in before fits none of the later ones
+        if self._moved:  # what this save took, for copies and for its large first batches, fits no later one
             self._moved = False
             for device in self._apart:
                 with torch.cuda.device(device):

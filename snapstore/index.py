@@ -27,6 +27,7 @@ import lmdb
 import xxhash
 
 from . import manifest, records
+from .cache import cache_folder, chosen_cache, on_network
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
@@ -38,7 +39,6 @@ log = logging.getLogger("snapstore")
 #: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB.
 MAP_BYTES = 64 * 1024 * 1024 * 1024
 SCHEMA = b"1"
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.")
 
 
 class View:
@@ -402,18 +402,6 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def on_network(folder: Path) -> bool:
-    """Whether a folder lies on a network file system, where LMDB must not be used (Linux: /proc/mounts)."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    resolved = str(folder.resolve())
-    best = max((m for m in mounts if resolved == m[0] or resolved.startswith(m[0].rstrip("/") + "/")),
-               key=lambda m: len(m[0]), default=("", ""))  # fmt: skip
-    return best[1].startswith(_NETWORK_FILE_SYSTEMS)
-
-
 def remove(folder: Path) -> None:
     """Delete an index folder that no process uses."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -421,29 +409,14 @@ def remove(folder: Path) -> None:
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
     """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
-    _chosen_cache()  # a bad setting is an error wherever the index will lie
+    chosen_cache()  # a bad setting is an error wherever the index will lie
     if isinstance(store, LocalStore):
         folder = store.root / "index"
         if store.writable() and not on_network(store.root):
             return folder, None
         return cache_folder() / uuid, None
+    if "://" in store.url and not store.url.startswith("memory://") and not on_network(cache_folder()):
+        # A copy of a repository has its uuid, and records of its own: one index must not serve both.
+        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(store.url.encode())}", None
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary
-
-
-def cache_folder() -> Path:
-    """SNAPSTORE_CACHE_DIR, else the user's cache.
-
-    Raises:
-        InvalidInputError: the variable is no absolute path.
-    """
-    import platformdirs
-
-    return _chosen_cache() or Path(platformdirs.user_cache_dir("snapstore"))
-
-
-def _chosen_cache() -> Path | None:
-    chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
-    if chosen is not None and not Path(chosen).is_absolute():
-        raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
-    return Path(chosen) if chosen else None

@@ -34,7 +34,6 @@ from .index import Index, View
 from .pack import DEFAULT_PACK_BYTES
 from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
 from .storage import ObjectStore, open_store
-from .storage.local import LocalStore
 
 if TYPE_CHECKING:
     from .check import CheckResult
@@ -143,14 +142,11 @@ class Repository:
             uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
             created=time.time(), writer=f"snapstore {records.VERSION}",
         )  # fmt: skip
-        if isinstance(store, LocalStore) and store.occupied():
+        try:
             try:
                 store.stat("config")
             except NotFoundError:
-                raise InvalidInputError(
-                    f"{store.url}: is not empty and no repository; choose an empty or a new place"
-                ) from None
-        try:
+                store.prepare()
             store.put("config", records.encode(config))
         except AlreadyExistsError as error:
             raise AlreadyExistsError(f"{store.url}: is a snapstore repository already; open it instead") from error

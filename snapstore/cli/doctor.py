@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import records
+from ..cache import on_network
 from ..engine import default_threads
 from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError, SnapstoreError
-from ..index import folder_for, on_network
+from ..index import folder_for
 from ..records import human_bytes
 from ..repository import Repository
 from ..storage import ObjectStore, open_store

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -122,9 +123,22 @@ class ObjectStore(Protocol):
         """Remove what dead writers left behind outside the name space (temporary files); bytes freed."""
         ...
 
+    def prepare(self) -> None:
+        """Refuse a place where no new repository can be: the cheap part of `snapstore doctor`.
+
+        Raises:
+            InvalidInputError: the place holds other things.
+            CapabilityError: it does not keep what this protocol promises, as far as a few requests show.
+        """
+        ...
+
+    def trial(self) -> AbstractContextManager[ObjectStore]:
+        """An empty store in this place, which no listing shows and which is removed at the end: to try things out."""
+        ...
+
 
 def open_store(url: str, *, create: bool = False) -> ObjectStore:
-    """The store at `url`: a path, `file:///path`, or `memory://NAME` (this process only).
+    """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
 
     Args:
         url: Where; anything without `scheme://` is a path.
@@ -138,10 +152,10 @@ def open_store(url: str, *, create: bool = False) -> ObjectStore:
         return _open_local(_path_of_file_url(rest), create=create)
     if scheme == "memory":
         return _open_memory(rest)
-    # No more of the URL than its scheme is repeated: it may carry a password.
     if scheme == "s3":
-        raise CapabilityError("s3://: this release keeps repositories in local directories, S3 comes in a later one")
-    raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file:// or memory://")
+        return _open_s3(url)
+    # No more of the URL than its scheme is repeated: it may carry a password.
+    raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
 
 
 def _path_of_file_url(rest: str) -> str:
@@ -156,6 +170,8 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
 
     if not path or "\0" in path:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
+    if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
+        raise InvalidInputError(f"{path!r}: a URL that went through pathlib; pass it as a str")
     try:
         if Path(path).is_dir() or create:
             return LocalStore(path, create=create)
@@ -165,6 +181,16 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
     if exists:
         raise InvalidInputError(f"{path}: expected a directory, found something else")
     raise NotFoundError(f"{path}: expected a directory, found none; mount it, or make it with 'snapstore init'")
+
+
+def _open_s3(url: str) -> ObjectStore:
+    try:
+        from .s3 import S3Store
+    except ModuleNotFoundError as error:
+        if error.name not in ("boto3", "botocore"):
+            raise
+        raise CapabilityError("s3://: needs boto3, which is not installed; pip install 'snapstore[s3]'") from error
+    return S3Store(url)
 
 
 def _open_memory(name: str) -> ObjectStore:
@@ -178,6 +204,12 @@ def _open_memory(name: str) -> ObjectStore:
 def is_component(name: str) -> bool:
     """Whether `name` can stand between the slashes of a key."""
     return _COMPONENT.fullmatch(name) is not None
+
+
+def is_key(key: str) -> bool:
+    """Whether `key` is one."""
+    components = key.split("/")
+    return all(map(is_component, components)) and components[0] not in RESERVED
 
 
 def check_key(key: str) -> None:

@@ -25,7 +25,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +40,7 @@ from ..errors import (
     CapabilityError,
     FormatError,
     IntegrityError,
+    InvalidInputError,
     NotFoundError,
     SnapstoreError,
     StorageError,
@@ -92,14 +95,6 @@ class LocalStore:
     def root(self) -> Path:
         """The directory."""
         return self._root
-
-    def occupied(self) -> bool:
-        """Whether anything is here but what a `create` leaves that died or failed: temporary files of ours."""
-        for entry in self._root.iterdir():
-            ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
-            if not ours or not all(re.fullmatch(r"[0-9a-f]{32}", file.name) for file in entry.iterdir()):
-                return True
-        return False
 
     def writable(self) -> bool:
         """Whether this process may write here, by the file system's word (permissions, read-only mounts)."""
@@ -219,6 +214,26 @@ class LocalStore:
             for name, _ in _entries(self._temps):
                 freed_bytes += clean_temp(self._temps / name)
         return freed_bytes
+
+    def prepare(self) -> None:
+        """Nothing may be here but what a `create` leaves that died or failed: temporary files of ours."""
+        with self._failures("/", "list"):
+            for entry in self._root.iterdir():
+                ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
+                if not ours or not all(re.fullmatch(r"[0-9a-f]{32}", file.name) for file in entry.iterdir()):
+                    raise InvalidInputError(
+                        f"{self.url}: is not empty and no repository; choose an empty or a new place"
+                    )
+
+    @contextmanager
+    def trial(self) -> Iterator[LocalStore]:
+        """A store in a folder whose name begins with a dot, so that no listing shows it; removed at the end."""
+        with self._failures("/", "write"):
+            folder = tempfile.mkdtemp(prefix=".snapstore-trial-", dir=self._root)
+        try:
+            yield LocalStore(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     # --- writing ---
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import AlreadyExistsError, FormatError, IntegrityError, NotFoundError
+from ..errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
 from . import GET_LIMIT_BYTES, Buffer, ObjectInfo, byte_view, check_into, check_key, check_prefix, check_range
 
 _NAMED: dict[str, MemoryStore] = {}
@@ -118,6 +119,16 @@ class MemoryStore:
     def clean(self) -> int:
         """Nothing to do: a put leaves nothing behind."""
         return 0
+
+    def prepare(self) -> None:
+        """Nothing may be here."""
+        if self._objects:
+            raise InvalidInputError(f"{self.url}: is not empty and no repository; choose another name")
+
+    @contextmanager
+    def trial(self) -> Iterator[MemoryStore]:
+        """Another store."""
+        yield MemoryStore("trial")
 
     def drop_holds(self) -> None:
         """For tests: every holder dies; their objects stay."""

@@ -782,7 +782,7 @@ def test_open_store_memory():
 @pytest.mark.parametrize(
     ("url", "error"),
     [
-        ("s3://key:secret@bucket/prefix", CapabilityError),
+        ("s3://key:secret@bucket/prefix", InvalidInputError),
         ("gs://key:secret@bucket", InvalidInputError),
         ("https://user:secret@host/x", InvalidInputError),
         ("memory://", InvalidInputError),

@@ -1,0 +1,511 @@
+"""A bucket, or a prefix of one, as an object store: the key is the name below the prefix.
+
+In: keys and buffers. Out: objects that are whole and never change. Any thread may call anything; a forked child makes
+connections of its own.
+
+Invariants, and what is lost without them:
+
+- Every put says `If-None-Match: *`: of racing writers one wins. A backend that ignores it is refused by `prepare`.
+- A put that was sent more than once may meet itself: 412 then means "taken, maybe by us", so the object is read back,
+  and if its bytes are ours the put has succeeded. Only a first answer of 412 is another's object for certain.
+- 409 says that a racing request is under way and nothing is decided: the put is repeated.
+- A put that fails otherwise leaves it open what is under the key; the caller looks (`ObjectStore`, session.py).
+- One layer of retries: botocore's. It ends with the headers of an answer, so a body that breaks off is asked for again
+  here, from where it broke. Every wait has an end: of connecting, sending, reading, and of a body as a whole.
+- A listing whose pages do not hang together is an error, never the end of the list.
+
+A held object's sign of life is a file of this machine (signs.py); elsewhere nobody knows, and the heartbeat decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+import weakref
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from email.utils import parsedate_to_datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from botocore.exceptions import BotoCoreError, ClientError
+
+from ..errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+)
+from ..threads import Threads
+from . import (
+    GET_LIMIT_BYTES,
+    Buffer,
+    ObjectInfo,
+    byte_view,
+    check_into,
+    check_key,
+    check_prefix,
+    check_range,
+    is_key,
+)
+from .ranges import Piece, plan_pieces
+from .s3_client import (
+    BODY_FAILURES,
+    check_storage_class,
+    is_missing,
+    make_client,
+    parse,
+    refused,
+    retries_of,
+    status_of,
+    translate,
+)
+from .signs import Signs
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+#: Requests of one `get_ranges` under way at once.
+READERS = 8
+#: Connections that are kept open; more callers than these wait for one.
+CONNECTIONS = 32
+#: A server that says nothing for so long is asked again. Sending has the first one a piece of a body.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
+#: The first and nine more: botocore doubles its waits from 50 ms (of throttling from 1 s, up to 20 s), so these bridge
+#: the restart of a server, and a server that never answers fails a request within six minutes.
+ATTEMPTS = 10
+#: A body must come at this rate at least, over all its attempts [bytes/s].
+SLOWEST_BYTES_PER_S = 32 * 1024
+DELETE_BATCH = 1000  # what S3 takes in one request
+CONFLICT_TRIES = 8
+#: Bodies above this size are sent without a copy, and after the server has said that it wants them.
+SMALL_BODY_BYTES = 64 * 1024
+#: http.client asks for 16 KiB at a time; larger pieces cost fewer calls. Each must leave within CONNECT_TIMEOUT_S.
+BODY_PIECE_BYTES = 256 * 1024
+READ_PIECE_BYTES = 1024 * 1024
+#: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
+ASK_FIRST_BYTES = 64 * 1024**3
+#: What a server says of single keys of a batch that may be tried again.
+_PASSING = {"InternalError", "SlowDown", "ServiceUnavailable"}
+
+_Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" where it lies
+
+
+class S3Store:
+    """An `ObjectStore` in a bucket of S3, or of a server that speaks its protocol.
+
+    Args:
+        url: `s3://bucket[/prefix][?storage_class=NAME]`; everything else is the standard AWS configuration.
+        storage_class: of packs, as in the URL.
+        connect_timeout_s, read_timeout_s, attempts: when to give up on a request.
+
+    Raises:
+        InvalidInputError: no such URL, or a configuration that cannot be used.
+    """
+
+    def __init__(
+        self, url: str, *, storage_class: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S, attempts: int = ATTEMPTS,
+    ) -> None:  # fmt: skip
+        place = parse(url)
+        self.url = place.url
+        self._bucket, self._prefix = place.bucket, place.prefix
+        self._storage_class = check_storage_class(storage_class) or place.storage_class
+        self._read_timeout_s, self._attempts = read_timeout_s, attempts
+        self._client_options: dict[str, Any] = {
+            "connections": CONNECTIONS, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
+            "attempts": attempts,
+        }  # fmt: skip
+        self._connected = os.getpid(), make_client(**self._client_options)
+        self._signs = Signs(self.url)
+        self._readers = Threads(READERS)
+        weakref.finalize(self, self._readers.close)
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    # --- writing ---
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Create `key` durably; see `ObjectStore.put`. CapabilityError where the server knows no conditional writes."""
+        check_key(key)
+        view = byte_view(data)
+        options: dict[str, Any] = {"ChecksumSHA256": b64encode(hashlib.sha256(view).digest()).decode()}
+        if self._storage_class and key.startswith("packs/"):
+            options["StorageClass"] = self._storage_class
+        unsure = False  # whether a request of ours may have landed unseen
+        for attempt in range(CONFLICT_TRIES):
+            _pause(attempt)
+            body: Any = _Body(view) if len(view) > SMALL_BODY_BYTES else bytes(view)
+            try:
+                with self._failures(key, "write"):
+                    self._client.put_object(
+                        Bucket=self._bucket, Key=self._prefix + key, Body=body, IfNoneMatch="*", **options
+                    )
+                return
+            except SnapstoreError as error:
+                if not isinstance(error.__cause__, ClientError):
+                    raise
+                status, unsure = status_of(error.__cause__), unsure or retries_of(error.__cause__.response) > 0
+                if status == 412 and not (unsure and self._holds(key, view)):
+                    raise AlreadyExistsError(
+                        f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
+                    ) from error
+                if status == 412:
+                    return
+                if status != 409 or attempt == CONFLICT_TRIES - 1:
+                    raise
+
+    def _holds(self, key: str, view: memoryview) -> bool:
+        """Whether the object has just these bytes."""
+        try:
+            return self.get(key, limit_bytes=len(view)) == view
+        except (NotFoundError, FormatError):
+            return False
+
+    def hold(self, key: str, data: Buffer) -> None:
+        """`put` with a locked file in this machine's cache, which ends with `release` or with this process."""
+        check_key(key)
+        begun = self._signs.begin(key)
+        try:
+            self.put(key, data)
+        except AlreadyExistsError:
+            if begun:
+                self._signs.end(key)
+            raise
+
+    def touch(self, key: str) -> None:
+        """Copy the object onto itself, which renews its time; NotFoundError when it is gone."""
+        check_key(key)
+        name = self._prefix + key
+        with self._failures(key, "touch"):
+            self._client.copy_object(
+                Bucket=self._bucket, Key=name, CopySource={"Bucket": self._bucket, "Key": name},
+                MetadataDirective="REPLACE", Metadata={"touched": f"{time.time():.0f}"},
+            )  # fmt: skip
+
+    def release(self, key: str) -> None:
+        """Delete `key` and its sign of life."""
+        self.delete([key])
+
+    def is_held(self, key: str) -> bool | None:
+        """Whether a live process of this machine holds `key`; None if none of this machine has ever said so."""
+        check_key(key)
+        return self._signs.alive(key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove every key, a thousand a request; missing ones are fine."""
+        names = iter(keys)
+        while batch := list(islice(names, DELETE_BATCH)):
+            for key in batch:
+                check_key(key)
+            if len(batch) == 1:
+                with suppress(NotFoundError), self._failures(batch[0], "delete"):
+                    self._client.delete_object(Bucket=self._bucket, Key=self._prefix + batch[0])
+            else:
+                self._delete_batch(sorted(set(batch)))
+            for key in batch:
+                self._signs.end(key)  # in this order no one sees a session that is there but dead
+
+    def _delete_batch(self, keys: Sequence[str]) -> None:
+        """One request; what the server says it could not delete for now is tried again."""
+        left = {self._prefix + key: key for key in keys}
+        for attempt in range(CONFLICT_TRIES):
+            _pause(attempt)
+            with self._failures(next(iter(left.values())), "delete"):
+                answer = self._client.delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in left], "Quiet": True}
+                )
+            codes = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", []) if e.get("Code") != "NoSuchKey"}
+            if not codes:
+                return
+            left = {name: left[name] for name in codes}
+            if not _PASSING.issuperset(codes.values()):
+                break
+        name, code = next((n, c) for n, c in codes.items() if c not in _PASSING or attempt)
+        what = f"{left[name]} in {self.url}: cannot delete it and {len(codes) - 1} more"
+        raise refused(what, code, 403 if code == "AccessDenied" else 500)
+
+    # --- reading ---
+
+    def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
+        """All bytes of `key`; see `ObjectStore.get`."""
+        check_key(key)
+        with self._failures(key, "read"):
+            answer: _Answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            size_bytes = answer["ContentLength"]
+            if size_bytes > limit_bytes:
+                answer["Body"].close()
+                raise FormatError(
+                    f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {size_bytes}; "
+                    "this is no object of that kind, run 'snapstore check'"
+                )
+            view: memoryview = np.empty(size_bytes, np.uint8).data
+            self._fill(key, 0, view, size_bytes, answer)
+        return view.tobytes()
+
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
+        """One view per range; see `ObjectStore.get_ranges`. Neighbours are read together, long ranges in pieces."""
+        check_key(key)
+        if any(offset < 0 or length < 0 for offset, length in ranges):
+            self.stat(key)  # a missing object is the graver news
+        for offset, length in ranges:
+            check_range(key, offset, length)
+        pieces: list[Piece] = []
+        last: tuple[Piece, _Answer] | None = None  # its answer says how long the object is, before anything is written
+        if ranges and max(offset + length for offset, length in ranges) <= ASK_FIRST_BYTES:
+            pieces = plan_pieces(ranges)
+        with self._failures(key, "read"):
+            if pieces:
+                answer, size_bytes = self._open_range(key, pieces[-1].offset, pieces[-1].length)
+                last = pieces[-1], answer
+            else:
+                size_bytes = self.stat(key).size_bytes
+            try:
+                for offset, length in ranges:
+                    if offset + length > size_bytes:
+                        raise self._short(key, offset, length, size_bytes)
+                check_into(key, ranges, into)
+                # not bytearrays: those would be zeroed first
+                views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
+                self._read_pieces(key, pieces or plan_pieces(ranges), views, size_bytes, last)
+            finally:
+                if last is not None:
+                    last[1]["Body"].close()
+        return list(views)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of `key`, the time in whole seconds; NotFoundError when missing."""
+        check_key(key)
+        with self._failures(key, "stat"):
+            response = self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
+        return ObjectInfo(key, response["ContentLength"], float(int(response["LastModified"].timestamp())))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object under `prefix`, in pages of 1,000; names that are no keys are somebody else's and left out."""
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        options: dict[str, Any] = {}
+        while True:
+            with self._failures(prefix or "/", "list"):
+                page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **options)
+            for entry in page.get("Contents", []):
+                key = entry["Key"].removeprefix(self._prefix)
+                if is_key(key) and entry["Key"].startswith(self._prefix + prefix):
+                    # Whole seconds, as HEAD gives them.
+                    yield ObjectInfo(key, entry["Size"], float(int(entry["LastModified"].timestamp())))
+            if not page.get("IsTruncated"):
+                return
+            token = page.get("NextContinuationToken")
+            if not token or token == options.get("ContinuationToken"):
+                raise StorageError(
+                    f"{prefix or '/'} in {self.url}: cannot list: the server says there is more and not where; "
+                    "nothing can be told from such a listing, try another server (docs/s3.md)"
+                )
+            options = {"ContinuationToken": token}
+
+    def now_s(self) -> float:
+        """The server's clock, by the Date of an answer, in whole seconds [s since the epoch]."""
+        with self._failures("the clock", "read"):
+            try:
+                answer: Mapping[str, Any] = self._client.head_object(Bucket=self._bucket, Key=f"{self._prefix}config")
+            except ClientError as error:
+                if not is_missing(error):
+                    raise
+                answer = error.response
+        date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+        try:
+            return parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError) as error:
+            raise StorageError(
+                f"{self.url}: the server's answers carry no readable Date; its clock is needed"
+            ) from error
+
+    def settle(self, prefix: str) -> None:
+        """Nothing to do: what a server lists is durable."""
+        check_prefix(prefix)
+
+    def clean(self) -> int:
+        """Nothing to do: a put that died leaves nothing."""
+        return 0
+
+    def prepare(self) -> None:
+        """See `ObjectStore.prepare`: the prefix is empty, and a second put of a key is refused."""
+        with self._failures("/", "list"):
+            page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+        if page.get("Contents"):
+            raise InvalidInputError(f"{self.url}: is not empty and no repository; choose an empty or a new prefix")
+        with self.trial() as trial:
+            trial.put("twice", b"first")
+            try:
+                trial.put("twice", b"second")
+            except AlreadyExistsError:
+                return
+            raise CapabilityError(
+                f"{self.url}: the server ignores If-None-Match and overwrites in silence, so two writers would destroy "
+                "each other's snapshots; use another server, or a newer release of it (docs/s3.md)"
+            )
+
+    @contextmanager
+    def trial(self) -> Iterator[S3Store]:
+        """See `ObjectStore.trial`: a prefix that begins with a dot, which no listing of ours shows."""
+        store, name = copy(self), f".trial-{os.urandom(8).hex()}"
+        store.url, store._prefix, store._signs = (
+            f"{self.url}/{name}",
+            f"{self._prefix}{name}/",
+            Signs(f"{self.url}/{name}"),
+        )
+        try:
+            yield store
+        finally:
+            with suppress(SnapstoreError):  # where nobody may delete, some bytes stay
+                store.delete([info.key for info in store.list("")])
+
+    # --- requests ---
+
+    @property
+    def _client(self) -> S3Client:
+        pid, client = self._connected
+        if pid != os.getpid():  # a forked child must not share its parent's connections
+            client = make_client(**self._client_options)
+            self._connected = os.getpid(), client
+        return client
+
+    def _open_range(self, key: str, offset: int, length: int) -> tuple[_Answer, int]:
+        """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
+        wanted = f"bytes={offset}-{offset + length - 1}"
+        try:
+            answer: _Answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, Range=wanted)
+        except ClientError as error:
+            if status_of(error) != 416:
+                raise
+            raise self._short(key, offset, length, self.stat(key).size_bytes) from error
+        got = answer.get("ContentRange", "")
+        span, _, size = got.removeprefix("bytes ").partition("/")
+        size_bytes = int(size) if size.isdecimal() else -1
+        if span != f"{offset}-{min(offset + length, size_bytes) - 1}":
+            answer["Body"].close()
+            raise StorageError(
+                f"{key} in {self.url} at {offset}+{length}: the server answered with another range ({got or 'all'}); "
+                "use another server (docs/s3.md)"
+            )
+        return answer, size_bytes
+
+    def _read_pieces(
+        self, key: str, pieces: Sequence[Piece], views: Sequence[memoryview], size_bytes: int,
+        last: tuple[Piece, _Answer] | None,
+    ) -> None:  # fmt: skip
+        """Fill the views; `last` is a piece whose answer is here already."""
+
+        def read(piece: Piece) -> None:
+            share = piece.shares[0]
+            whole = len(piece.shares) == 1
+            view = views[share.which][share.start :][: share.length] if whole else np.empty(piece.length, np.uint8).data
+            answer = last[1] if last is not None and piece is last[0] else None
+            with self._failures(key, "read"):
+                self._fill(key, piece.offset, view, size_bytes, answer)
+            for share in () if whole else piece.shares:
+                views[share.which][share.start :][: share.length] = view[share.at :][: share.length]
+
+        if len(pieces) > 1:
+            self._readers.start(read, pieces[::-1])()
+        else:
+            for piece in pieces:
+                read(piece)
+
+    def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: _Answer | None) -> None:
+        """Fill `view` with what begins at `offset`; a body that breaks off is asked for again from there."""
+        done = failures = 0
+        ends_s = time.monotonic() + self._attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
+        while done < len(view):
+            try:
+                if answer is None:
+                    answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
+                    if now_bytes != size_bytes:
+                        raise self._short(key, offset, len(view), now_bytes)
+                while done < len(view):  # of a body that ends early, botocore says so
+                    done += answer["Body"].readinto(view[done : done + READ_PIECE_BYTES])
+                    if time.monotonic() > ends_s:
+                        raise StorageError(
+                            f"{key} in {self.url} at {offset}+{len(view)}: only {done} bytes came in the time there "
+                            "is; check the network and the server, then try again"
+                        )
+                    failures = 0
+            except BODY_FAILURES:
+                failures += 1
+                if failures >= self._attempts:
+                    raise
+                _pause(failures)
+            finally:
+                if answer is not None:
+                    answer["Body"].close()
+                    answer = None
+
+    # --- errors ---
+
+    def _missing(self, key: str) -> NotFoundError:
+        return NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
+
+    def _short(self, key: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
+        return IntegrityError(
+            f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
+            f"got an object of {size_bytes} bytes; run 'snapstore check'"
+        )
+
+    @contextmanager
+    def _failures(self, key: str, verb: str) -> Iterator[None]:
+        """Turn botocore's errors into ours, with the name of the thing first."""
+        try:
+            yield
+        except ClientError as error:
+            if is_missing(error):
+                raise self._missing(key) from error
+            raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
+        except BotoCoreError as error:
+            raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
+
+
+class _Body:
+    """A buffer as a file that botocore can send, and rewind when it sends it again, without copying it."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def read(self, size: int | None = -1) -> memoryview | bytes:
+        """The next piece; larger than asked for, since http.client asks for 16 KiB at a time."""
+        if size is None or size < 0:
+            return bytes(self._view[self._at :])
+        piece = self._view[self._at :][:BODY_PIECE_BYTES]
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of a file."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """As of a file."""
+        return self._at
+
+
+def _pause(attempt: int) -> None:
+    """Between two tries of what botocore does not retry; none before the first."""
+    if attempt:
+        time.sleep(random.uniform(0, 0.05 * 2**attempt))

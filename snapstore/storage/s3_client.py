@@ -1,0 +1,211 @@
+"""The S3 client: from a URL and the standard AWS configuration to a boto3 client, and from its failures to our errors.
+
+Credentials, region, endpoint and addressing style come from where every AWS tool takes them (environment, profiles,
+instance roles), never from a URL. Nothing here repeats what a server says in full: its texts may hold key ids.
+
+Retries are botocore's "standard" mode and nothing on top of it, but for what that mode cannot see: a body that breaks
+off, and a 409 (storage/s3.py).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
+
+import boto3
+from botocore import exceptions as aws
+from botocore.config import Config
+
+from ..errors import CapabilityError, InvalidInputError, SnapstoreError, StorageError, StorageFullError
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_PREFIX_COMPONENT = re.compile(r"[A-Za-z0-9._=+@-]{1,255}")
+_STORAGE_CLASS = re.compile(r"[A-Z0-9_]{1,64}")
+#: Classes whose objects must be thawed, for hours, before they can be read.
+_FROZEN = {"GLACIER", "DEEP_ARCHIVE"}
+
+#: Keys are at most 1,024 bytes: of these the longest of ours (run and step) takes 350.
+_PREFIX_LIMIT = 512
+_CREATE_LOCK = threading.Lock()  # boto3's default session is not safe to make clients from several threads
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a URL names.
+
+    Attributes:
+        prefix: empty, or ends in `/`.
+        storage_class: of packs; None: the bucket's default.
+    """
+
+    bucket: str
+    prefix: str
+    storage_class: str | None
+
+    @property
+    def url(self) -> str:
+        """Without options."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def parse(url: str) -> Place:
+    """The place that `s3://bucket[/prefix][?storage_class=NAME]` names.
+
+    Raises:
+        InvalidInputError: not such a URL. Of one that may hold credentials nothing is repeated.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise InvalidInputError("s3://: expected s3://bucket/prefix") from None
+    if "@" in parts.netloc or ":" in parts.netloc:
+        raise InvalidInputError(
+            "s3://: expected s3://bucket/prefix, with no user, key or port before the bucket; credentials and endpoint "
+            "belong in the AWS configuration (AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL_S3)"
+        )
+    if not _BUCKET.fullmatch(parts.netloc):
+        raise InvalidInputError(f"s3://{parts.netloc}: no name of a bucket; expected s3://bucket/prefix")
+    prefix = parts.path.strip("/")
+    components = prefix.split("/") if prefix else []
+    if parts.fragment or len(prefix) > _PREFIX_LIMIT or not all(map(_is_prefix_component, components)):
+        raise InvalidInputError(
+            f"s3://{parts.netloc}{parts.path}: expected a prefix of '/'-joined names of letters, digits and '._=+@-', "
+            f"{_PREFIX_LIMIT} at most in all"
+        )
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    storage_class = options.pop("storage_class", None)
+    if options:
+        raise InvalidInputError(f"s3://{parts.netloc}: unknown option {min(options)!r}; expected storage_class")
+    return Place(parts.netloc, f"{prefix}/" if prefix else "", check_storage_class(storage_class))
+
+
+def _is_prefix_component(name: str) -> bool:
+    return bool(_PREFIX_COMPONENT.fullmatch(name)) and name.strip(".") != ""
+
+
+def check_storage_class(name: str | None) -> str | None:
+    """The name, if packs can lie in that class.
+
+    Raises:
+        InvalidInputError: they cannot.
+    """
+    if name is not None and (name in _FROZEN or not _STORAGE_CLASS.fullmatch(name)):
+        raise InvalidInputError(
+            f"storage_class {name!r}: expected a class whose objects can be read at once, such as STANDARD_IA, "
+            "INTELLIGENT_TIERING or GLACIER_IR"
+        )
+    return name
+
+
+def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float, attempts: int) -> S3Client:
+    """A client by the standard AWS configuration; safe to use from several threads, not across a fork.
+
+    Checksums are off by default, because older servers refuse requests that carry botocore's (since 1.36): what we put
+    carries its SHA-256, and what we read is checked against digests of our own.
+
+    Raises:
+        InvalidInputError: the configuration cannot be used, such as a profile that does not exist.
+    """
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": attempts},
+        connect_timeout=connect_timeout_s, read_timeout=read_timeout_s,
+        max_pool_connections=connections, tcp_keepalive=True,
+        request_checksum_calculation="when_required", response_checksum_validation="when_required",
+        user_agent_extra="snapstore",
+    )  # fmt: skip
+    try:
+        with _CREATE_LOCK:
+            client: S3Client = boto3.session.Session().client("s3", config=config)
+    except (aws.BotoCoreError, ValueError) as error:
+        raise InvalidInputError(
+            f"s3://: the AWS configuration cannot be used ({_kind(error)}); check AWS_PROFILE, AWS_DEFAULT_REGION, "
+            "AWS_ENDPOINT_URL_S3 and ~/.aws/config"
+        ) from error
+    return client
+
+
+#: What breaks while a body is being read: botocore's retries end with the headers.
+BODY_FAILURES = (
+    aws.IncompleteReadError, aws.ReadTimeoutError, aws.ResponseStreamingError, aws.ConnectionClosedError,
+    aws.HTTPClientError,
+)  # fmt: skip
+
+_DENIED = "no permission; docs/s3.md lists what the policy must allow"
+_UNKNOWN_KEY = "unknown or wrong credentials; check AWS_PROFILE or AWS_ACCESS_KEY_ID and the secret"
+_EXPIRED = "the credentials have expired; renew them"
+_FULL = "no quota or space left; free some, or run 'snapstore gc'"
+_REGION = "the bucket is in another region, or not on this endpoint; set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL_S3"
+_ADVICE = {
+    "AccessDenied": _DENIED, "403": _DENIED, "AllAccessDisabled": _DENIED, "MethodNotAllowed": _DENIED,
+    "InvalidAccessKeyId": _UNKNOWN_KEY, "SignatureDoesNotMatch": _UNKNOWN_KEY, "InvalidToken": _UNKNOWN_KEY,
+    "ExpiredToken": _EXPIRED, "ExpiredTokenException": _EXPIRED, "TokenRefreshRequired": _EXPIRED,
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "NoSuchBucket": "the bucket does not exist; make it, or check its name and AWS_ENDPOINT_URL_S3",
+    "PermanentRedirect": _REGION, "AuthorizationHeaderMalformed": _REGION, "301": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "InvalidObjectState": "the object was moved to an archive; restore it there, and end the lifecycle rule",
+    "InvalidStorageClass": "the server has no such storage class; choose another",
+    "SlowDown": "the server asks for fewer requests, still after all retries; try again later",
+    "BadDigest": "the bytes were damaged on the way; test this machine's memory and network",
+    "XAmzContentSHA256Mismatch": "the bytes were damaged on the way; test this machine's memory and network",
+    "XAmzContentChecksumMismatch": "the bytes were damaged on the way; test this machine's memory and network",
+}  # fmt: skip
+_FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
+
+
+def code_of(error: aws.ClientError) -> str:
+    """The server's word for an error: `NoSuchKey`, or the status where there is no body (answers to HEAD)."""
+    return str(error.response.get("Error", {}).get("Code") or status_of(error))
+
+
+def status_of(error: aws.ClientError) -> int:
+    """The HTTP status."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_missing(error: aws.ClientError) -> bool:
+    """Whether the object is not there; a missing bucket is another thing, where the server tells."""
+    return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
+
+
+def retries_of(metadata: Any) -> int:
+    """How often botocore has sent the request again."""
+    return int(metadata.get("ResponseMetadata", {}).get("RetryAttempts", 0))
+
+
+def refused(what: str, code: str, status: int) -> SnapstoreError:
+    """The error of ours for a server's refusal; `what` names the thing and the verb."""
+    if code in _FULL_CODES or status == 507:
+        return StorageFullError(f"{what}: {_FULL} ({code})")
+    if code == "NotImplemented" or status == 501:
+        return CapabilityError(f"{what}: the server does not know this request ({code}); see docs/s3.md for others")
+    advice = _ADVICE.get(code) or (_DENIED if status == 403 else "try again; if it stays, ask who runs the server")
+    return StorageError(f"{what}: {advice} ({code}, HTTP status {status})")
+
+
+def translate(what: str, error: Exception) -> SnapstoreError:
+    """The error of ours that stands for one of botocore's."""
+    if isinstance(error, aws.ClientError):
+        return refused(what, code_of(error), status_of(error))
+    if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
+        return StorageError(f"{what}: no credentials found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret")
+    if isinstance(error, aws.CredentialRetrievalError | aws.TokenRetrievalError | aws.SSOError):
+        return StorageError(f"{what}: the credentials could not be fetched ({_kind(error)}); log in again")
+    if isinstance(error, aws.ReadTimeoutError | aws.ConnectTimeoutError):
+        return StorageError(f"{what}: no answer in time; check the network and the server, then try again")
+    if isinstance(error, (*BODY_FAILURES, aws.ConnectionError)):
+        return StorageError(
+            f"{what}: the connection failed or broke off ({_kind(error)}); check the network, AWS_ENDPOINT_URL_S3 and "
+            "the server, then try again"
+        )
+    return StorageError(f"{what}: the client failed ({_kind(error)}); check the AWS configuration")
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__

@@ -1,0 +1,46 @@
+"""S3 for tests: moto in this process, and the real server of `tools/s3-server`, if the environment names it.
+
+moto accepts wrong secrets and wrong checksums, and its clock is ours: only the real server shows how we behave.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from snapstore.storage.s3 import S3Store
+
+#: `s3://bucket` of the real server: eval "$(tools/s3-server start)"
+SERVER = os.environ.get("SNAPSTORE_TEST_S3", "")
+needs_server = pytest.mark.skipif(not SERVER, reason='no S3 server: eval "$(tools/s3-server start)"')
+
+_AWS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "AWS_SESSION_TOKEN")
+
+
+def fresh_url() -> str:
+    """A prefix of the real server that nobody has used."""
+    return f"{SERVER}/test-{uuid.uuid4().hex}"
+
+
+def impatient(url: str, **options) -> S3Store:
+    """A store that gives up soon."""
+    return S3Store(url, **{"connect_timeout_s": 1.0, "read_timeout_s": 1.0, "attempts": 3} | options)
+
+
+@contextmanager
+def moto_bucket(monkeypatch: pytest.MonkeyPatch, name: str = "moto") -> Iterator[str]:
+    """The URL of an empty bucket of moto's; nothing leaves this process."""
+    for variable in _AWS:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        boto3.client("s3").create_bucket(Bucket=name)
+        yield f"s3://{name}"

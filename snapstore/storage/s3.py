@@ -128,7 +128,7 @@ class S3Store:
         self._connected = os.getpid(), make_client(**self._client_options)
         self._signs = Signs(self.url)
         self._readers = Threads(READERS)
-        weakref.finalize(self, self._readers.close)
+        weakref.finalize(self, self._readers.close).atexit = False  # an exit waits for no server
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"

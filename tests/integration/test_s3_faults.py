@@ -1,0 +1,522 @@
+"""What networks, servers and administrators do to a repository on S3: the real server, and a proxy that misbehaves.
+
+Each fault ends in a committed snapshot or in a clear error, in time; whatever was committed before restores, and the
+next save works once the fault is over. `SNAPSTORE_TEST_THOROUGH=1` runs every combination.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import boto3
+import pytest
+from faults import OPTIONS, check_restores, check_whole, keys_of, same, save, values, version_of
+from s3_stores import fresh_url, impatient, needs_server
+from tcp_proxy import Fault, Proxy, answer, lose_answer
+
+from snapstore import Repository
+from snapstore.errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    ConflictError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+    StorageFullError,
+)
+from snapstore.records import ABORTED, Snapshot, encode, parse_record_key
+from snapstore.storage.s3 import S3Store
+
+pytestmark = needs_server
+THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
+
+TOOL = Path(__file__).parents[2] / "tools" / "s3-server"
+#: Attempts, each of which may wait for a second, of the commit and of taking it back; the rest is leeway.
+IN_TIME_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def proxy():
+    with Proxy(os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")) as proxy:
+        yield proxy
+
+
+class World:
+    """A repository with two snapshots, seen straight and through the proxy."""
+
+    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url, self.proxy = fresh_url(), proxy
+        self.straight = S3Store(self.url)
+        with Repository.create(self.straight, chunk_bytes=1024, options=OPTIONS) as repository:
+            for step in range(2):
+                save(repository, "a", step, step)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        self.store = impatient(self.url)
+        self.began = time.monotonic()
+
+    def save(self, step: int = 2):
+        with Repository.open(self.store, options=OPTIONS) as repository:
+            return save(repository, "a", step, step)
+
+    def steps(self) -> list[int]:
+        with Repository.open(self.straight, options=OPTIONS) as repository:
+            return [s.step for s in repository.snapshots("a")]
+
+    def check(self, steps: list[int]) -> None:
+        """In time, and these are there, whole; the next save and a gc work."""
+        assert time.monotonic() - self.began < IN_TIME_S
+        assert self.steps() == steps
+        self.proxy.heal()
+        check_whole(self.store)
+
+
+@pytest.fixture
+def world(proxy, monkeypatch):
+    return World(proxy, monkeypatch)
+
+
+def cases(*chosen: tuple, every: list[tuple]) -> list[tuple]:
+    """All combinations, or in CI those chosen."""
+    return every if THOROUGH else list(chosen)
+
+
+HOWS, KINDS = ("reset", "close", "stall"), ("snapshots", "packs", "manifests", "sessions")
+
+
+def put_of(kind: str):
+    return lambda method, target: method == "PUT" and f"/{kind}/" in target
+
+
+def get_of(kind: str):
+    return lambda method, target: method == "GET" and f"/{kind}/" in target
+
+
+def listing(method: str, target: str) -> bool:
+    return method == "GET" and "list-type=2" in target
+
+
+# --- the commit ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    cases(("snapshots", "reset"), ("snapshots", "stall"), ("packs", "close"), ("manifests", "reset"),
+          ("sessions", "reset"), every=list(product(KINDS, HOWS))),
+)  # fmt: skip
+def test_the_answer_to_a_put_is_lost(world, kind, how):
+    """The repeated PUT meets its own object: read back, it is ours."""
+    rule = world.proxy.fault(put_of(kind), lose_answer(how))
+    world.save()
+    assert rule.fired == 1
+    assert len([r for r in world.proxy.requests if put_of(kind)(*r)]) >= 2
+    world.check([0, 1, 2])
+
+
+def test_every_answer_to_the_commit_is_lost(world):
+    """No PUT is ever answered; what lies under the key says that it landed."""
+    world.proxy.fault(put_of("snapshots"), lose_answer(), times=3)
+    world.save()
+    world.check([0, 1, 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_409_is_tried_again(world, kind):
+    rule = world.proxy.fault(put_of(kind), answer(409, "ConditionalRequestConflict"), times=3)
+    world.save()
+    assert rule.fired == 3
+    world.check([0, 1, 2])
+
+
+@pytest.mark.skipif(not THOROUGH, reason="takes nine seconds")
+def test_409_for_ever(world):
+    world.proxy.fault(put_of("packs"), answer(409, "ConditionalRequestConflict"), times=1000)
+    with pytest.raises(StorageError, match="ConditionalRequestConflict"):
+        world.save()
+    world.check([0, 1])
+
+
+def test_412_because_a_gc_was_first(world):
+    """Another process has created our record as aborted: nothing of this save is a snapshot."""
+
+    def fence() -> None:
+        key = world.proxy.requests[-1][1].split("?")[0].split(f"{world.straight._prefix}")[1]
+        run, step, name, _ = parse_record_key(key)
+        world.straight.put(key, encode(Snapshot(id=name, run=run, step=step, seq=0, state=ABORTED, write_id="0" * 32)))
+
+    world.proxy.fault(put_of("snapshots"), Fault(before=fence))
+    with pytest.raises(ConflictError, match="another writer"):
+        world.save()
+    world.check([0, 1])
+
+
+def test_412_because_of_another_object_after_a_lost_answer(world):
+    """A repeated PUT that meets other bytes than its own has lost."""
+    store = world.store
+    world.proxy.fault(
+        lambda m, t: m == "PUT", Fault(before=lambda: world.straight.put("taken", b"theirs"), answer=None)
+    )
+    world.proxy.fault(lambda m, t: m == "PUT", lose_answer())
+    with pytest.raises(AlreadyExistsError, match=r"^taken "):
+        store.put("taken", b"ours, longer")
+    assert world.straight.get("taken") == b"theirs"
+    world.straight.delete(["taken"])
+
+
+# --- storms, stalls, short bodies ---
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (503, "ServiceUnavailable")])
+def test_a_storm_that_passes(world, status, code):
+    """Two refusals of every third request are waited out."""
+    count = [0]
+
+    def every_third(method: str, target: str) -> bool:
+        count[0] += 1
+        return count[0] % 3 == 0
+
+    rule = world.proxy.fault(every_third, answer(status, code), times=6)
+    world.save()
+    assert rule.fired == 6
+    world.check([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    cases(("packs", 503, "SlowDown"), ("snapshots", 500, "InternalError"), ("sessions", 500, "InternalError"),
+          every=[(k, *e) for k in KINDS for e in [(500, "InternalError"), (503, "SlowDown")]]),
+)  # fmt: skip
+def test_a_storm_that_stays(world, status, code, kind):
+    world.proxy.fault(put_of(kind), answer(status, code), times=1000)
+    with pytest.raises(StorageError, match=code):
+        world.save()
+    world.check([0, 1])
+
+
+@pytest.mark.parametrize("how", ["reset", "stall"])
+def test_a_put_that_breaks_off(world, how):
+    rule = world.proxy.fault(put_of("packs"), Fault(request_bytes=1000, how=how))
+    world.save()
+    assert rule.fired == 1
+    world.check([0, 1, 2])
+
+
+@pytest.mark.parametrize("how", ["reset", "stall"] if THOROUGH else ["stall"])
+def test_puts_that_always_break_off(world, how):
+    world.proxy.fault(put_of("packs"), Fault(request_bytes=1000, how=how), times=1000)
+    with pytest.raises(StorageError, match="packs/"):
+        world.save()
+    world.check([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    cases(("snapshots", "reset"), ("packs", "close"), ("packs", "stall"), ("manifests", "reset"),
+          every=list(product(KINDS[:3], HOWS))),
+)  # fmt: skip
+def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
+    """It goes on from where it broke."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cold"))
+    rule = world.proxy.fault(get_of(kind), Fault(response_bytes=100, how=how), times=2)
+    with Repository.open(world.store, options=OPTIONS) as repository:
+        assert same(repository.restore("a@1"), values("a", 1))
+    assert rule.fired == 2
+    world.check([0, 1])
+
+
+@pytest.mark.parametrize("how", HOWS if THOROUGH else ["close"])
+def test_gets_that_always_break_off(world, how):
+    """Each gives nothing new."""
+    world.proxy.fault(get_of("packs"), Fault(response_bytes=0, how=how), times=1000)
+    with Repository.open(world.store, options=OPTIONS) as repository, pytest.raises(StorageError, match="packs/"):
+        repository.restore("a@1")
+    world.check([0, 1])
+
+
+def test_a_get_of_another_range_than_asked_for(world):
+    world.proxy.fault(get_of("packs"), Fault(replace=(b"bytes ", b"bytes 1")), times=1000)
+    with (
+        Repository.open(world.store, options=OPTIONS) as repository,
+        pytest.raises(StorageError, match="another range"),
+    ):
+        repository.restore("a@1")
+    world.check([0, 1])
+
+
+def test_nobody_answers(world, monkeypatch):
+    with socket.socket() as taken:  # bound, not listening
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(StorageError, match="AWS_ENDPOINT_URL_S3"):
+            Repository.open(impatient(world.url))
+    world.check([0, 1])
+
+
+# --- the server dies, or sleeps ---
+
+
+@contextmanager
+def gateway(monkeypatch):
+    """One more gateway to the same objects: a process of our own, to kill."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start() -> subprocess.Popen:
+        process = subprocess.Popen([TOOL, "gateway", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return process
+            time.sleep(0.1)
+        raise AssertionError("the gateway does not come up")
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    running = [start()]
+    try:
+        yield running, start
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
+    """SIGKILL in a save and in a restore, with a restart behind it: both go on; without one, both fail in time."""
+    straight = S3Store(fresh_url())
+    with Repository.create(straight, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+    with gateway(monkeypatch) as (running, start):
+        store = S3Store(straight.url, connect_timeout_s=1, read_timeout_s=2)
+
+        def kill_at(key_part: str, method: str) -> None:
+            armed = [True]
+
+            def fire(request, **_) -> None:
+                if armed[0] and key_part in request.url and request.method == method:
+                    armed[0] = False
+                    running[-1].kill()
+                    running[-1].wait()
+                    threading.Thread(target=lambda: running.append(start())).start()
+
+            store._client.meta.events.register("before-send.s3", fire)
+
+        with Repository.open(store, options=OPTIONS) as repository:
+            kill_at("/packs/", "PUT")
+            save(repository, "a", 1, 1)
+            kill_at("/snapshots/", "PUT")
+            save(repository, "a", 2, 2)
+            kill_at("/packs/", "GET")
+            for snapshot in repository.snapshots():
+                assert same(repository.restore(snapshot.ref), values(*version_of(snapshot)))
+            assert len(running) == 4
+            hasty = impatient(straight.url)
+            running[-1].kill()
+            with Repository.open(straight, options=OPTIONS) as other:
+                config = other.config
+            with Repository(hasty, config, OPTIONS) as without, pytest.raises(StorageError, match="connection failed"):
+                save(without, "a", 3, 3)
+    check_whole(straight)
+
+
+def test_the_server_sleeps(monkeypatch):
+    """SIGSTOP: a save and a restore end by their time-outs; after SIGCONT all is as if nothing had been."""
+    straight = S3Store(fresh_url())
+    with Repository.create(straight, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+    with gateway(monkeypatch) as (running, _):
+        store = impatient(straight.url, attempts=2, connect_timeout_s=0.5, read_timeout_s=0.5)
+        with Repository.open(store, options=OPTIONS) as repository:
+            running[0].send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(StorageError, match="no answer in time"):
+                save(repository, "a", 1, 1)
+            with pytest.raises(StorageError, match="no answer in time"):
+                repository.restore("a@0")
+            assert time.monotonic() - began < IN_TIME_S
+            running[0].send_signal(signal.SIGCONT)
+            save(repository, "a", 1, 11)
+            check_restores(repository)
+    check_whole(straight)
+
+
+# --- what administrators do ---
+
+
+def test_quota(monkeypatch):
+    """No room: StorageFullError, all earlier snapshots intact; the next save works once there is room."""
+    bucket = f"quota-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    store = S3Store(f"s3://{bucket}/here")
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+
+        def quota(*options: str) -> None:
+            scope = ["--quota-scope=bucket", f"--bucket={bucket}", "--uid=snapstore"]
+            subprocess.run([TOOL, "admin", "quota", *options, *scope], check=True, capture_output=True)
+
+        def save_until_full() -> None:
+            for step in range(1, 50):
+                save(repository, "a", step, step)
+
+        quota("set", "--max-size=131072")
+        quota("enable")
+        with pytest.raises(StorageFullError, match="quota"):
+            save_until_full()
+        fitted = check_restores(repository)
+        assert 2 <= len(fitted) < 49
+        quota("disable")
+        save(repository, "a", 30, 30)
+        check_restores(repository)
+    check_whole(store)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AWS_SECRET_ACCESS_KEY", "not-the-secret"), ("AWS_ACCESS_KEY_ID", "NOBODYSKEY")]
+)
+def test_wrong_credentials(world, monkeypatch, variable, value, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(variable, value)
+    for call in (Repository.open, lambda store: Repository.create(f"{store.url}/new")):
+        with pytest.raises(StorageError, match=r"credentials|permission") as caught:
+            call(impatient(world.url))
+        assert value not in f"{caught.value}{caplog.text}"
+    monkeypatch.undo()
+
+
+def test_expired_credentials(world):
+    """In mid-save: whatever was committed stays, and the text says what to do."""
+    world.proxy.fault(put_of("manifests"), answer(400, "ExpiredToken"), times=1000)
+    with pytest.raises(StorageError, match="expired; renew"):
+        world.save()
+    world.check([0, 1])
+
+
+def test_no_credentials(world, monkeypatch, tmp_path):
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StorageError, match="no credentials found"):
+        Repository.open(impatient(world.url))
+
+
+def test_credentials_are_in_no_text(world, monkeypatch, caplog):
+    """Of all that can fail, nothing repeats a secret, a token or a key id."""
+    secrets = {
+        "AWS_SECRET_ACCESS_KEY": "very-secret",
+        "AWS_SESSION_TOKEN": "token-123",
+        "AWS_ACCESS_KEY_ID": "AKIA-123",
+    }
+    for variable, value in secrets.items():
+        monkeypatch.setenv(variable, value)
+    caplog.set_level(logging.DEBUG, logger="snapstore")
+    store = impatient(world.url)
+    texts = [repr(store), repr(vars(store))]
+    for call in (
+        lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.get_ranges("a", [(0, 1)]),
+        lambda: list(store.list("")), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
+        store.prepare, lambda: Repository.open(store), lambda: store.stat("a"),
+    ):  # fmt: skip
+        with pytest.raises(SnapstoreError) as caught:
+            call()
+        texts.append(str(caught.value))
+    for value in secrets.values():
+        assert value not in "".join(texts) + caplog.text
+
+
+def test_403_on_a_listing_stops_a_gc(world):
+    """It is not an empty repository: nothing is deleted."""
+    with Repository.open(world.store, options=OPTIONS) as repository:
+        repository.forget_snapshots(["a@0"])
+        before = keys_of(world.straight)
+        for prefix in ("packs", "manifests", "snapshots", "gc", "sessions"):
+            world.proxy.heal()
+            world.proxy.fault(
+                lambda m, t, p=prefix: listing(m, t) and f"{p}%2F" in t, answer(403, "AccessDenied"), times=99
+            )
+            with pytest.raises(StorageError, match="no permission"):
+                repository.gc()
+            now = [key for key in keys_of(world.straight) if not key.startswith("gc/")]
+            assert now == [key for key in before if not key.startswith("gc/")]
+    world.check([1])
+
+
+def test_a_listing_that_is_cut_short_is_no_listing(world):
+    """Without its end, and without a word where to go on."""
+    body = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    world.proxy.fault(listing, Fault(answer=whole + body), times=1000)
+    with pytest.raises(StorageError, match="there is more"):
+        list(world.store.list("packs/"))
+    world.proxy.heal()
+    world.proxy.fault(listing, Fault(response_bytes=40, how="close"), times=1000)
+    with pytest.raises(StorageError):
+        list(world.store.list("packs/"))
+    world.check([0, 1])
+
+
+def test_a_server_that_ignores_if_none_match(monkeypatch):
+    """`init` finds out and refuses; nothing stays behind."""
+    store = S3Store(fresh_url())
+
+    def strip(request, **_) -> None:
+        del request.headers["If-None-Match"]
+
+    store._client.meta.events.register("before-sign.s3.PutObject", strip)
+    with pytest.raises(CapabilityError, match="overwrites in silence"):
+        Repository.create(store)
+    with pytest.raises(NotFoundError):
+        Repository.open(store)
+    assert boto3.client("s3").list_objects_v2(Bucket=store._bucket, Prefix=store._prefix)["KeyCount"] == 0
+
+
+def test_no_such_bucket():
+    for call in (Repository.create, Repository.open):
+        with pytest.raises(StorageError, match="bucket does not exist"):
+            call("s3://no-such-bucket/x")
+
+
+def test_bytes_that_are_damaged_on_the_way_are_refused(world):
+    """The server checks the SHA-256 that a request is signed with."""
+
+    def damage(request, **_) -> None:
+        request.body = b"other bytes"
+
+    store = S3Store(world.url)
+    store._client.meta.events.register("before-send.s3.PutObject", damage)
+    with pytest.raises(StorageError):
+        store.put("damaged", b"these bytes")
+    assert "damaged" not in keys_of(world.straight)
+
+
+def test_a_forked_child_makes_connections_of_its_own(world):
+    world.straight.put("forked", b"x")
+    child = os.fork()
+    if not child:
+        os._exit(0 if world.straight.get("forked") == b"x" else 1)
+    assert [world.straight.get("forked") for _ in range(10)] == [b"x"] * 10
+    assert os.waitpid(child, 0)[1] == 0
+    world.straight.delete(["forked"])
+
+
+def test_connections_are_used_again(world):
+    with Repository.open(world.store, options=OPTIONS) as repository:
+        for _ in range(3):
+            repository.restore("a@1")
+    assert len(world.proxy.requests) > 20
+    assert world.proxy.connections <= 12

@@ -1,8 +1,8 @@
 """Index: records and manifest headers, cached in LMDB; and View, the answer to who descends from whom.
 
 Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
-reads only what is new, and answers from memory. An index that is missing, foreign, damaged, full or unwritable costs
-time, nothing else.
+reads only what is new and rules, and answers from memory. An index that is missing, foreign, damaged, full or
+unwritable costs time, nothing else. It lies in a local repository, else in this machine's cache, where it is bounded.
 
 LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
 fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -28,17 +28,22 @@ import xxhash
 
 from . import manifest, records
 from .cache import cache_folder, chosen_cache, on_network
-from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
+from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from .storage import ObjectStore
 from .storage.local import LocalStore
+from .threads import Threads
 
 log = logging.getLogger("snapstore")
 
 #: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB.
 MAP_BYTES = 64 * 1024 * 1024 * 1024
+#: The same of an index in the cache: a hundred thousand snapshots. One that does not fit is dropped and begun anew.
+CACHED_BYTES = 1024 * 1024 * 1024
 SCHEMA = b"1"
+#: Records that are read at once: on S3 each is a round trip, and a thousand of them are 20 s one after the other.
+READ_THREADS = 16
 
 
 class View:
@@ -140,14 +145,14 @@ class View:
 class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
-    def __init__(self, store: ObjectStore, uuid: str, folder: Path) -> None:
-        self._store, self._uuid, self.folder = store, uuid, folder
+    def __init__(self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES) -> None:
+        self._store, self._uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._snapshots: dict[str, Snapshot] = {}
         self._environment: _Environment | None = None
         try:
-            self._environment = _Environment.open(folder, uuid)
+            self._environment = _Environment.open(folder, uuid, limit_bytes)
             self._load()
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
@@ -173,18 +178,42 @@ class Index:
                 parsed = records.parse_record_key(info.key)
                 if parsed is not None:
                     listed[info.key] = parsed
+            ruling = _highest(listed)  # the others are history, which nobody reads
             damaged: dict[str, str] = {}
             fresh: dict[str, bytes] = {}
-            for key in listed.keys() - self._snapshots.keys():
+            for key, data in self._get_all(sorted(ruling - self._snapshots.keys())):
                 try:
-                    fresh[key] = self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
-                    self._snapshots[key] = self._read(key, fresh[key], listed[key])
+                    if isinstance(data, SnapstoreError):
+                        raise data
+                    self._snapshots[key] = self._read(key, data, listed[key])
+                    fresh[key] = data
                 except (FormatError, IntegrityError, NotFoundError) as error:
-                    fresh.pop(key, None)
                     damaged[key] = str(error)
             vanished = sorted(self._snapshots.keys() - listed.keys())
             self._store_all(b"records", fresh)
-            return View(self._ruling(listed, damaged), damaged, vanished)
+            return View([self._snapshots[key] for key in ruling - damaged.keys()], damaged, vanished)
+
+    def _get_all(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes | SnapstoreError]]:
+        """The bytes of every record, or what is wrong with it.
+
+        Raises:
+            StorageError: the store failed.
+        """
+
+        def get(key: str) -> bytes | SnapstoreError:
+            try:
+                return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
+            except (FormatError, IntegrityError, NotFoundError) as error:
+                return error
+
+        if len(keys) <= 1:
+            yield from ((key, get(key)) for key in keys)
+            return
+        threads = Threads(min(READ_THREADS, len(keys)))
+        try:
+            yield from zip(keys, threads.start(get, keys)(), strict=True)
+        finally:
+            threads.close()
 
     @staticmethod
     def _read(key: str, data: bytes, parsed: tuple[str, int, str, int]) -> Snapshot:
@@ -192,13 +221,6 @@ class Index:
         if (snapshot.run, snapshot.step, snapshot.id, snapshot.revision) != parsed:
             raise IntegrityError(f"{key}: holds the record of {snapshot.key}; it was moved or altered")
         return snapshot
-
-    def _ruling(self, listed: dict[str, tuple[str, int, str, int]], damaged: dict[str, str]) -> Iterator[Snapshot]:
-        """The highest revision of every id; none for an id whose highest revision is unreadable."""
-        highest: dict[str, tuple[int, str]] = {}
-        for key, (_, _, snapshot_id, revision) in listed.items():
-            highest[snapshot_id] = max(highest.get(snapshot_id, (-1, "")), (revision, key))
-        return (self._snapshots[key] for _, key in highest.values() if key not in damaged)
 
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
@@ -244,7 +266,7 @@ class Index:
             self._snapshots.clear()
             try:
                 if self._environment is None:
-                    self._environment = _Environment.open(self.folder, self._uuid)
+                    self._environment = _Environment.open(self.folder, self._uuid, self._limit_bytes)
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
@@ -255,7 +277,16 @@ class Index:
         if not items or self._environment is None:
             return
         try:
-            self._environment.put(database, items)
+            try:
+                self._environment.put(database, items)
+            except lmdb.MapFullError:
+                log.warning("index %s does not fit its %d bytes; it is begun anew", self.folder, self._limit_bytes)
+                self._environment.wipe()
+                known = {key: records.parse_record_key(key) for key in self._snapshots}
+                ruling = _highest({key: parsed for key, parsed in known.items() if parsed is not None})
+                self._environment.put(b"records", {key: records.encode(self._snapshots[key]) for key in ruling})
+                if database != b"records":
+                    self._environment.put(database, items)
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be written (%s); it will be caught up later", self.folder, error)
 
@@ -274,14 +305,22 @@ class Index:
             self._environment = None
 
 
+def _highest(listed: Mapping[str, tuple[str, int, str, int]]) -> set[str]:
+    """The key of the highest revision of every id."""
+    highest: dict[str, tuple[int, str]] = {}
+    for key, (_, _, snapshot_id, revision) in listed.items():
+        highest[snapshot_id] = max(highest.get(snapshot_id, (-1, "")), (revision, key))
+    return {key for _, key in highest.values()}
+
+
 class _Environment:
     """The one LMDB environment of a folder in this process, and the seal on its file."""
 
     _open: ClassVar[dict[tuple[int, str], _Environment]] = {}
     _open_lock = threading.Lock()
 
-    def __init__(self, folder: Path, uuid: str) -> None:
-        self._folder, self._uuid = folder, uuid
+    def __init__(self, folder: Path, uuid: str, limit_bytes: int) -> None:
+        self._folder, self._uuid, self._limit_bytes = folder, uuid, limit_bytes
         self._users = 0
         self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,11 +330,11 @@ class _Environment:
             self._open_lmdb()
 
     @classmethod
-    def open(cls, folder: Path, uuid: str) -> _Environment:
+    def open(cls, folder: Path, uuid: str, limit_bytes: int) -> _Environment:
         """The environment of a folder; opened once a process."""
         name = (os.getpid(), str(folder.resolve()))
         with cls._open_lock:
-            environment = cls._open.get(name) or cls(folder, uuid)
+            environment = cls._open.get(name) or cls(folder, uuid, limit_bytes)
             cls._open[name] = environment
             environment._users += 1
             return environment
@@ -310,7 +349,7 @@ class _Environment:
 
     def _open_lmdb(self) -> None:
         self._env = lmdb.open(
-            str(self._folder), map_size=MAP_BYTES, max_dbs=3, readahead=False, sync=False, metasync=False
+            str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
         )
         self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
         with self._env.begin(write=True) as transaction:

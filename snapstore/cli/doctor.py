@@ -1,7 +1,7 @@
 """What `snapstore doctor` looks at: this machine, and a place for a repository.
 
-Every probe answers with findings and raises nothing. A place is tried out in a temporary folder inside it whose name no
-store lists (it begins with a dot), so a living repository is not disturbed and nothing stays behind.
+Answers with findings and raises nothing. A place is tried out in a trial store inside it (probes.py), which no listing
+shows, so a living repository is not disturbed and nothing stays behind.
 """
 
 from __future__ import annotations
@@ -11,30 +11,23 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import records
-from ..cache import on_network
+from ..cache import cache_folder, mount_of, on_network
 from ..engine import default_threads
-from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError, SnapstoreError
+from ..errors import InvalidInputError, NotFoundError, SnapstoreError
 from ..index import folder_for
 from ..records import human_bytes
 from ..repository import Repository
 from ..storage import ObjectStore, open_store
 from ..storage.local import LocalStore
+from .probes import PROBES, Unfit
 
-LIBRARIES = ("numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
-RACERS = 8
+LIBRARIES = ("boto3", "numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
 #: Less free space than this is a finding that fails [bytes].
 LITTLE_SPACE_BYTES = 1024**3
-#: A store's clock may differ from ours by so much before we say so [s].
-CLOCK_SKEW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +37,6 @@ class Finding:
     name: str
     ok: bool | None
     message: str
-
-
-class _Unfit(Exception):  # noqa: N818 - not an error of ours, a verdict
-    """The place lacks what the protocol needs."""
 
 
 def machine() -> list[Finding]:
@@ -60,6 +49,7 @@ def machine() -> list[Finding]:
         _threads(),
         _torch(),
         Finding("nvcomp", None, "installed" if _present("nvidia.nvcomp") else "not installed"),
+        Finding("cupy", None, "installed" if _present("cupy") else "not installed; CUDA tensors go through the CPU"),
     ]
 
 
@@ -104,26 +94,47 @@ def place(url: str) -> list[Finding]:
         return _missing(Path(url.removeprefix("file://")))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
-    findings = [_repository(store)]
-    if isinstance(store, LocalStore):
-        findings += _folder(store.root)
+    about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]
+    return [_repository(store), *about, *_trial(store)]
+
+
+def _trial(store: ObjectStore) -> list[Finding]:
+    """Every probe, each in a store of its own."""
+    findings = []
+    for name, probe in PROBES.items():
+        try:
+            with store.trial() as trial:
+                findings.append(Finding(name, True, probe(trial)))
+        except (SnapstoreError, Unfit) as error:
+            findings.append(Finding(name, False, str(error)))
     return findings
+
+
+def _cache() -> Finding:
+    """Where the index of a remote repository lies."""
+    try:
+        cache = cache_folder()
+    except SnapstoreError as error:
+        return Finding("index", False, str(error))
+    if on_network(cache):
+        cost = "LMDB cannot be used there, so every start reads all records; set SNAPSTORE_CACHE_DIR to a local disk"
+        return Finding("index", False, f"{cache} lies on a network file system: {cost}")
+    return Finding("index", True, f"in {cache}, {mount_of(cache)[1] or 'an unknown file system'}")
 
 
 def _missing(folder: Path) -> list[Finding]:
     """A folder that is not there yet: its nearest parent says what it would be like."""
     parent = next(level for level in folder.absolute().parents if level.is_dir())
     found = Finding("place", None, f"{folder}: does not exist yet; 'snapstore init' makes it; looking at {parent}")
-    return [found, *_folder(parent)]
+    return [found, *_folder(parent), *_trial(LocalStore(parent))]
 
 
 def _repository(store: ObjectStore) -> Finding:
     try:
         with Repository.open(store) as repository:
             count = len(repository.snapshots())
-            index = folder_for(store, repository.config.uuid)[0] if isinstance(store, LocalStore) else "temporary"
             about = f"{store.url}: a repository of {count} snapshots, format version {repository.config.version}"
-            return Finding("repository", True, f"{about}; index: {index}")
+            return Finding("repository", True, f"{about}; index: {folder_for(store, repository.config.uuid)[0]}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' makes one")
     except SnapstoreError as error:
@@ -131,98 +142,12 @@ def _repository(store: ObjectStore) -> Finding:
 
 
 def _folder(folder: Path) -> list[Finding]:
-    """File system, space, and a trial of what the protocol needs."""
-    point, kind = _mount(folder)
+    """File system and space."""
+    point, kind = mount_of(folder)
     where = "over the network, so the index lies in the cache folder" if on_network(folder) else "local"
-    findings = [Finding("file system", None, f"{kind} at {point}, {where}"), _space(folder)]
-    try:
-        with tempfile.TemporaryDirectory(prefix=".snapstore-doctor-", dir=folder) as trial:
-            findings += [_try(name, probe, LocalStore(trial)) for name, probe in _PROBES.items()]
-    except OSError as error:
-        findings.append(Finding("writing", False, f"{folder}: cannot be written: {error.strerror}"))
-    return findings
-
-
-def _mount(folder: Path) -> tuple[str, str]:
-    """(mount point, file system type) of a folder; Linux tells."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return str(folder), f"unknown ({sys.platform})"
-    resolved = str(folder.resolve())
-    inside = [m for m in mounts if resolved == m[0] or resolved.startswith(m[0].rstrip("/") + "/")]
-    point, kind = max(inside, key=lambda mount: len(mount[0]), default=["/", "unknown"])
-    return point, kind
+    return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), _space(folder)]
 
 
 def _space(folder: Path) -> Finding:
     free_bytes = shutil.disk_usage(folder).free
     return Finding("free space", free_bytes >= LITTLE_SPACE_BYTES, human_bytes(free_bytes))
-
-
-def _try(name: str, probe: Callable[[LocalStore], str], store: LocalStore) -> Finding:
-    try:
-        return Finding(name, True, probe(store))
-    except (SnapstoreError, _Unfit) as error:
-        return Finding(name, False, str(error))
-
-
-def _durable(store: LocalStore) -> str:
-    """A whole put: bytes fsynced, hard link, directory fsynced."""
-    store.put("probe/first", b"0")  # makes the folder
-    began = time.perf_counter()
-    store.put("probe/second", b"1")
-    took_ms = 1000 * (time.perf_counter() - began)
-    seen = sorted(info.key for info in store.list("probe/"))
-    if seen != ["probe/first", "probe/second"]:
-        raise _Unfit(f"two objects were put, {len(seen)} are listed")
-    return f"hard links and fsync work; a small durable write takes {took_ms:.1f} ms"
-
-
-def _race(store: LocalStore) -> str:
-    """Threads put the same key: one must win, and its bytes must stand."""
-    start, won = threading.Barrier(RACERS), []
-
-    def racer(number: int) -> None:
-        start.wait()
-        try:
-            store.put("probe/race", bytes([number]))
-            won.append(number)
-        except AlreadyExistsError:
-            pass
-        except SnapstoreError:
-            won.append(-1)
-
-    threads = [threading.Thread(target=racer, args=(number,)) for number in range(RACERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stands = store.get("probe/race")
-    if len(won) != 1:
-        raise _Unfit(f"{len(won)} of {RACERS} racing writers won, expected one")
-    if stands != bytes(won):
-        raise _Unfit("the bytes of a loser stand")
-    return f"one of {RACERS} racing writers wins"
-
-
-def _locks(store: LocalStore) -> str:
-    store.hold("probe/held", b"")
-    held = store.is_held("probe/held")
-    store.release("probe/held")
-    if held is False:
-        raise _Unfit("a lock that is held looks free: gc would take living saves for dead")
-    return "work" if held else "are missing here; gc waits an hour for saves that died"
-
-
-def _clock(store: LocalStore) -> str:
-    skew_s = store.now_s() - time.time()
-    return "agrees" if abs(skew_s) < CLOCK_SKEW_S else f"{abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
-
-
-_PROBES: dict[str, Callable[[LocalStore], str]] = {
-    "writing": _durable,
-    "create-only": _race,
-    "file locks": _locks,
-    "clock": _clock,
-}

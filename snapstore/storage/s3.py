@@ -374,6 +374,18 @@ class S3Store:
             with suppress(SnapstoreError):  # where nobody may delete, some bytes stay
                 store.delete([info.key for info in store.list("")])
 
+    def refuses_damage(self) -> bool:
+        """Whether the server compares a put's SHA-256 with the bytes it got; for `doctor`, in a trial."""
+        wrong = b64encode(hashlib.sha256(b"other bytes").digest()).decode()
+        name = f"{self._prefix}damaged"
+        try:
+            self._client.put_object(Bucket=self._bucket, Key=name, Body=b"bytes", ChecksumSHA256=wrong)
+        except ClientError as error:
+            return status_of(error) == 400
+        except BotoCoreError as error:
+            raise translate(f"{self.url}: cannot write", error) from error
+        return False
+
     # --- requests ---
 
     @property

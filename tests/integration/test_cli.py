@@ -1,11 +1,13 @@
 """The shell: every verb, every JSON shape, every exit code, and what bad input gets."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import foreign
@@ -14,8 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from snapstore import KeepLast, NotFoundError, Repository, cli, records
+from snapstore.cache import mount_of, on_network
 from snapstore.cli import caring, doctor, files, output, shell
-from snapstore.errors import ConflictError
+from snapstore.errors import ConflictError, StorageError
 
 SNAPSHOT_KEYS = {
     "id", "run", "step", "state", "parent", "created", "logical_bytes", "stored_bytes", "depth", "tags", "metrics",
@@ -795,7 +798,7 @@ def test_doctor(series):
     assert document["ok"], found
     assert "4 snapshots" in found["repository"]["message"]
     assert found["repository"]["message"].endswith("repo/index")
-    assert {"writing", "create-only", "file locks", "clock", "free space", "file system"} <= set(found)
+    assert {"writing", "create-only", "signs of life", "clock", "throughput", "free space", "file system"} <= set(found)
     assert sorted(Path(series.url).rglob("*")) == before
     assert "torch" in series("doctor").stdout
 
@@ -820,8 +823,8 @@ def test_doctor_of_machines_that_lack_something(sh, monkeypatch):
     assert doctor._version("no-such-library") == "not installed"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)
     assert doctor._torch().ok is False
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError(30, "ro")))
-    assert "cannot be written: ro" in sh("doctor", code=1).stdout
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(errno.EROFS, "ro")))
+    assert "read-only or no permission" in sh("doctor", code=1).stdout
 
 
 class OddStore:
@@ -835,35 +838,53 @@ class OddStore:
     def __getattr__(self, name):
         return self.odd.get(name) or getattr(self.store, name)
 
+    @contextmanager
+    def trial(self):
+        with self.store.trial() as trial:
+            yield OddStore(trial.root, **self.odd)
+
 
 def test_doctor_sees_odd_stores(tmp_path):
     def verdict(name, **odd):
-        finding = doctor._try(name, doctor._PROBES[name], OddStore(tmp_path / name, **odd))
-        return finding.ok, finding.message
+        findings = {finding.name: finding for finding in doctor._trial(OddStore(tmp_path, **odd))}
+        return findings[name].ok, findings[name].message
 
-    for name in doctor._PROBES:
-        (tmp_path / name).mkdir()
     assert verdict("writing", list=lambda prefix: [])[0] is False
     assert verdict("create-only", put=lambda key, data: None, get=lambda key: b"")[1] == (
         "8 of 8 racing writers won, expected one"
     )
-    (tmp_path / "create-only").rename(tmp_path / "used")
-    (tmp_path / "create-only").mkdir()
     assert verdict("create-only", get=lambda key: b"other") == (False, "the bytes of a loser stand")
 
-    def broken(key, data):
-        raise doctor.SnapstoreError("no")
+    def broken(*_):
+        raise StorageError("no")
 
     assert verdict("create-only", put=broken, get=lambda key: b"")[0] is False
-    assert verdict("file locks", is_held=lambda key: False)[0] is False
-    assert verdict("file locks", is_held=lambda key: None)[0] is True
+    wrong = verdict("ranges", get_ranges=lambda key, ranges: [memoryview(bytes(n)) for _, n in ranges])
+    assert wrong == (False, "parts of an object come back other than they are")
+    refused = verdict("deletes", delete=broken)
+    assert refused == (True, "are refused here, so saves and restores work and gc does not: no")
+    assert verdict("deletes", delete=lambda keys: None) == (False, "a deleted object is still listed")
+    assert verdict("signs of life", is_held=lambda key: False)[0] is False
+    assert verdict("signs of life", is_held=lambda key: None)[0] is True
     assert verdict("clock", now_s=lambda: time.time() + 500) == (True, "500 s ahead")
-    assert "unknown" in doctor._mount(Path("/"))[1] or doctor._mount(Path("/"))[0] == "/"
+    assert "not compared" in verdict("checksums", refuses_damage=lambda: False)[1]
+    assert verdict("checksums", refuses_damage=lambda: True)[1].startswith("are compared by the server")
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_of_a_cache_on_a_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
+    assert doctor._cache().ok
+    monkeypatch.setattr(doctor, "on_network", lambda folder: True)
+    assert "every start reads all records" in doctor._cache().message
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
+    assert doctor._cache().ok is False
 
 
 def test_the_mount_where_proc_is_missing(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(OSError()))
-    assert doctor._mount(Path("/x")) == ("/x", f"unknown ({sys.platform})")
+    assert mount_of(Path("/x")) == ("", "")
+    assert not on_network(Path("/x"))
 
 
 def test_nvcomp_is_looked_for_without_importing(monkeypatch):

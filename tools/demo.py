@@ -6,6 +6,7 @@ of them failed.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 from rich import box
 from rich.console import Console
@@ -24,6 +26,7 @@ from rich.table import Table
 from train_gpt import digests
 
 from snapstore import KeepEvery, KeepLast, Repository
+from snapstore.storage import ObjectInfo, ObjectStore, open_store
 
 STEPS, FORK_STEPS, SAVE_EVERY, KEEP_EVERY = 60, 50, 10, 30
 KILL_FROM = 40  # the trainer is killed while it saves this step, or a later one
@@ -54,12 +57,9 @@ class Demo:
     """Where things lie. All the verbs below start from here."""
 
     folder: Path
+    url: str  # the repository
     proofs: Proofs
-
-    @property
-    def url(self) -> str:
-        """The repository."""
-        return str(self.folder / "repository")
+    store: ObjectStore  # to look at it from outside
 
     def file(self, name: str) -> Path:
         """A file beside the repository."""
@@ -102,10 +102,9 @@ class Demo:
         whole = [line.split() for line in lines if line.endswith("\n")]
         return {int(step): loss for step, loss in whole}
 
-    def objects(self, kind: str = "") -> list[Path]:
-        """The repository's objects, or those of one kind such as "packs"; the index is not one, it can be rebuilt."""
-        root = Path(self.url)
-        return [path for path in (root / kind).rglob("*") if path.is_file() and (root / "index") not in path.parents]
+    def objects(self, prefix: str = "") -> list[ObjectInfo]:
+        """The repository's objects, or those of one kind such as "packs/"."""
+        return list(self.store.list(prefix))
 
 
 def reference(demo: Demo) -> None:
@@ -120,31 +119,33 @@ def kill(demo: Demo) -> None:
         while process.poll() is None and step < STEPS - SAVE_EVERY // 2:
             step = max(demo.losses("gpt"), default=0)
             status.update(f"training: step {step} of {STEPS}")
-            if step >= KILL_FROM and demo.objects("sessions"):
-                if len(demo.objects("packs")) > packs_between_saves:
+            if step >= KILL_FROM and demo.objects("sessions/"):
+                if len(demo.objects("packs/")) > packs_between_saves:
                     break
             else:
-                packs_between_saves = len(demo.objects("packs"))
+                packs_between_saves = len(demo.objects("packs/"))
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
     demo.expect_exit("gpt", process.returncode, -signal.SIGKILL)
-    step, sessions = max(demo.losses("gpt")), len(demo.objects("sessions"))
+    step, sessions = max(demo.losses("gpt")), len(demo.objects("sessions/"))
     demo.proofs.add(sessions == 1, f"SIGKILL hit the trainer at step {step}, in the middle of a save")
     committed = ", ".join(str(snapshot.step) for snapshot in Repository.open(demo.url).snapshots("gpt"))
-    console.print(f"  committed: steps {committed}; on disk: {disk(demo)}, with {sessions} session of the dead process")
+    console.print(
+        f"  committed: steps {committed}; stored: {stored(demo)}, with {sessions} session of the dead process"
+    )
 
 
 def collect_leftovers(demo: Demo) -> None:
     """No waiting for a time-out: the session's process is known dead, so gc reclaims what it left."""
-    before, repository = disk(demo), Repository.open(demo.url)
+    before, repository = stored(demo), Repository.open(demo.url)
     first, second = repository.gc(), repository.gc()
-    console.print(f"  gc deleted {first.deleted_objects} objects: {before} -> {disk(demo)} on disk")
+    console.print(f"  gc deleted {first.deleted_objects} objects: {before} -> {stored(demo)} stored")
     demo.proofs.add(
         first.deleted_objects > 0
         and second.deleted_objects == 0
         and not first.waiting_for
-        and not demo.objects("sessions"),
+        and not demo.objects("sessions/"),
         "gc reclaimed the dead save's leftovers at once",
     )
 
@@ -218,24 +219,22 @@ def show(demo: Demo) -> None:
         )
     console.print(table)
     logical = sum(snapshot.logical_bytes for snapshot in snapshots)
-    console.print(f"  {len(snapshots)} snapshots, {mib(logical)} of state in {disk(demo)} on disk")
+    console.print(f"  {len(snapshots)} snapshots, {mib(logical)} of state in {stored(demo)}")
 
 
 def forget(demo: Demo) -> None:
     """Policies name what stays and why; gc then frees what nothing needs any more."""
     repository = Repository.open(demo.url)
     repository.tag(f"gpt@{FORK_STEP + SAVE_EVERY}", "paper")
-    before_bytes = disk_bytes(demo)
+    before_bytes = stored_bytes(demo)
     result = repository.forget([KeepLast(1), KeepEvery(steps=KEEP_EVERY)], run="gpt")
     for snapshot, reasons in result.kept:
         console.print(f"  keep   gpt@{snapshot.step}: {', '.join(reasons)}")
     for snapshot in result.forgotten:
         console.print(f"  forget gpt@{snapshot.step}")
     collected = repository.gc()
-    after_bytes = disk_bytes(demo)
-    console.print(
-        f"  gc deleted {collected.deleted_objects} objects: {mib(before_bytes)} -> {mib(after_bytes)} on disk"
-    )
+    after_bytes = stored_bytes(demo)
+    console.print(f"  gc deleted {collected.deleted_objects} objects: {mib(before_bytes)} -> {mib(after_bytes)} stored")
     demo.proofs.add(
         collected.deleted_bytes > 0 and after_bytes < before_bytes,
         f"gc freed {mib(before_bytes - after_bytes)} of {len(result.forgotten)} forgotten snapshots",
@@ -253,12 +252,12 @@ def gpt_options(demo: Demo) -> list[object]:
     return ["--repo", demo.url, "--run", "gpt", "--keep-last", 100, "--keep-every", KEEP_EVERY]
 
 
-def disk_bytes(demo: Demo) -> int:
-    return sum(file.stat().st_size for file in demo.objects())
+def stored_bytes(demo: Demo) -> int:
+    return sum(info.size_bytes for info in demo.objects())
 
 
-def disk(demo: Demo) -> str:
-    return mib(disk_bytes(demo))
+def stored(demo: Demo) -> str:
+    return mib(stored_bytes(demo))
 
 
 def mib(size_bytes: int) -> str:
@@ -281,7 +280,10 @@ STORY: list[tuple[str, Callable[[Demo], None]]] = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--keep", metavar="DIR", type=Path, help="leave the repository, logs and losses in this new folder"
+        "--keep", metavar="DIR", type=Path, help="leave logs, losses and (not of S3) the repository in this new folder"
+    )
+    parser.add_argument(
+        "--s3", action="store_true", help="on a real S3 server, which tools/demo starts; else in a folder"
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="save a picture of the output, such as docs/demo.svg")
     args = parser.parse_args()
@@ -292,7 +294,8 @@ def main() -> int:
         parser.error(f"--keep {args.keep}: expected a new or empty folder")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="snapstore-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    demo = Demo(folder, Proofs())
+    url = f"{os.environ['SNAPSTORE_TEST_S3']}/demo-{uuid4().hex[:8]}" if args.s3 else str(folder / "repository")
+    demo = Demo(folder, url, Proofs(), open_store(url, create=True))
     try:
         for number, (title, chapter) in enumerate(STORY, start=1):
             console.print(f"\n[bold]{number}. {title}[/] [dim]({time.monotonic() - began:.0f} s)[/]")
@@ -308,7 +311,7 @@ def main() -> int:
     console.print(f"\n[bold]Summary[/] after {time.monotonic() - began:.0f} s")
     for held, claim in demo.proofs.lines:
         console.print(demo.proofs.line(held, claim))
-    if args.keep:
+    if args.keep and not args.s3:
         console.print(f"The repository is in {demo.url}")
     console.print(
         f"[red]{failed} of {len(demo.proofs.lines)} proofs failed[/]" if failed else "[green]All proofs hold[/]"

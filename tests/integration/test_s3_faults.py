@@ -78,11 +78,17 @@ class World:
             return [s.step for s in repository.snapshots("a")]
 
     def check(self, steps: list[int]) -> None:
-        """In time, and these are there, whole; the next save and a gc work."""
+        """In time, and these are there, whole; the next save works (and a gc: where time is no matter)."""
         assert time.monotonic() - self.began < IN_TIME_S
         assert self.steps() == steps
         self.proxy.heal()
-        check_whole(self.store)
+        if THOROUGH:
+            check_whole(self.store)
+            return
+        with Repository.open(self.store, options=OPTIONS) as repository:
+            save(repository, "a", 900, 900)
+            for snapshot in repository.snapshots():
+                assert same(repository.restore(f"id:{snapshot.id}"), values(*version_of(snapshot)))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import pytest
@@ -16,6 +17,7 @@ from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError
 from snapstore import index as index_module
 from snapstore.index import _Environment
 from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
 
 TESTS = Path(__file__).parents[1]
 
@@ -316,3 +318,62 @@ def test_lineage(root):
         before = {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)}
         repository.rebuild_index()
         assert {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)} == before
+
+
+def test_an_index_that_does_not_fit_is_begun_anew(tmp_path, caplog):
+    """What rules is kept; a limit that is too small for that even costs time, and nothing else."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(60):
+            save(repository, "a", step, step)
+        for limit_bytes, fits in ((160 * 1024, True), (40 * 1024, False)):
+            caplog.clear()
+            folder = tmp_path / str(limit_bytes)
+            index = index_module.Index(store, repository.config.uuid, folder, limit_bytes=limit_bytes)
+            view = index.refresh()
+            refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests]
+            for ref in refs:
+                index.header(ref)
+            index.close()
+            assert "does not fit" in caplog.text
+            assert ("cannot be written" in caplog.text) is not fits
+            assert (folder / "data.mdb").stat().st_size <= limit_bytes
+            again = index_module.Index(store, repository.config.uuid, folder, limit_bytes=limit_bytes)
+            assert [s.step for s in again.refresh().snapshots()] == list(range(60))
+            again.close()
+
+
+def test_only_records_that_rule_are_read(tmp_path):
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        first = save(repository, "a", 0, 0)
+        save(repository, "a", 1, 1)
+        repository.tag("a@0", "good")
+        with store._lock:
+            data, info = store._objects[first.key]
+            store._objects[first.key] = b"rubbish" + data[7:], info  # history
+        index = index_module.Index(store, repository.config.uuid, tmp_path)
+        view = index.refresh()
+        assert [(s.step, s.tags) for s in view.snapshots()] == [(0, ["good"]), (1, [])]
+        assert view.damaged == {}
+        index.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [("s3://b/p", "cache"), ("gs://b", "cache"), ("memory://m", "temporary"), ("/wrapped", "temporary")],
+)
+def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
+    """Of a remote store in the cache, apart from that of a copy elsewhere."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    store = SimpleNamespace(url=url)
+    folder, temporary = index_module.folder_for(store, "0" * 32)
+    assert (temporary is None) is (place == "cache")
+    assert (tmp_path / "cache" in folder.parents) is (place == "cache")
+    if temporary is None:
+        assert folder.name.startswith("0" * 32)
+        assert index_module.folder_for(SimpleNamespace(url=url + "/x"), "0" * 32)[0] != folder
+        monkeypatch.setattr(index_module, "on_network", lambda _: True)
+        assert index_module.folder_for(store, "0" * 32)[1] is not None
+    else:
+        index_module.remove(temporary)

@@ -1,0 +1,165 @@
+"""Several hosts at one repository on S3: processes with caches of their own, which stand for machines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from faults import OPTIONS, check_clean, check_restores, keys_of, same, save, values
+from s3_stores import fresh_url, needs_server
+
+from snapstore import Repository
+from snapstore.records import Snapshot, encode, new_id
+from snapstore.storage.s3 import S3Store
+
+pytestmark = needs_server
+TESTS = Path(__file__).parents[1]
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from faults import OPTIONS, save
+from snapstore import KeepLast, Repository
+with Repository.open(sys.argv[2], options=OPTIONS) as repository:
+    run = sys.argv[3]
+    for step in range(6):
+        save(repository, run, step, step)
+        if step % 3 == 2:
+            repository.forget([KeepLast(3)], run=run)
+"""
+COLLECTOR = """
+import sys, time
+from snapstore import Repository
+with Repository.open(sys.argv[2]) as repository:
+    while True:
+        result = repository.gc()
+        print(result.deleted_objects, file=open(sys.argv[3], "a"))
+"""
+
+
+def process(monkeypatch, folder: Path, script: str, *args: str) -> subprocess.Popen:
+    """A process with a cache of its own."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
+    return subprocess.Popen([sys.executable, "-c", script, str(TESTS), *args])
+
+
+@pytest.fixture
+def url(monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    return fresh_url()
+
+
+def test_two_writers_and_a_collector(url, monkeypatch, tmp_path):
+    """Two runs grow and forget while a third host collects; all that is committed restores here, bit by bit."""
+    Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
+    collector = process(monkeypatch, tmp_path / "c", COLLECTOR, url, str(tmp_path / "collected"))
+    writers = [process(monkeypatch, tmp_path / run, WRITER, url, run) for run in "ab"]
+    try:
+        assert [writer.wait(120) for writer in writers] == [0, 0]
+    finally:
+        for one in (*writers, collector):
+            one.kill()
+            one.wait()
+    collected = [int(line) for line in (tmp_path / "collected").read_text().split()]
+    assert collected
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
+    store = S3Store(url)
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert {run: [s.step for s in repository.snapshots(run)] for run in "ab"} == {
+            "a": [3, 4, 5], "b": [3, 4, 5],
+        }  # fmt: skip
+        check_restores(repository)
+        repository.gc()
+    check_clean(store)
+
+
+def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
+    """And it is the base of what is saved here, and the other way round."""
+    Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
+    assert process(monkeypatch, tmp_path / "there", WRITER, url, "a").wait(60) == 0
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
+    with Repository.open(url, options=OPTIONS) as repository:
+        assert same(repository.restore("a@5"), values("a", 5))
+        own = save(repository, "b", 12, 12)
+        assert own.parent == repository.snapshot("a@5").id
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "there"))
+    with Repository.open(url, options=OPTIONS) as repository:
+        assert same(repository.restore("b@12"), values("b", 12))
+
+
+def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_path):
+    """Its sign of life is gone; of a save whose host has another cache nothing is known, so it is waited for."""
+    killed = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from faults import OPTIONS, save
+from snapstore import Repository
+from snapstore.storage.s3 import S3Store
+put = S3Store.put
+def die(self, key, data):
+    put(self, key, data)
+    if key.startswith("packs/"):
+        os._exit(9)
+S3Store.put = die
+save(Repository.open(sys.argv[2], options=OPTIONS), "a", 5, 5)
+"""
+    Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
+    store = S3Store(url)
+    for cache in ("here", "there"):
+        assert process(monkeypatch, tmp_path / cache, killed, url).wait(60) == 9
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
+    with Repository.open(url, options=OPTIONS) as repository:
+        first = repository.gc()
+        assert (len(first.fenced), len(first.waiting_for)) == (1, 1)
+        second = repository.gc(fence_after_s=0)
+        assert (len(second.fenced), second.waiting_for) == (1, [])
+        assert repository.snapshots() == []
+    check_clean(store)
+    assert keys_of(store, "packs/") == []
+
+
+def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
+    """By one GET a snapshot that rules, and a second opening by none."""
+    store = S3Store(url)
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+
+    def put(step: int) -> None:
+        snapshot = Snapshot(id=new_id(), run="a", step=step, seq=step, state="committed", write_id=new_id())
+        store.put(snapshot.key, encode(snapshot))
+        if step % 10 == 0:  # history, which nobody has to read
+            revised = snapshot.revised(tags=["tagged"])
+            store.put(revised.key, encode(revised))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(put, range(1000)))
+    sent: list[str] = []
+    store._client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.method))
+    began = time.monotonic()
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert len(repository.snapshots("a")) == 1000
+    assert len(sent) == 1 + 2 + 1000, "config, two pages, one record each"
+    assert time.monotonic() - began < 30
+    sent.clear()
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert len(repository.snapshots("a")) == 1000
+        assert repository.snapshot("a@990").tags == ["tagged"]
+    assert len(sent) == 1 + 2 + 2, "the index had the rest"
+
+
+def test_a_copy_of_a_repository_has_an_index_of_its_own(url):
+    """The same uuid under another URL: records of one are none of the other's."""
+    one, other = S3Store(f"{url}/one"), S3Store(f"{url}/other")
+    with Repository.create(one, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+    for key in keys_of(one):
+        other.put(key, one.get(key))
+    with Repository.open(one, options=OPTIONS) as first, Repository.open(other, options=OPTIONS) as second:
+        save(first, "a", 1, 1)
+        save(second, "a", 2, 2)
+        for repository in (first, second):
+            repository.gc()
+            check_restores(repository)

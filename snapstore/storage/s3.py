@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from ..errors import (
     AlreadyExistsError,
@@ -304,19 +305,18 @@ class S3Store:
         while True:
             with self._failures(prefix or "/", "list"):
                 page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **options)
+            if "IsTruncated" not in page:  # botocore takes an answer without a body for an empty one
+                raise self._no_listing(prefix, "the answer is empty")
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(self._prefix)
                 if is_key(key) and entry["Key"].startswith(self._prefix + prefix):
                     # Whole seconds, as HEAD gives them.
                     yield ObjectInfo(key, entry["Size"], float(int(entry["LastModified"].timestamp())))
-            if not page.get("IsTruncated"):
+            if page["IsTruncated"] is False:
                 return
             token = page.get("NextContinuationToken")
             if not token or token == options.get("ContinuationToken"):
-                raise StorageError(
-                    f"{prefix or '/'} in {self.url}: cannot list: the server says there is more and not where; "
-                    "nothing can be told from such a listing, try another server (docs/s3.md)"
-                )
+                raise self._no_listing(prefix, "there is more, and the server does not say where")
             options = {"ContinuationToken": token}
 
     def now_s(self) -> float:
@@ -348,6 +348,8 @@ class S3Store:
         """See `ObjectStore.prepare`: the prefix is empty, and a second put of a key is refused."""
         with self._failures("/", "list"):
             page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+        if "IsTruncated" not in page:
+            raise self._no_listing("", "the answer is empty")
         if page.get("Contents"):
             raise InvalidInputError(f"{self.url}: is not empty and no repository; choose an empty or a new prefix")
         with self.trial() as trial:
@@ -473,6 +475,12 @@ class S3Store:
     def _missing(self, key: str) -> NotFoundError:
         return NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
 
+    def _no_listing(self, prefix: str, why: str) -> StorageError:
+        return StorageError(
+            f"{prefix or '/'} in {self.url}: cannot list: {why}; nothing can be told from such a listing, try again, "
+            "or use another server (docs/s3.md)"
+        )
+
     def _short(self, key: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
         return IntegrityError(
             f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
@@ -488,7 +496,7 @@ class S3Store:
             if is_missing(error):
                 raise self._missing(key) from error
             raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
-        except BotoCoreError as error:
+        except (BotoCoreError, ResponseParserError) as error:
             raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
 
 

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
 from ..errors import CapabilityError, InvalidInputError, SnapstoreError, StorageError, StorageFullError
 
@@ -204,6 +205,8 @@ def translate(what: str, error: Exception) -> SnapstoreError:
             f"{what}: the connection failed or broke off ({_kind(error)}); check the network, AWS_ENDPOINT_URL_S3 and "
             "the server, then try again"
         )
+    if isinstance(error, ResponseParserError):
+        return StorageError(f"{what}: the answer is damaged or no S3's; check AWS_ENDPOINT_URL_S3, then try again")
     return StorageError(f"{what}: the client failed ({_kind(error)}); check the AWS configuration")
 
 

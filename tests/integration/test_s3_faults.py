@@ -465,11 +465,12 @@ def test_403_on_a_listing_stops_a_gc(world):
 def test_a_listing_that_is_cut_short_is_no_listing(world):
     """Without its end, and without a word where to go on."""
     body = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
-    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
-    world.proxy.fault(listing, Fault(answer=whole + body), times=1000)
-    with pytest.raises(StorageError, match="there is more"):
-        list(world.store.list("packs/"))
-    world.proxy.heal()
+    for cut, text in ((len(body), "there is more"), (-9, "cannot list"), (0, "cannot list")):
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body[:cut])
+        world.proxy.fault(listing, Fault(answer=head + body[:cut]), times=1000)
+        with pytest.raises(StorageError, match=text):
+            list(world.store.list("packs/"))
+        world.proxy.heal()
     world.proxy.fault(listing, Fault(response_bytes=40, how="close"), times=1000)
     with pytest.raises(StorageError):
         list(world.store.list("packs/"))

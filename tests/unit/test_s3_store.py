@@ -1,0 +1,216 @@
+"""S3Store without a real server: URLs, plans of ranges, bodies, the words of errors; requests go to moto at most."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from botocore import exceptions as aws
+from hypothesis import given
+from hypothesis import strategies as st
+from s3_stores import moto_bucket
+
+from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
+from snapstore.storage import open_store
+from snapstore.storage.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
+from snapstore.storage.s3 import BODY_PIECE_BYTES, S3Store, _Body
+from snapstore.storage.s3_client import parse, translate
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix", "storage_class"),
+    [
+        ("s3://bucket", "bucket", "", None),
+        ("s3://bucket/", "bucket", "", None),
+        ("s3://my.bucket-1/a/b_c/", "my.bucket-1", "a/b_c/", None),
+        ("s3://bucket/team=ml/x?storage_class=STANDARD_IA", "bucket", "team=ml/x/", "STANDARD_IA"),
+    ],
+)
+def test_urls(url, bucket, prefix, storage_class):
+    place = parse(url)
+    assert (place.bucket, place.prefix, place.storage_class) == (bucket, prefix, storage_class)
+    assert place.url == url.partition("?")[0].rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://", "s3:///x", "s3://b", "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a b", "s3://bucket/a/./b",
+        "s3://bucket/x#y", "s3://bucket/x?storage=1", "s3://bucket/x?storage_class=GLACIER", "s3://bucket/\0",
+        "s3://bucket/x?storage_class=standard ia", "s3://bucket/" + "x" * 600, "s3://[::1/x", "s3://bu cket/x",
+    ],
+)  # fmt: skip
+def test_no_urls(url):
+    with pytest.raises(InvalidInputError, match=r"^(s3://|storage_class)"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://secret@bucket", "s3://bucket:secret/x"])
+def test_nothing_is_repeated_of_a_url_with_credentials(url):
+    with pytest.raises(InvalidInputError) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value).replace("the secret", "")
+
+
+def test_a_url_that_went_through_pathlib():
+    with pytest.raises(InvalidInputError, match="pathlib"):
+        open_store("s3:/bucket/prefix")
+
+
+def test_without_boto3(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "snapstore.storage.s3", None)
+    with pytest.raises(ModuleNotFoundError):
+        open_store("s3://bucket/x")
+    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3")
+    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3_client")
+    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    with pytest.raises(CapabilityError, match=r"pip install 'snapstore\[s3\]'"):
+        open_store("s3://bucket/x")
+
+
+def test_a_profile_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    with pytest.raises(InvalidInputError, match="AWS_PROFILE"):
+        S3Store("s3://bucket")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4 * PIECE_BYTES), st.one_of(st.integers(0, 9), st.integers(0, 3 * PIECE_BYTES))),
+        max_size=12,
+    )
+)
+def test_every_byte_of_every_range_has_a_piece(ranges):
+    """And no piece reads much more than what is wanted of it."""
+    pieces = plan_pieces(ranges)
+    given_bytes = [0] * len(ranges)
+    for piece in pieces:
+        assert 0 < piece.length <= PIECE_BYTES
+        wanted = 0
+        for share in piece.shares:
+            offset, length = ranges[share.which]
+            assert offset + share.start == piece.offset + share.at
+            assert share.start + share.length <= length
+            assert share.at + share.length <= piece.length
+            given_bytes[share.which] += share.length
+            wanted += share.length
+        assert piece.length <= wanted + len(piece.shares) * JOIN_GAP_BYTES
+    assert given_bytes == [length for _, length in ranges]
+    assert max((piece.end for piece in pieces), default=0) == max((o + n for o, n in ranges if n), default=0)
+
+
+@given(st.binary(max_size=3 * 1024), st.lists(st.sampled_from(["read", "all", "rewind", "end"]), max_size=9))
+def test_a_body_is_a_file(data, calls):
+    body, at = _Body(memoryview(data)), 0
+    assert len(body) == len(data)
+    for call in calls:
+        if call == "read":
+            piece = bytes(body.read(16))
+            assert piece == data[at:][: max(len(piece), 1)]
+            assert len(piece) == min(len(data) - at, BODY_PIECE_BYTES)
+            at += len(piece)
+        elif call == "all":
+            assert body.read() == data[at:]
+        else:
+            at = body.seek(0, os.SEEK_SET if call == "rewind" else os.SEEK_END)
+        assert body.tell() == at
+
+
+def client_error(code: str, status: int) -> aws.ClientError:
+    answer = {"Error": {"Code": code, "Message": "AKIASECRET"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return aws.ClientError(answer, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "word"),
+    [
+        (client_error("AccessDenied", 403), StorageError, "no permission"),
+        (client_error("403", 403), StorageError, "no permission"),
+        (client_error("Unheard", 403), StorageError, "no permission"),
+        (client_error("ExpiredToken", 400), StorageError, "expired; renew"),
+        (client_error("SignatureDoesNotMatch", 403), StorageError, "wrong credentials"),
+        (client_error("QuotaExceeded", 403), StorageFullError, "quota"),
+        (client_error("XMinioStorageFull", 507), StorageFullError, "space"),
+        (client_error("NotImplemented", 501), CapabilityError, "does not know"),
+        (client_error("NoSuchBucket", 404), StorageError, "bucket does not exist"),
+        (client_error("InvalidObjectState", 403), StorageError, "archive"),
+        (client_error("PermanentRedirect", 301), StorageError, "region"),
+        (client_error("SlowDown", 503), StorageError, "fewer requests"),
+        (client_error("Whatever", 500), StorageError, "try again"),
+        (aws.NoCredentialsError(), StorageError, "no credentials found"),
+        (aws.CredentialRetrievalError(provider="p", error_msg="AKIASECRET"), StorageError, "log in again"),
+        (aws.ReadTimeoutError(endpoint_url="http://AKIASECRET@h"), StorageError, "no answer in time"),
+        (aws.EndpointConnectionError(endpoint_url="http://AKIASECRET@h"), StorageError, "AWS_ENDPOINT_URL_S3"),
+        (aws.IncompleteReadError(actual_bytes=1, expected_bytes=2), StorageError, "broke off"),
+        (aws.SSLError(endpoint_url="http://AKIASECRET@h", error="AKIASECRET"), StorageError, "connection failed"),
+        (aws.ParamValidationError(report="AKIASECRET"), StorageError, "AWS configuration"),
+    ],
+)
+def test_errors_say_what_to_do_and_repeat_nothing(error, kind, word):
+    ours = translate("packs/x in s3://b: cannot write", error)
+    assert type(ours) is kind
+    assert str(ours).startswith("packs/x in s3://b: cannot write: ")
+    assert word in str(ours)
+    assert "AKIASECRET" not in str(ours)
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with moto_bucket(monkeypatch) as url:
+        yield S3Store(f"{url}/p")
+
+
+def test_the_storage_class_is_of_packs(store):
+    wanted = S3Store(f"{store.url}?storage_class=STANDARD_IA")
+    for key in ("packs/00/aa", "manifests/00/aa"):
+        wanted.put(key, b"x")
+    classes = {
+        entry["Key"]: entry["StorageClass"] for entry in store._client.list_objects_v2(Bucket="moto")["Contents"]
+    }
+    assert classes == {"p/packs/00/aa": "STANDARD_IA", "p/manifests/00/aa": "STANDARD"}
+    assert wanted.url == store.url
+
+
+def test_names_that_are_no_keys_are_somebody_elses(store):
+    for name in ("p/", "p/folder/", "p/.hidden", "p/a b", "p/index/x", "p2/x", "x"):
+        store._client.put_object(Bucket="moto", Key=name, Body=b"")
+    store.put("ours", b"x")
+    assert [info.key for info in store.list("")] == ["ours"]
+    with pytest.raises(InvalidInputError, match="not empty"):
+        store.prepare()
+
+
+def test_more_keys_than_one_request_holds(store):
+    keys = [f"packs/{n:04}" for n in range(2100)]
+    for key in keys:
+        store._client.put_object(Bucket="moto", Key=f"p/{key}", Body=b"")
+    assert sorted(info.key for info in store.list("packs/")) == keys
+    store.delete(keys)
+    assert list(store.list("")) == []
+
+
+def test_a_batch_that_is_partly_refused(store, monkeypatch):
+    """What may pass is tried again; a refusal names the first object and counts the others."""
+    answers = [
+        [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}],
+        [],
+        [{"Key": "p/a", "Code": "AccessDenied"}, {"Key": "p/b", "Code": "InternalError"}],
+    ]
+    asked = []
+
+    def delete_objects(**request):
+        asked.append([entry["Key"] for entry in request["Delete"]["Objects"]])
+        return {"Errors": answers.pop(0)}
+
+    monkeypatch.setattr(store._client, "delete_objects", delete_objects, raising=False)
+    store.delete(["a", "b"])
+    assert asked == [["p/a", "p/b"], ["p/a"]]
+    with pytest.raises(StorageError, match=r"^a in .* and 1 more: no permission"):
+        store.delete(["a", "b"])
+
+
+def test_one_retry_layer_with_time_outs(store):
+    config = store._client.meta.config
+    assert config.retries == {"mode": "standard", "total_max_attempts": 10}
+    assert (config.connect_timeout, config.read_timeout) == (10, 30)

@@ -35,9 +35,10 @@ from .storage import ObjectStore
 from .threads import Threads
 
 log = logging.getLogger("snapstore")
-#: Packs being hashed and put while the next ones fill; each is held in memory.
+#: Packs being hashed and put while the next ones fill are held in memory: so many bytes at most, but two packs always.
+PUT_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 PUTS_IN_FLIGHT = 2
-#: The same, when an engine fills packs faster than one core hashes them.
+#: As many as the store takes at once, or so many when an engine fills packs faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: Room in a pack's buffer for the blob that fills it and for the footer; a larger pack makes its buffer grow.
 PACK_SLACK_BYTES = 2 * 1024 * 1024
@@ -272,7 +273,7 @@ class _Chunks:
         self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
         self._part = ""
         self._writer: PackWriter | None = None
-        self._putters = Threads(PUTS_IN_FLIGHT)
+        self._putters = Threads(self._puts_in_flight(store.puts_at_once))
         self._free: list[Bytes] = []  # buffers of packs that have been put
         self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
         self.packs = list(bases.packs)  # own packs follow; their names are known once they are put
@@ -348,11 +349,15 @@ class _Chunks:
             return
         self._flush()
         self._engine = engine
-        if engine is not self._engines.cpu and self._putters.count < PUTS_IN_FLIGHT_OF_DEVICES:
+        more = self._puts_in_flight(PUTS_IN_FLIGHT_OF_DEVICES)
+        if engine is not self._engines.cpu and self._putters.count < more:
             while self._puts:
                 self._await_put()
             self._putters.close()
-            self._putters = Threads(PUTS_IN_FLIGHT_OF_DEVICES)
+            self._putters = Threads(more)
+
+    def _puts_in_flight(self, wanted: int) -> int:
+        return max(PUTS_IN_FLIGHT, min(wanted, PUT_BYTES_IN_FLIGHT // self._plan.pack_bytes))
 
     def _flush(self) -> None:
         """Begin to hash the batch; encode the one before, whose digests are there by now."""
@@ -641,8 +646,14 @@ def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifes
 
 def _check_packs(store: ObjectStore, manifests: Sequence[manifest.Manifest]) -> None:
     """Every pack is there, of its size: a chunk that is known is referenced unread, and would be lost again."""
-    sizes = {n: s for m in manifests for n, s in zip(m.header.pack_names, m.header.pack_size_list, strict=True)}
-    for name, expected in sizes.items():
-        size = store.stat(pack_key(name)).size_bytes
-        if size != expected:
-            raise IntegrityError(f"{pack_key(name)}: {size} bytes, expected {expected}; run 'snapstore check'")
+    expected = {
+        pack_key(name): size
+        for m in manifests
+        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True)
+    }
+    sizes = store.sizes(expected.keys())
+    for key, size in expected.items():
+        if key not in sizes:
+            raise NotFoundError(f"{key} in {store.url}: expected a pack, found none; run 'snapstore check'")
+        if sizes[key] != size:
+            raise IntegrityError(f"{key}: {sizes[key]} bytes, expected {size}; run 'snapstore check'")

@@ -8,7 +8,7 @@ code, one store operation of one actor at a time. `values(run, version)` is a pu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from random import Random
@@ -50,6 +50,8 @@ class FaultStore:
         log: (operation, key) of everything that was tried.
         fired: whether the k-th operation was reached.
     """
+
+    puts_at_once = 2
 
     def __init__(self, inner: ObjectStore, at: int | None = None, mode: str = "fail") -> None:
         assert mode in MODES
@@ -106,6 +108,9 @@ class FaultStore:
 
     def stat(self, key: str) -> ObjectInfo:
         return self._act("stat", key, lambda: self.inner.stat(key))
+
+    def sizes(self, keys: Collection[str]) -> dict[str, int]:
+        return self._act("sizes", "", lambda: self.inner.sizes(keys))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self._act("list", prefix, lambda: list(self.inner.list(prefix))))
@@ -394,6 +399,8 @@ class SteppingStore:
         seen_dead: `is_held` says None, as of a session of another host.
     """
 
+    puts_at_once = 2
+
     def __init__(self, actor: Actor, inner: ObjectStore, *, seen_dead: bool) -> None:
         self._actor, self._inner, self._seen_dead, self.url = actor, inner, seen_dead, inner.url
 
@@ -412,6 +419,10 @@ class SteppingStore:
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)
         return self._inner.stat(key)
+
+    def sizes(self, keys: Collection[str]) -> dict[str, int]:
+        self._actor.pause("sizes", "")
+        return self._inner.sizes(keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._actor.pause("list", prefix)

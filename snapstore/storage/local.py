@@ -29,7 +29,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,6 +57,7 @@ from . import (
     check_prefix,
     check_range,
     is_component,
+    sizes_one_by_one,
 )
 from .locks import clean_temp, drop_temp, is_locked, keep, let_go, open_temp
 
@@ -78,6 +79,8 @@ class LocalStore:
         root: The directory; nothing is read or written until the first call.
         create: Make the directory, durably, when it is missing.
     """
+
+    puts_at_once = 2
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = False) -> None:
         self._root = Path(os.fspath(root)).absolute()
@@ -148,6 +151,10 @@ class LocalStore:
         if not stat.S_ISREG(status.st_mode):
             raise self._missing(key)
         return ObjectInfo(key, status.st_size, status.st_mtime)
+
+    def sizes(self, keys: Collection[str]) -> dict[str, int]:
+        """The size of each of these that is there."""
+        return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`; entries that vanish meanwhile are skipped, any other failure raises."""

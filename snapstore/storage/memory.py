@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
-from . import GET_LIMIT_BYTES, Buffer, ObjectInfo, byte_view, check_into, check_key, check_prefix, check_range
+from . import (
+    GET_LIMIT_BYTES,
+    Buffer,
+    ObjectInfo,
+    byte_view,
+    check_into,
+    check_key,
+    check_prefix,
+    check_range,
+    sizes_one_by_one,
+)
 
 _NAMED: dict[str, MemoryStore] = {}
 _NAMED_LOCK = threading.Lock()
@@ -25,6 +35,8 @@ class MemoryStore:
     Args:
         name: What messages and `url` call it; `memory_store` shares stores by it.
     """
+
+    puts_at_once = 2
 
     def __init__(self, name: str = "memory") -> None:
         self.url = f"memory://{name}"
@@ -76,6 +88,10 @@ class MemoryStore:
         """Size and time of `key`; NotFoundError when missing."""
         _, info = self._object(key)
         return info
+
+    def sizes(self, keys: Collection[str]) -> dict[str, int]:
+        """The size of each of these that is there."""
+        return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`, as of this call."""

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import random
 import time
 import weakref
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
@@ -57,6 +58,7 @@ from . import (
     check_prefix,
     check_range,
     is_key,
+    sizes_one_by_one,
 )
 from .ranges import Piece, plan_pieces
 from .s3_client import (
@@ -112,6 +114,8 @@ class S3Store:
     Raises:
         InvalidInputError: no such URL, or a configuration that cannot be used.
     """
+
+    puts_at_once = 8  # one connection gives 50 to 100 MB/s
 
     def __init__(
         self, url: str, *, storage_class: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -294,6 +298,13 @@ class S3Store:
         with self._failures(key, "stat"):
             response = self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
         return ObjectInfo(key, response["ContentLength"], float(int(response["LastModified"].timestamp())))
+
+    def sizes(self, keys: Collection[str]) -> dict[str, int]:
+        """The size of each that is there: of one by HEAD, of several from a listing of the folder that they share."""
+        if len(keys) <= 1:
+            return sizes_one_by_one(self, keys)
+        folder = posixpath.commonpath(keys)
+        return {info.key: info.size_bytes for info in self.list(folder and f"{folder}/") if info.key in keys}
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`, in pages of 1,000; names that are no keys are somebody else's and left out."""

@@ -272,6 +272,16 @@ class ObjectStoreContract:
             for writer in writers:
                 writer.result()
 
+    def test_sizes(self, store):
+        for n in range(5):
+            store.put(f"packs/0{n}/a", bytes(n))
+        store.put("a", b"xx")
+        assert store.sizes([]) == {}
+        assert store.sizes(["a"]) == {"a": 2}
+        assert store.sizes(["b"]) == {}
+        assert store.sizes(["packs/03/a", "packs/01/a", "packs/09/a"]) == {"packs/01/a": 1, "packs/03/a": 3}
+        assert store.sizes(["a", "packs/04/a"]) == {"a": 2, "packs/04/a": 4}
+
     # --- delete, keys, clock ---
 
     def test_delete_twice_and_put_again(self, store):

@@ -23,6 +23,7 @@ import hashlib
 import os
 import posixpath
 import random
+import re
 import time
 import weakref
 from base64 import b64encode
@@ -145,14 +146,15 @@ class S3Store:
         check_key(key)
         view = byte_view(data)
         options: dict[str, Any] = {}
+        sha256 = _sha256_of(key, view)
         if self._client.meta.endpoint_url.startswith("https:"):  # of plain HTTP the signature carries the SHA-256
-            options["ChecksumSHA256"] = b64encode(hashlib.sha256(view).digest()).decode()
+            options["ChecksumSHA256"] = b64encode(bytes.fromhex(sha256)).decode()
         if self._storage_class and key.startswith("packs/"):
             options["StorageClass"] = self._storage_class
         unsure = False  # whether a request of ours may have landed unseen
         for attempt in range(CONFLICT_TRIES):
             _pause(attempt)
-            body: Any = _Body(view) if len(view) > SMALL_BODY_BYTES else bytes(view)
+            body: Any = _Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
             try:
                 with self._failures(key, "write"):
                     self._client.put_object(
@@ -514,8 +516,9 @@ class S3Store:
 class _Body:
     """A buffer as a file that botocore can send, and rewind when it sends it again, without copying it."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, sha256: str) -> None:
         self._view, self._at = view, 0
+        self.sha256 = sha256  # for the signer (s3_client.py)
 
     def __len__(self) -> int:
         return len(self._view)
@@ -536,6 +539,15 @@ class _Body:
     def tell(self) -> int:
         """As of a file."""
         return self._at
+
+
+def _sha256_of(key: str, view: memoryview) -> str:
+    """In hex. Packs and manifests are named by it; were a name wrong, the server would refuse the bytes."""
+    folder, _, name = key.partition("/")
+    named = name.rpartition("/")[2]
+    if folder in ("packs", "manifests") and re.fullmatch(r"[0-9a-f]{64}", named):
+        return named
+    return hashlib.sha256(view).hexdigest()
 
 
 def _pause(attempt: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
+from botocore import auth
 from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
@@ -128,7 +129,32 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
             f"s3://: the AWS configuration cannot be used ({_kind(error)}); check AWS_PROFILE, AWS_DEFAULT_REGION, "
             "AWS_ENDPOINT_URL_S3 and ~/.aws/config"
         ) from error
+    client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
     return client
+
+
+_SignerOfS3: Any = auth.S3SigV4Auth  # the stubs lack what is overridden
+
+
+class _SignsKnownBodies(_SignerOfS3):  # type: ignore[misc]
+    """botocore's signer for S3, that does not hash a body once more whose SHA-256 is known: `sha256`, in hex.
+
+    Over plain HTTP the signature covers the body. Were the hash wrong, the server would refuse the request.
+    """
+
+    def payload(self, request: Any) -> str:
+        known: str | None = getattr(request.body, "sha256", None)
+        if known is not None and self._should_sha256_sign_payload(request):
+            return known
+        return str(super().payload(request))
+
+
+_SIGNER = "snapstore-s3v4"
+auth.AUTH_TYPE_MAPS[_SIGNER] = _SignsKnownBodies
+
+
+def _choose_signer(signature_version: object, **_: Any) -> Any:
+    return _SIGNER if signature_version in ("v4", "s3v4") else None  # others are for other kinds of buckets and keys
 
 
 #: What breaks while a body is being read: botocore's retries end with the headers.

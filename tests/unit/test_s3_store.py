@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import pytest
+from botocore import auth
 from botocore import exceptions as aws
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,7 +103,7 @@ def test_every_byte_of_every_range_has_a_piece(ranges):
 
 @given(st.binary(max_size=3 * 1024), st.lists(st.sampled_from(["read", "all", "rewind", "end"]), max_size=9))
 def test_a_body_is_a_file(data, calls):
-    body, at = _Body(memoryview(data)), 0
+    body, at = _Body(memoryview(data), ""), 0
     assert len(body) == len(data)
     for call in calls:
         if call == "read":
@@ -214,3 +216,23 @@ def test_one_retry_layer_with_time_outs(store):
     config = store._client.meta.config
     assert config.retries == {"mode": "standard", "total_max_attempts": 10}
     assert (config.connect_timeout, config.read_timeout) == (10, 30)
+
+
+def test_a_named_body_is_not_hashed_again(store, monkeypatch):
+    """Packs are named by their SHA-256, which is what the signature of a request over plain HTTP wants to know."""
+    data = os.urandom(200_000)
+    name = hashlib.sha256(data).hexdigest()
+    signed = []
+
+    def sent(request, **_):
+        signed.append(request.headers["X-Amz-Content-SHA256"])
+
+    store._client.meta.events.register("before-send.s3.PutObject", sent)
+    hashed = []
+    original = auth.SigV4Auth.payload
+    monkeypatch.setattr(auth.SigV4Auth, "payload", lambda self, request: hashed.append(1) or original(self, request))
+    store.put(f"packs/{name[:2]}/{name}", data)
+    assert hashed == []
+    assert store.get(f"packs/{name[:2]}/{name}") == data
+    store.put("other", data)
+    assert [sha.decode() for sha in signed] == [name, name]

@@ -456,6 +456,7 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
         return cache_folder() / uuid, None
     if "://" in store.url and not store.url.startswith("memory://") and not on_network(cache_folder()):
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(store.url.encode())}", None
+        place = getattr(store, "place", store.url)  # with the endpoint, where there is one
+        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(place.encode())}", None
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary

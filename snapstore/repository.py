@@ -145,10 +145,10 @@ class Repository:
             created=time.time(), writer=f"snapstore {records.VERSION}",
         )  # fmt: skip
         try:
-            try:
-                store.stat("config")
-            except NotFoundError:
-                store.prepare()
+            store.stat("config")
+        except NotFoundError:
+            store.prepare()
+        try:
             store.put("config", records.encode(config))
         except AlreadyExistsError as error:
             raise AlreadyExistsError(f"{store.url}: is a snapstore repository already; open it instead") from error

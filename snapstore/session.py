@@ -36,6 +36,8 @@ from .storage import ObjectStore
 
 log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4
+#: No further attempt is begun after so long: each may take as long as the store's own time-outs.
+COMMIT_S = 300.0
 #: Ids of this process's saves that are over, but whose session could not be removed or whose commit is unclear: their
 #: process lives, so only a gc of this process can know that it may fence them.
 LEFT_OVER: set[str] = set()
@@ -143,7 +145,10 @@ class Claim:
             StorageError: the store failed; nothing was committed, or nothing is known (the message says so).
         """
         failure: StorageError | None = None
+        began = time.monotonic()
         for attempt in range(COMMIT_ATTEMPTS):
+            if attempt and time.monotonic() - began > COMMIT_S:
+                break
             if attempt:
                 time.sleep(0.05 * 4**attempt)
             try:

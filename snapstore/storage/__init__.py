@@ -176,7 +176,7 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
     if not path or "\0" in path:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
     if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
-        raise InvalidInputError(f"{path!r}: a URL that went through pathlib; pass it as a str")
+        raise InvalidInputError("a URL that went through pathlib, which took a slash of it; pass it as a str")
     try:
         if Path(path).is_dir() or create:
             return LocalStore(path, create=create)

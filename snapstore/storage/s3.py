@@ -10,8 +10,10 @@ Invariants, and what is lost without them:
   and if its bytes are ours the put has succeeded. Only a first answer of 412 is another's object for certain.
 - 409 says that a racing request is under way and nothing is decided: the put is repeated.
 - A put that fails otherwise leaves it open what is under the key; the caller looks (`ObjectStore`, session.py).
-- One layer of retries: botocore's. It ends with the headers of an answer, so a body that breaks off is asked for again
-  here, from where it broke. Every wait has an end: of connecting, sending, reading, and of a body as a whole.
+- Missing is what the server calls NoSuchKey, or, where an answer has no body (HEAD), what a listing does not show: a
+  proxy's 404 must not make a live session look ended.
+- One layer of retries, ours (s3_client.py). A body that breaks off is asked for again from where it broke. Every wait
+  has an end: of connecting, sending, reading, and of a body as a whole.
 - A listing whose pages do not hang together is an error, never the end of the list.
 
 A held object's sign of life is a file of this machine (signs.py); elsewhere nobody knows, and the heartbeat decides.
@@ -22,12 +24,11 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-import random
 import re
 import time
 import weakref
 from base64 import b64encode
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
@@ -35,8 +36,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
+from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
 
 from ..errors import (
     AlreadyExistsError,
@@ -64,12 +64,15 @@ from . import (
 from .ranges import Piece, plan_pieces
 from .s3_client import (
     BODY_FAILURES,
+    FAILURES,
     check_storage_class,
+    code_of,
     is_missing,
     make_client,
     parse,
+    pause,
     refused,
-    retries_of,
+    send,
     status_of,
     translate,
 )
@@ -84,13 +87,12 @@ READERS = 8
 CONNECTIONS = 32
 #: A server that says nothing for so long is asked again. Sending has the first one a piece of a body.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
-#: The first and nine more: botocore doubles its waits from 50 ms (of throttling from 1 s, up to 20 s), so these bridge
-#: the restart of a server, and a server that never answers fails a request within six minutes.
+#: The first and nine more, with pauses that double from 0.1 to 20 s: these bridge 35 s without a server, and one that
+#: never answers fails a request within six minutes.
 ATTEMPTS = 10
 #: A body must come at this rate at least, over all its attempts [bytes/s].
 SLOWEST_BYTES_PER_S = 32 * 1024
 DELETE_BATCH = 1000  # what S3 takes in one request
-CONFLICT_TRIES = 8
 #: Bodies above this size are sent without a copy, and after the server has said that it wants them.
 SMALL_BODY_BYTES = 64 * 1024
 #: http.client asks for 16 KiB at a time; larger pieces cost fewer calls. Each must leave within CONNECT_TIMEOUT_S.
@@ -98,8 +100,12 @@ BODY_PIECE_BYTES = 256 * 1024
 READ_PIECE_BYTES = 1024 * 1024
 #: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
 ASK_FIRST_BYTES = 64 * 1024**3
-#: What a server says of single keys of a batch that may be tried again.
-_PASSING = {"InternalError", "SlowDown", "ServiceUnavailable"}
+#: What a server says of single keys of a batch that may be tried again; "": nothing at all.
+_PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", ""}
+#: Sizes of many objects come from a listing of so many entries at most; of those beyond it they are asked one by one.
+LISTED_FOR_SIZES = 5000
+#: Names that a trial has left behind where nobody may delete.
+_TRIAL = re.compile(r"\.trial-[0-9a-f]{16}/")
 
 _Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" where it lies
 
@@ -129,10 +135,10 @@ class S3Store:
         self._read_timeout_s, self._attempts = read_timeout_s, attempts
         self._client_options: dict[str, Any] = {
             "connections": CONNECTIONS, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
-            "attempts": attempts,
         }  # fmt: skip
         self._connected = os.getpid(), make_client(**self._client_options)
-        self._signs = Signs(self.url)
+        self.place = f"{self._client.meta.endpoint_url} {self.url}"
+        self._signs = Signs(self.place)
         self._readers = Threads(READERS)
         weakref.finalize(self, self._readers.close).atexit = False  # an exit waits for no server
 
@@ -151,28 +157,19 @@ class S3Store:
             options["ChecksumSHA256"] = b64encode(bytes.fromhex(sha256)).decode()
         if self._storage_class and key.startswith("packs/"):
             options["StorageClass"] = self._storage_class
-        unsure = False  # whether a request of ours may have landed unseen
-        for attempt in range(CONFLICT_TRIES):
-            _pause(attempt)
-            body: Any = _Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
-            try:
-                with self._failures(key, "write"):
-                    self._client.put_object(
-                        Bucket=self._bucket, Key=self._prefix + key, Body=body, IfNoneMatch="*", **options
-                    )
-                return
-            except SnapstoreError as error:
-                if not isinstance(error.__cause__, ClientError):
-                    raise
-                status, unsure = status_of(error.__cause__), unsure or retries_of(error.__cause__.response) > 0
-                if status == 412 and not (unsure and self._holds(key, view)):
-                    raise AlreadyExistsError(
-                        f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
-                    ) from error
-                if status == 412:
-                    return
-                if status != 409 or attempt == CONFLICT_TRIES - 1:
-                    raise
+        unsure: list[None] = []  # whether a request of ours may have landed unseen
+        body: Any = _Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
+        again = lambda: unsure.append(None)  # noqa: E731
+        try:
+            self._ask(key, "write", self._client.put_object, key, again, Body=body, IfNoneMatch="*", **options)
+        except SnapstoreError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ClientError) or status_of(cause) != 412:
+                raise
+            if not (unsure and self._holds(key, view)):
+                raise AlreadyExistsError(
+                    f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
+                ) from error
 
     def _holds(self, key: str, view: memoryview) -> bool:
         """Whether the object has just these bytes."""
@@ -195,12 +192,11 @@ class S3Store:
     def touch(self, key: str) -> None:
         """Copy the object onto itself, which renews its time; NotFoundError when it is gone."""
         check_key(key)
-        name = self._prefix + key
-        with self._failures(key, "touch"):
-            self._client.copy_object(
-                Bucket=self._bucket, Key=name, CopySource={"Bucket": self._bucket, "Key": name},
-                MetadataDirective="REPLACE", Metadata={"touched": f"{time.time():.0f}"},
-            )  # fmt: skip
+        self._ask(
+            key, "touch", self._client.copy_object, key,
+            CopySource={"Bucket": self._bucket, "Key": self._prefix + key}, MetadataDirective="REPLACE",
+            Metadata={"touched": f"{time.time():.0f}"},
+        )  # fmt: skip
 
     def release(self, key: str) -> None:
         """Delete `key` and its sign of life."""
@@ -218,40 +214,40 @@ class S3Store:
             for key in batch:
                 check_key(key)
             if len(batch) == 1:
-                with suppress(NotFoundError), self._failures(batch[0], "delete"):
-                    self._client.delete_object(Bucket=self._bucket, Key=self._prefix + batch[0])
+                with suppress(NotFoundError):
+                    self._ask(batch[0], "delete", self._client.delete_object, batch[0])
             else:
                 self._delete_batch(sorted(set(batch)))
             for key in batch:
                 self._signs.end(key)  # in this order no one sees a session that is there but dead
 
     def _delete_batch(self, keys: Sequence[str]) -> None:
-        """One request; what the server says it could not delete for now is tried again."""
+        """One request; what the server does not say it deleted is tried again, where that may help."""
         left = {self._prefix + key: key for key in keys}
-        for attempt in range(CONFLICT_TRIES):
-            _pause(attempt)
-            with self._failures(next(iter(left.values())), "delete"):
-                answer = self._client.delete_objects(
-                    Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in left], "Quiet": True}
-                )
-            codes = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", []) if e.get("Code") != "NoSuchKey"}
-            if not codes:
+        for attempt in range(1, self._attempts + 1):
+            wanted = {"Objects": [{"Key": name} for name in left]}
+            answer = self._ask(next(iter(left.values())), "delete", self._client.delete_objects, Delete=wanted)
+            errors = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", [])}
+            done = {entry["Key"] for entry in answer.get("Deleted", [])}
+            done |= {name for name, code in errors.items() if code == "NoSuchKey"}
+            left = {name: key for name, key in left.items() if name not in done}
+            if not left:
                 return
-            left = {name: left[name] for name in codes}
-            if not _PASSING.issuperset(codes.values()):
+            if not _PASSING.issuperset(errors.get(name, "") for name in left):
                 break
-        name, code = next((n, c) for n, c in codes.items() if c not in _PASSING or attempt)
-        what = f"{left[name]} in {self.url}: cannot delete it and {len(codes) - 1} more"
-        raise refused(what, code, 403 if code == "AccessDenied" else 500)
+            pause(attempt)
+        name, code = max(((n, errors.get(n, "")) for n in left), key=lambda entry: entry[1] not in _PASSING)
+        what = f"{left[name]} in {self.url}: cannot delete it and {len(left) - 1} more"
+        raise refused(what, code or "no word of it", 403 if code == "AccessDenied" else 500)
 
     # --- reading ---
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """All bytes of `key`; see `ObjectStore.get`."""
         check_key(key)
+        answer: _Answer = self._ask(key, "read", self._client.get_object, key)
         with self._failures(key, "read"):
-            answer: _Answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
-            size_bytes = answer["ContentLength"]
+            size_bytes = self._length_of(key, answer)
             if size_bytes > limit_bytes:
                 answer["Body"].close()
                 raise FormatError(
@@ -297,16 +293,21 @@ class S3Store:
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`, the time in whole seconds; NotFoundError when missing."""
         check_key(key)
-        with self._failures(key, "stat"):
-            response = self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
-        return ObjectInfo(key, response["ContentLength"], float(int(response["LastModified"].timestamp())))
+        response: _Answer = self._ask(key, "stat", self._client.head_object, key)
+        return ObjectInfo(key, self._length_of(key, response), float(int(response["LastModified"].timestamp())))
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """The size of each that is there: of one by HEAD, of several from a listing of the folder that they share."""
+        """The size of each that is there: of several from a listing of the folder that they share, if it is short."""
         if len(keys) <= 1:
             return sizes_one_by_one(self, keys)
         folder = posixpath.commonpath(keys)
-        return {info.key: info.size_bytes for info in self.list(folder and f"{folder}/") if info.key in keys}
+        wanted, listing = set(keys), self.list(folder and f"{folder}/")
+        found = {info.key: info.size_bytes for info in islice(listing, LISTED_FOR_SIZES) if info.key in wanted}
+        if next(listing, None) is not None:
+            rest = [[key] for key in wanted - found.keys()]
+            for sizes in self._readers.start(lambda keys: sizes_one_by_one(self, keys), rest)() if rest else ():
+                found |= sizes
+        return found
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`, in pages of 1,000; names that are no keys are somebody else's and left out."""
@@ -316,10 +317,7 @@ class S3Store:
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         options: dict[str, Any] = {}
         while True:
-            with self._failures(prefix or "/", "list"):
-                page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **options)
-            if "IsTruncated" not in page:  # botocore takes an answer without a body for an empty one
-                raise self._no_listing(prefix, "the answer is empty")
+            page = self._page(prefix, **options)
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(self._prefix)
                 if is_key(key) and entry["Key"].startswith(self._prefix + prefix):
@@ -334,13 +332,7 @@ class S3Store:
 
     def now_s(self) -> float:
         """The server's clock, by the Date of an answer, in whole seconds [s since the epoch]."""
-        with self._failures("the clock", "read"):
-            try:
-                answer: Mapping[str, Any] = self._client.head_object(Bucket=self._bucket, Key=f"{self._prefix}config")
-            except ClientError as error:
-                if not is_missing(error):
-                    raise
-                answer = error.response
+        answer: _Answer = self._page("config", MaxKeys=1)
         date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
         try:
             return parsedate_to_datetime(date).timestamp()
@@ -359,17 +351,15 @@ class S3Store:
 
     def prepare(self) -> None:
         """See `ObjectStore.prepare`: the prefix is empty, and a second put of a key is refused."""
-        with self._failures("/", "list"):
-            page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
-        if "IsTruncated" not in page:
-            raise self._no_listing("", "the answer is empty")
-        if page.get("Contents"):
+        names = [entry["Key"].removeprefix(self._prefix) for entry in self._page("").get("Contents", [])]
+        if not all(_TRIAL.match(name) for name in names):
             raise InvalidInputError(f"{self.url}: is not empty and no repository; choose an empty or a new prefix")
         with self.trial() as trial:
             trial.put("twice", b"first")
             try:
                 trial.put("twice", b"second")
             except AlreadyExistsError:
+                trial.touch("twice")  # heartbeats are copies; of a server without them a long save would look dead
                 return
             raise CapabilityError(
                 f"{self.url}: the server ignores If-None-Match and overwrites in silence, so two writers would destroy "
@@ -380,11 +370,8 @@ class S3Store:
     def trial(self) -> Iterator[S3Store]:
         """See `ObjectStore.trial`: a prefix that begins with a dot, which no listing of ours shows."""
         store, name = copy(self), f".trial-{os.urandom(8).hex()}"
-        store.url, store._prefix, store._signs = (
-            f"{self.url}/{name}",
-            f"{self._prefix}{name}/",
-            Signs(f"{self.url}/{name}"),
-        )
+        store.url, store.place, store._prefix = f"{self.url}/{name}", f"{self.place}/{name}", f"{self._prefix}{name}/"
+        store._signs = Signs(store.place)
         try:
             yield store
         finally:
@@ -413,13 +400,50 @@ class S3Store:
             self._connected = os.getpid(), client
         return client
 
+    def _ask(
+        self, key: str, verb: str, call: Callable[..., Any], name: str | None = None,
+        on_again: Callable[[], None] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """The answer to a request about `key`, sent again while that may help.
+
+        Args:
+            name: the object that the request names, if it names one.
+        """
+        wanted = {"Bucket": self._bucket} | ({} if name is None else {"Key": self._prefix + name}) | options
+        with self._failures(key, verb):
+            try:
+                return send(call, wanted, self._attempts, on_again)
+            except ClientError as error:
+                if name is not None and status_of(error) == 404 and code_of(error) == "404" and self._is_gone(name):
+                    raise self._missing(key) from error  # an answer to HEAD, which has no word for it
+                raise
+
+    def _is_gone(self, key: str) -> bool:
+        page = self._page(key, MaxKeys=1)
+        return all(entry["Key"] != self._prefix + key for entry in page.get("Contents", []))
+
+    def _page(self, prefix: str, **options: Any) -> _Answer:
+        """One page of a listing."""
+        page: _Answer = self._ask(
+            prefix or "/", "list", self._client.list_objects_v2, Prefix=self._prefix + prefix, **options
+        )
+        if "IsTruncated" not in page:  # botocore takes an answer without a body for an empty one
+            raise self._no_listing(prefix, "the answer is empty")
+        return page
+
+    def _length_of(self, key: str, answer: _Answer) -> int:
+        length = answer.get("ContentLength")
+        if not isinstance(length, int):
+            raise StorageError(f"{key} in {self.url}: the server does not say how long it is; use another server")
+        return length
+
     def _open_range(self, key: str, offset: int, length: int) -> tuple[_Answer, int]:
         """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
         wanted = f"bytes={offset}-{offset + length - 1}"
         try:
-            answer: _Answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, Range=wanted)
-        except ClientError as error:
-            if status_of(error) != 416:
+            answer: _Answer = self._ask(key, "read", self._client.get_object, key, Range=wanted)
+        except SnapstoreError as error:
+            if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) != 416:
                 raise
             raise self._short(key, offset, length, self.stat(key).size_bytes) from error
         got = answer.get("ContentRange", "")
@@ -460,28 +484,31 @@ class S3Store:
         done = failures = 0
         ends_s = time.monotonic() + self._attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
         while done < len(view):
+            if answer is None:  # its failures are final: they have been tried often enough
+                answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
+                if now_bytes != size_bytes:
+                    answer["Body"].close()
+                    raise self._short(key, offset, len(view), now_bytes)
             try:
-                if answer is None:
-                    answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
-                    if now_bytes != size_bytes:
-                        raise self._short(key, offset, len(view), now_bytes)
-                while done < len(view):  # of a body that ends early, botocore says so
-                    done += answer["Body"].readinto(view[done : done + READ_PIECE_BYTES])
+                while done < len(view):
                     if time.monotonic() > ends_s:
                         raise StorageError(
                             f"{key} in {self.url} at {offset}+{len(view)}: only {done} bytes came in the time there "
                             "is; check the network and the server, then try again"
                         )
+                    count = answer["Body"].readinto(view[done : done + READ_PIECE_BYTES])
+                    if not count:  # of an answer that says less than its range
+                        raise IncompleteReadError(actual_bytes=done, expected_bytes=len(view))
+                    done += count
                     failures = 0
             except BODY_FAILURES:
                 failures += 1
                 if failures >= self._attempts:
                     raise
-                _pause(failures)
+                pause(failures)
             finally:
-                if answer is not None:
-                    answer["Body"].close()
-                    answer = None
+                answer["Body"].close()
+                answer = None
 
     # --- errors ---
 
@@ -505,11 +532,9 @@ class S3Store:
         """Turn botocore's errors into ours, with the name of the thing first."""
         try:
             yield
-        except ClientError as error:
-            if is_missing(error):
+        except FAILURES as error:
+            if isinstance(error, ClientError) and is_missing(error):
                 raise self._missing(key) from error
-            raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
-        except (BotoCoreError, ResponseParserError) as error:
             raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
 
 
@@ -548,9 +573,3 @@ def _sha256_of(key: str, view: memoryview) -> str:
     if folder in ("packs", "manifests") and re.fullmatch(r"[0-9a-f]{64}", named):
         return named
     return hashlib.sha256(view).hexdigest()
-
-
-def _pause(attempt: int) -> None:
-    """Between two tries of what botocore does not retry; none before the first."""
-    if attempt:
-        time.sleep(random.uniform(0, 0.05 * 2**attempt))

@@ -3,14 +3,17 @@
 Credentials, region, endpoint and addressing style come from where every AWS tool takes them (environment, profiles,
 instance roles), never from a URL. Nothing here repeats what a server says in full: its texts may hold key ids.
 
-Retries are botocore's "standard" mode and nothing on top of it, but for what that mode cannot see: a body that breaks
-off, and a 409 (storage/s3.py).
+Retries are ours alone (`send`, and storage/s3.py of bodies that break off): botocore's "standard" mode gives a client
+500 tokens, 35 retries for all threads together, which eight writers spend within a second of a server's restart.
 """
 
 from __future__ import annotations
 
+import random
 import re
 import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -20,6 +23,7 @@ from botocore import auth
 from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from ..errors import CapabilityError, InvalidInputError, SnapstoreError, StorageError, StorageFullError
 
@@ -105,7 +109,7 @@ def check_storage_class(name: str | None) -> str | None:
     return name
 
 
-def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float, attempts: int) -> S3Client:
+def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float) -> S3Client:
     """A client by the standard AWS configuration; safe to use from several threads, not across a fork.
 
     Checksums are off by default, because older servers refuse requests that carry botocore's (since 1.36): what we put
@@ -115,7 +119,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         InvalidInputError: the configuration cannot be used, such as a profile that does not exist.
     """
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": attempts},
+        retries={"mode": "standard", "total_max_attempts": 1},
         connect_timeout=connect_timeout_s, read_timeout=read_timeout_s,
         max_pool_connections=connections, tcp_keepalive=True,
         request_checksum_calculation="when_required", response_checksum_validation="when_required",
@@ -157,11 +161,47 @@ def _choose_signer(signature_version: object, **_: Any) -> Any:
     return _SIGNER if signature_version in ("v4", "s3v4") else None  # others are for other kinds of buckets and keys
 
 
-#: What breaks while a body is being read: botocore's retries end with the headers.
-BODY_FAILURES = (
-    aws.IncompleteReadError, aws.ReadTimeoutError, aws.ResponseStreamingError, aws.ConnectionClosedError,
-    aws.HTTPClientError,
-)  # fmt: skip
+#: What breaks while a body is being read; botocore lets some of urllib3's errors through.
+BODY_FAILURES = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError)
+#: What a request fails with; all of them become errors of ours (`translate`).
+FAILURES = (aws.ClientError, aws.BotoCoreError, ResponseParserError, HTTPError)
+#: Answers that say nothing for good, and the words of such among the refusals.
+_PASSING_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_PASSING_CODES = {"RequestTimeout", "InternalError", "SlowDown", "ServiceUnavailable", "Throttling", "OperationAborted"}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
+
+
+def send(
+    call: Callable[..., Any], options: Mapping[str, Any], attempts: int, on_again: Callable[[], None] | None = None
+) -> Any:  # fmt: skip
+    """The answer to a request, which is sent again, after a growing pause, while that may help.
+
+    Args:
+        on_again: called before it is sent again: the request before may have been done.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return call(**options)
+        except FAILURES as error:
+            if attempt == attempts or not may_pass(error):
+                raise
+            pause(attempt)
+            if on_again is not None:
+                on_again()
+    raise AssertionError("unreachable")
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    if isinstance(error, aws.ClientError):
+        return status_of(error) in _PASSING_STATUS or code_of(error) in _PASSING_CODES
+    return isinstance(error, (*BODY_FAILURES, aws.ConnectionError, ResponseParserError))
+
+
+def pause(attempt: int) -> None:
+    """Between two tries; the first attempt is 1."""
+    time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
+
 
 _DENIED = "no permission; docs/s3.md lists what the policy must allow"
 _UNKNOWN_KEY = "unknown or wrong credentials; check AWS_PROFILE or AWS_ACCESS_KEY_ID and the secret"
@@ -197,13 +237,8 @@ def status_of(error: aws.ClientError) -> int:
 
 
 def is_missing(error: aws.ClientError) -> bool:
-    """Whether the object is not there; a missing bucket is another thing, where the server tells."""
-    return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
-
-
-def retries_of(metadata: Any) -> int:
-    """How often botocore has sent the request again."""
-    return int(metadata.get("ResponseMetadata", {}).get("RetryAttempts", 0))
+    """Whether the server says that the object is not there: any other 404 is somebody else's, such as a proxy's."""
+    return status_of(error) == 404 and code_of(error) == "NoSuchKey"
 
 
 def refused(what: str, code: str, status: int) -> SnapstoreError:

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
@@ -142,9 +142,9 @@ def test_every_answer_to_the_commit_is_lost(world):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_409_is_tried_again(world, kind):
-    rule = world.proxy.fault(put_of(kind), answer(409, "ConditionalRequestConflict"), times=3)
+    rule = world.proxy.fault(put_of(kind), answer(409, "ConditionalRequestConflict"), times=2)
     world.save()
-    assert rule.fired == 3
+    assert rule.fired == 2
     world.check([0, 1, 2])
 
 
@@ -246,10 +246,65 @@ def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("how", HOWS if THOROUGH else ["close"])
 def test_gets_that_always_break_off(world, how):
-    """Each gives nothing new."""
+    """Each gives nothing new. Requests are counted, since layers of retries would multiply them."""
     world.proxy.fault(get_of("packs"), Fault(response_bytes=0, how=how), times=1000)
     with Repository.open(world.store, options=OPTIONS) as repository, pytest.raises(StorageError, match="packs/"):
         repository.restore("a@1")
+    asked = [target for method, target in world.proxy.requests if get_of("packs")(method, target)]
+    assert max(asked.count(target) for target in asked) <= 3
+    world.check([0, 1])
+
+
+def test_an_outage_under_eight_writers(proxy, monkeypatch):
+    """All of them outlast it: retries are not rationed among them, as botocore's are (35 for all)."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    monkeypatch.setattr("snapstore.storage.s3_client._LONGEST_PAUSE_S", 0.1)
+    store = S3Store(fresh_url())
+    rule = proxy.fault(put_of("packs"), answer(503, "ServiceUnavailable"), times=60)
+    threads = [threading.Thread(target=store.put, args=(f"packs/{i}", b"x")) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rule.fired == 60
+    assert sorted(keys_of(store)) == sorted(f"packs/{i}" for i in range(16))
+    store.put("packs/later", b"x")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>default backend - 404</html>"], ids=["empty", "html"])
+def test_a_proxys_404_is_no_missing_object(world, body):
+    """Else a live session would look ended to a gc, and what it has written would be collected."""
+    head = f"HTTP/1.1 404 Not Found\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+    with Repository.open(world.straight, options=OPTIONS) as repository:
+        mine = repository.snapshots("a")[1].manifests[0].key
+    before = keys_of(world.straight)
+    for method in ("GET", "HEAD"):
+        given = head if method == "HEAD" else head + body
+        world.proxy.fault(lambda m, t, method=method: m == method and "/manifests/" in t, Fault(answer=given), times=9)
+    for ask in (world.store.get, world.store.stat):
+        with pytest.raises(StorageError) as caught:
+            ask(mine)
+        assert not isinstance(caught.value, NotFoundError)
+    world.proxy.heal()
+    world.proxy.fault(
+        lambda m, t: m in ("GET", "HEAD") and ("/snapshots/" in t or "/gc/" in t or "/sessions/" in t) and "?" not in t,
+        Fault(answer=head), times=1000,
+    )  # fmt: skip
+    with suppress(SnapstoreError), Repository.open(world.store, options=OPTIONS) as repository:
+        repository.gc()
+    assert keys_of(world.straight) >= before
+    world.check([0, 1])
+
+
+def test_an_answer_that_says_less_than_its_range(world):
+    """No bytes and no failure: such reads must end."""
+    rule = world.proxy.fault(
+        get_of("packs"), Fault(answer=b"HTTP/1.1 206 Partial\r\nContent-Length: 3\r\n"
+                               b"Content-Range: bytes 0-99/4000\r\nConnection: close\r\n\r\nabc"), times=1000
+    )  # fmt: skip
+    with pytest.raises(StorageError, match="packs/"):
+        world.store.get_ranges("packs/00/00", [(0, 100)])
+    assert rule.fired <= 9
     world.check([0, 1])
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from s3_stores import moto_bucket
 
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
+from snapstore.index import folder_for
 from snapstore.storage import open_store
 from snapstore.storage.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
 from snapstore.storage.s3 import BODY_PIECE_BYTES, S3Store, _Body
@@ -195,26 +196,27 @@ def test_more_keys_than_one_request_holds(store):
 def test_a_batch_that_is_partly_refused(store, monkeypatch):
     """What may pass is tried again; a refusal names the first object and counts the others."""
     answers = [
-        [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}],
-        [],
-        [{"Key": "p/a", "Code": "AccessDenied"}, {"Key": "p/b", "Code": "InternalError"}],
+        {"Errors": [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}]},
+        {},  # which botocore makes of an answer without a body as well
+        {"Deleted": [{"Key": "p/a"}]},
+        {"Errors": [{"Key": "p/a", "Code": "AccessDenied"}, {"Key": "p/b", "Code": "InternalError"}]},
     ]
     asked = []
 
     def delete_objects(**request):
         asked.append([entry["Key"] for entry in request["Delete"]["Objects"]])
-        return {"Errors": answers.pop(0)}
+        return answers.pop(0)
 
     monkeypatch.setattr(store._client, "delete_objects", delete_objects, raising=False)
     store.delete(["a", "b"])
-    assert asked == [["p/a", "p/b"], ["p/a"]]
+    assert asked == [["p/a", "p/b"], ["p/a"], ["p/a"]]
     with pytest.raises(StorageError, match=r"^a in .* and 1 more: no permission"):
         store.delete(["a", "b"])
 
 
 def test_one_retry_layer_with_time_outs(store):
     config = store._client.meta.config
-    assert config.retries == {"mode": "standard", "total_max_attempts": 10}
+    assert config.retries == {"mode": "standard", "total_max_attempts": 1}  # ours are the only ones
     assert (config.connect_timeout, config.read_timeout) == (10, 30)
 
 
@@ -236,3 +238,34 @@ def test_a_named_body_is_not_hashed_again(store, monkeypatch):
     assert store.get(f"packs/{name[:2]}/{name}") == data
     store.put("other", data)
     assert [sha.decode() for sha in signed] == [name, name]
+
+
+def test_what_a_trial_left_behind_is_no_content(store):
+    """Where nobody may delete, or where an `init` was killed."""
+    store._client.put_object(Bucket="moto", Key=f"p/.trial-{'0' * 16}/twice", Body=b"x")
+    store.prepare()
+    store._client.put_object(Bucket="moto", Key="p/.trials", Body=b"x")
+    with pytest.raises(InvalidInputError, match="not empty"):
+        store.prepare()
+
+
+def test_another_endpoint_is_another_place(store, monkeypatch):
+    """A mirror has the url and the uuid of its original, and records of its own."""
+    here = folder_for(store, "0" * 32)[0]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    mirror = S3Store(store.url)
+    assert mirror.url == store.url
+    assert folder_for(mirror, "0" * 32)[0] != here
+
+
+def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
+    """The listing stops being the shorter way."""
+    monkeypatch.setattr("snapstore.storage.s3.LISTED_FOR_SIZES", 3)
+    for i in range(8):
+        store.put(f"packs/{i}/x", bytes(i))
+    pages = []
+    monkeypatch.setattr(
+        store, "_page", lambda *args, page=store._page, **options: pages.append(1) or page(*args, **options)
+    )
+    assert store.sizes([f"packs/{i}/x" for i in (0, 1, 6, 7, 9)]) == {f"packs/{i}/x": i for i in (0, 1, 6, 7)}
+    assert len(pages) <= 2  # and one to be sure of the missing one

@@ -37,6 +37,30 @@ def _writing(store: ObjectStore) -> str:
     return f"what is put is listed at once; a small durable write takes {took_ms:.1f} ms"
 
 
+def _permissions(store: ObjectStore) -> str:
+    """What these credentials may do, one by one, and what it costs where they may not."""
+    tries: dict[str, tuple[str, Callable[[], object]]] = {
+        "write": ("nothing can be saved", lambda: store.put("sessions/probe", b"0")),
+        "read": ("nothing can be restored", lambda: store.get("sessions/probe")),
+        "list": ("nothing can be found", lambda: list(store.list("sessions/"))),
+        "renew": ("a save of more than an hour looks dead to a gc", lambda: store.touch("sessions/probe")),
+        "delete": (
+            "gc must run elsewhere, and saves leave their sessions to it",
+            lambda: store.delete(["sessions/probe"]),
+        ),
+    }
+    refused: dict[str, str] = {}
+    for what, (cost, ask) in tries.items():
+        try:
+            ask()
+        except SnapstoreError:
+            refused[what] = cost
+    said = "; ".join(f"may not {what}: {cost}" for what, cost in refused.items())
+    if refused.keys() & {"write", "read", "list"}:
+        raise Unfit(said)
+    return said or f"may {', '.join(tries)}"
+
+
 def _race(store: ObjectStore) -> str:
     """Threads put the same key: one must win, and its bytes must stand."""
     start, won = threading.Barrier(RACERS), []
@@ -107,7 +131,8 @@ def _checksums(store: ObjectStore) -> str:
         return "are compared by snapstore whenever it reads"
     return (
         "are compared by the server with what it got, and by snapstore whenever it reads" if refuses() else
-        "are not compared by the server: a write that is damaged on the way is found when it is read, or by 'check'"
+        "are not compared by the server: a write that is damaged on the way is found when it is read, or by 'check'; "
+        "run that after saves"
     )  # fmt: skip
 
 
@@ -123,6 +148,7 @@ def _rate(store: ObjectStore) -> str:
 
 PROBES: dict[str, Callable[[ObjectStore], str]] = {
     "writing": _writing,
+    "permissions": _permissions,
     "create-only": _race,
     "ranges": _ranges,
     "deletes": _deletes,

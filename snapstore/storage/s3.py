@@ -36,7 +36,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
+from botocore.exceptions import ClientError, IncompleteReadError
 
 from ..errors import (
     AlreadyExistsError,
@@ -102,6 +102,8 @@ READ_PIECE_BYTES = 1024 * 1024
 ASK_FIRST_BYTES = 64 * 1024**3
 #: What a server says of single keys of a batch that may be tried again; "": nothing at all.
 _PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", ""}
+#: Some servers know no batches (501, 405), or ask the policy about the bucket, not the objects (403, radosgw 16.2).
+_ONE_BY_ONE = {403, 405, 501}
 #: Sizes of many objects come from a listing of so many entries at most; of those beyond it they are asked one by one.
 LISTED_FOR_SIZES = 5000
 #: Names that a trial has left behind where nobody may delete.
@@ -226,7 +228,13 @@ class S3Store:
         left = {self._prefix + key: key for key in keys}
         for attempt in range(1, self._attempts + 1):
             wanted = {"Objects": [{"Key": name} for name in left]}
-            answer = self._ask(next(iter(left.values())), "delete", self._client.delete_objects, Delete=wanted)
+            try:
+                answer = self._ask(next(iter(left.values())), "delete", self._client.delete_objects, Delete=wanted)
+            except SnapstoreError as error:
+                if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) not in _ONE_BY_ONE:
+                    raise
+                self._readers.start(lambda key: self.delete([key]), list(left.values()))()
+                return
             errors = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", [])}
             done = {entry["Key"] for entry in answer.get("Deleted", [])}
             done |= {name for name, code in errors.items() if code == "NoSuchKey"}
@@ -380,13 +388,16 @@ class S3Store:
 
     def refuses_damage(self) -> bool:
         """Whether the server compares a put's SHA-256 with the bytes it got; for `doctor`, in a trial."""
-        wrong = b64encode(hashlib.sha256(b"other bytes").digest()).decode()
-        name = f"{self._prefix}damaged"
+        wrong = hashlib.sha256(b"other bytes").hexdigest()
+        body: Any = _Body(memoryview(b"bytes"), wrong)
+        checksum = b64encode(bytes.fromhex(wrong)).decode()
         try:
-            self._client.put_object(Bucket=self._bucket, Key=name, Body=b"bytes", ChecksumSHA256=wrong)
+            self._client.put_object(
+                Bucket=self._bucket, Key=f"{self._prefix}damaged", Body=body, ChecksumSHA256=checksum
+            )
         except ClientError as error:
             return status_of(error) == 400
-        except BotoCoreError as error:
+        except FAILURES as error:
             raise translate(f"{self.url}: cannot write", error) from error
         return False
 

@@ -49,6 +49,9 @@ class PackWriter:
 
     Args:
         buffer: (n,) uint8 of an earlier pack to use again; it grows when it must.
+
+    Attributes:
+        grown: whether `buffer` is a larger one by now.
     """
 
     def __init__(self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None) -> None:
@@ -58,6 +61,7 @@ class PackWriter:
         self._copies: list[Callable[[], object]] = []  # that may still write into the buffer
         self.count = 0
         self.size_bytes = 0
+        self.grown = False
         self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence))
 
     def _room(self, nbytes: int) -> Bytes:
@@ -67,7 +71,7 @@ class PackWriter:
             self.settle()
             grown = np.empty(max(end, 2 * self.buffer.size), np.uint8)
             grown[: self.size_bytes] = self.buffer[: self.size_bytes]
-            self.buffer = grown
+            self.buffer, self.grown = grown, True
         room = self.buffer[self.size_bytes : end]
         self.size_bytes = end
         return room

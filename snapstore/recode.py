@@ -43,7 +43,7 @@ from .session import Claim
 from .state.arrays import Memory
 from .storage import ObjectStore
 from .threads import Threads
-from .writer import PACK_SLACK_BYTES, PUTS_IN_FLIGHT, put_once
+from .writer import PACK_SLACK_BYTES, PUTS_IN_FLIGHT, put_once, puts_in_flight
 
 log = logging.getLogger("snapstore")
 #: What each choice of codec leaves as it is.
@@ -580,7 +580,7 @@ class _Packs:
         self._rank, self._part, self._sequence = 0, "", 0
         self._writer: PackWriter | None = None
         self._held: list[tuple[bytes, int, int]] = []  # blob, offset and length in the pack that fills
-        self._putters = Threads(PUTS_IN_FLIGHT)
+        self._putters = Threads(puts_in_flight(pack_bytes, PUTS_IN_FLIGHT))
         self._free: list[Bytes] = []
         self._puts: deque[tuple[list[tuple[bytes, int, int]], Callable[[], list[tuple[str, int]]]]] = deque()
 
@@ -618,7 +618,8 @@ class _Packs:
         data = writer.seal()
         name = hashlib.sha256(data).hexdigest()
         put_once(self._store, pack_key(name), data)
-        self._free.append(writer.buffer)
+        if not writer.grown:
+            self._free.append(writer.buffer)
         return name, len(data)
 
     def _await_put(self) -> None:

@@ -22,7 +22,7 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import AlreadyExistsError, CapabilityError, FormatError, IntegrityError, NotFoundError
+from .errors import AlreadyExistsError, CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded, PackWriter
@@ -35,13 +35,21 @@ from .storage import ObjectStore
 from .threads import Threads
 
 log = logging.getLogger("snapstore")
-#: Packs being hashed and put while the next ones fill are held in memory: so many bytes at most, but two packs always.
+#: Packs that are hashed and put while the next one fills: so many bytes at most (`pack_bytes` counts), but one pack
+#: always, however large. So a save holds at most n + 1 buffers of `pack_bytes` and a slack, n = `puts_in_flight`: 8 + 1
+#: at 32 MiB on a store that takes so many, 1 + 1 above 128 MiB. Idle ones are among them, as a new one is made only
+#: when none is idle; one that had to grow is not kept.
 PUT_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 PUTS_IN_FLIGHT = 2
 #: As many as the store takes at once, or so many when an engine fills packs faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
-#: Room in a pack's buffer for the blob that fills it and for the footer; a larger pack makes its buffer grow.
+#: Room in a pack's buffer for the blob that fills it and for the footer, or two chunks where they are larger; a larger
+#: pack makes its buffer grow.
 PACK_SLACK_BYTES = 2 * 1024 * 1024
+#: How often an object is put that was there and then was not.
+PUT_ATTEMPTS = 4
+#: An object that is there already is compared in pieces of so many bytes.
+COMPARED_BYTES = 4 * 1024 * 1024
 #: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
 VERIFY_ONE_IN = 64
 
@@ -176,9 +184,47 @@ def _write_manifests(
 
 
 def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
-    """Put a content-addressed object; one that is there already is this very one (a lost response, repeated)."""
-    with suppress(AlreadyExistsError):
-        store.put(key, data)
+    """Put a content-addressed object; one that is there already must be this very one (a lost response, repeated).
+
+    Its name covers the id of the session, so nobody but this save or recode has put it, and no gc deletes it.
+
+    Raises:
+        IntegrityError: what is there is not what its name says.
+        StorageError: it comes and goes.
+    """
+    for _ in range(PUT_ATTEMPTS):
+        try:
+            store.put(key, data)
+            return
+        except AlreadyExistsError:
+            with suppress(NotFoundError):  # deleted meanwhile
+                _check_same(store, key, memoryview(data))
+                return
+    raise StorageError(
+        f"{key} in {store.url}: reported as existing and then not found, {PUT_ATTEMPTS} times; "
+        "nothing but 'snapstore gc' may delete objects here"
+    )
+
+
+def _check_same(store: ObjectStore, key: str, data: memoryview) -> None:
+    """Raise IntegrityError unless an object is just this, NotFoundError when it is gone."""
+    advice = "it was damaged or altered; run 'snapstore check', then save again"
+    size_bytes = store.stat(key).size_bytes
+    if size_bytes != len(data):
+        raise IntegrityError(f"{key} in {store.url}: expected {len(data)} bytes, got {size_bytes}: {advice}")
+    for start in range(0, size_bytes, COMPARED_BYTES):
+        piece = data[start : start + COMPARED_BYTES]
+        (found,) = store.get_ranges(key, [(start, len(piece))])
+        if found != piece:
+            raise IntegrityError(
+                f"{key} in {store.url}: expected the {size_bytes} bytes that its name is the SHA-256 of, "
+                f"got others from {start} on: {advice}"
+            )
+
+
+def puts_in_flight(pack_bytes: int, wanted: int) -> int:
+    """How many packs may be hashed and put at once, beside the one that fills; see PUT_BYTES_IN_FLIGHT."""
+    return max(1, min(wanted, PUT_BYTES_IN_FLIGHT // pack_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +319,7 @@ class _Chunks:
         self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
         self._part = ""
         self._writer: PackWriter | None = None
-        self._putters = Threads(self._puts_in_flight(store.puts_at_once))
+        self._putters = Threads(puts_in_flight(plan.pack_bytes, max(PUTS_IN_FLIGHT, store.puts_at_once)))
         self._free: list[Bytes] = []  # buffers of packs that have been put
         self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
         self.packs = list(bases.packs)  # own packs follow; their names are known once they are put
@@ -349,15 +395,12 @@ class _Chunks:
             return
         self._flush()
         self._engine = engine
-        more = self._puts_in_flight(PUTS_IN_FLIGHT_OF_DEVICES)
+        more = puts_in_flight(self._plan.pack_bytes, PUTS_IN_FLIGHT_OF_DEVICES)
         if engine is not self._engines.cpu and self._putters.count < more:
             while self._puts:
                 self._await_put()
             self._putters.close()
             self._putters = Threads(more)
-
-    def _puts_in_flight(self, wanted: int) -> int:
-        return max(PUTS_IN_FLIGHT, min(wanted, PUT_BYTES_IN_FLIGHT // self._plan.pack_bytes))
 
     def _flush(self) -> None:
         """Begin to hash the batch; encode the one before, whose digests are there by now."""
@@ -557,7 +600,8 @@ class _Chunks:
     def _open(self, engine: Engine) -> PackWriter:
         """Begin the next pack."""
         sequence = len(self.packs) - len(self.bases.packs)
-        buffer = self._free.pop() if self._free else engine.buffer(self._plan.pack_bytes + PACK_SLACK_BYTES)
+        slack_bytes = max(PACK_SLACK_BYTES, 2 * self._plan.chunk_bytes)
+        buffer = self._free.pop() if self._free else engine.buffer(self._plan.pack_bytes + slack_bytes)
         self._writer = PackWriter(self._save_id, self._rank, sequence, self._part, buffer)
         self.packs.append("")
         self.pack_sizes.append(0)
@@ -576,7 +620,8 @@ class _Chunks:
         data = writer.seal()
         name = hashlib.sha256(data).hexdigest()
         put_once(self._store, pack_key(name), data)
-        self._free.append(writer.buffer)
+        if not writer.grown:
+            self._free.append(writer.buffer)
         return name, len(data)
 
     def start_put(self, key: str, data: bytes) -> Callable[[], object]:

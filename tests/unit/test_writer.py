@@ -1,0 +1,129 @@
+"""What a writer puts, and how much of it is in memory at a time; whole saves are in tests/integration."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+
+import numpy as np
+import pytest
+from faults import OPTIONS, check_restores, save
+
+from snapstore import AlreadyExistsError, IntegrityError, Repository, SaveOptions, StorageError, writer
+from snapstore.engine import CpuEngine
+from snapstore.records import pack_key
+from snapstore.storage.memory import MemoryStore
+
+DATA = bytes(range(256)) * 40
+KEY = pack_key(hashlib.sha256(DATA).hexdigest())
+
+
+# --- an object that is there already ---------------------------------------------------------------------------------
+
+
+def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
+    monkeypatch.setattr(writer, "COMPARED_BYTES", 1000)  # several pieces, the last one short
+    store = MemoryStore()
+    for data in (DATA, memoryview(DATA)):
+        writer.put_once(store, KEY, data)
+        assert store.get(KEY) == DATA
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [(DATA[:-1], "expected 10240 bytes, got 10239"), (b"", "got 0"), (DATA[:-1] + b"x", "got others from 10000 on")],
+)
+def test_an_object_that_is_not_what_its_name_says_ends_the_save(monkeypatch, there, said):
+    monkeypatch.setattr(writer, "COMPARED_BYTES", 1000)
+    store = MemoryStore()
+    store.put(KEY, there)
+    with pytest.raises(IntegrityError, match=f"{KEY} in memory://.*{said}.*snapstore check"):
+        writer.put_once(store, KEY, DATA)
+
+
+@pytest.mark.parametrize("times", [1, writer.PUT_ATTEMPTS - 1, writer.PUT_ATTEMPTS])
+def test_an_object_that_is_deleted_meanwhile_is_put_again(monkeypatch, times):
+    store, put, left = MemoryStore(), MemoryStore.put, iter(range(times))
+
+    def put_and_lose(self, key, data):
+        if next(left, None) is None:
+            put(self, key, data)
+        else:
+            raise AlreadyExistsError("it is there; a moment later it is not")
+
+    monkeypatch.setattr(MemoryStore, "put", put_and_lose)
+    if times < writer.PUT_ATTEMPTS:
+        writer.put_once(store, KEY, DATA)
+        assert store.get(KEY) == DATA
+    else:
+        with pytest.raises(StorageError, match="reported as existing and then not found, 4 times"):
+            writer.put_once(store, KEY, DATA)
+
+
+def test_a_save_whose_pack_is_taken_commits_nothing(monkeypatch):
+    """As when the answer to a put is lost and what landed is half of it."""
+    store, put = MemoryStore(), MemoryStore.put
+
+    def put_half(self, key, data):
+        if key.startswith("packs/"):
+            put(self, key, data[: len(data) // 2])
+            raise AlreadyExistsError(key)
+        put(self, key, data)
+
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "put", put_half)
+            with pytest.raises(IntegrityError, match=r"expected \d+ bytes, got \d+"):
+                save(repository, "a", 1, 1)
+        repository.gc()
+        assert [s.step for s in check_restores(repository)] == [0]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pack_mb", "wanted", "expected"),
+    [(32, 10, 8), (32, 2, 2), (128, 10, 2), (129, 10, 1), (256, 2, 1), (512, 2, 1), (1024, 10, 1), (1, 10, 10)],
+)
+def test_packs_in_flight_fit_their_bound_or_are_one(pack_mb, wanted, expected):
+    assert writer.puts_in_flight(pack_mb * 2**20, wanted) == expected
+
+
+@pytest.mark.parametrize(("bound_bytes", "most"), [(4 * 65536, 4), (2 * 65536, 2), (2 * 65536 - 1, 1), (1, 1)])
+@pytest.mark.parametrize("chunk_bytes", [1024, 4 * 2**20])
+def test_a_save_holds_no_more_packs_than_the_bound_allows(monkeypatch, bound_bytes, most, chunk_bytes):
+    """Those in flight, and as many buffers and one; blobs of 4 MiB, larger than any pack, need none that grows."""
+    monkeypatch.setattr(writer, "PUT_BYTES_IN_FLIGHT", bound_bytes)
+    lock, in_flight, highest, made = threading.Lock(), 0, 0, []
+    put, buffer = MemoryStore.put, CpuEngine.buffer
+
+    def slow_put(self, key, data):
+        nonlocal in_flight, highest
+        if key.startswith("packs/"):
+            with lock:
+                in_flight += 1
+                highest = max(highest, in_flight)
+            time.sleep(0.02)
+            with lock:
+                in_flight -= 1
+        put(self, key, data)
+
+    def counted_buffer(self, nbytes):
+        made.append(nbytes)
+        return buffer(self, nbytes)
+
+    monkeypatch.setattr(MemoryStore, "put", slow_put)
+    monkeypatch.setattr(MemoryStore, "puts_at_once", 4)
+    monkeypatch.setattr(CpuEngine, "buffer", counted_buffer)
+    options = SaveOptions(pack_bytes=65536, threads=1)
+    size_bytes = 2**21 if chunk_bytes == 1024 else 12 * chunk_bytes
+    state = {"w": np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)}
+    with Repository.create(MemoryStore(), chunk_bytes=chunk_bytes, options=options) as repository:
+        repository.save(state, run="a", step=0)
+        buffers = len(made)
+        assert (repository.restore("a@0")["w"] == state["w"]).all()
+    assert 1 <= highest <= most
+    assert 1 <= buffers <= most + 1

@@ -16,6 +16,7 @@ a recode has in common with a save: its record is the next revision of one that 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -23,6 +24,7 @@ from typing import Any, Self
 from . import records
 from .errors import (
     AlreadyExistsError,
+    CapabilityError,
     ConflictError,
     FormatError,
     IntegrityError,
@@ -133,6 +135,12 @@ class Claim:
                 ) from error
             except StorageError as error:
                 log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
+            except CapabilityError as error:  # for good: asked once
+                self._last_beat = math.inf
+                log.warning(
+                    "run=%s step=%d the store takes no heartbeats (%s): a gc on another host gives up a %s that takes "
+                    "longer than its --fence-after, an hour by default", self.run, self.step, error, self.verb,
+                )  # fmt: skip
 
     def publish(self, snapshot: Snapshot, instead: Callable[[str], Snapshot]) -> Snapshot:
         """Create the record.

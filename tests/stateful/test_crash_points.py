@@ -30,7 +30,7 @@ from faults import (
     save,
 )
 
-from snapstore import KeepLast, Repository, SnapstoreError, StorageError, StorageFullError
+from snapstore import CapabilityError, KeepLast, Repository, SnapstoreError, StorageError, StorageFullError
 from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -395,6 +395,29 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
         repository.gc()
     assert "touch" in {operation for operation, _ in store.log}
     check_clean(store.inner)
+
+
+def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
+    """A server without CopyObject: said once a save, not asked again."""
+    one_thread(monkeypatch)
+    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    store, asked = clone(history()), []
+
+    def touch(key: str) -> None:
+        asked.append(key)
+        raise CapabilityError("NotImplemented")
+
+    monkeypatch.setattr(store, "touch", touch)
+    with opened(store) as repository:
+        for step in (4, 5):
+            asked.clear(), caplog.clear()
+            save(repository, "a", step, step)
+            assert len(asked) == 1
+            (said,) = [record.message for record in caplog.records if "heartbeat" in record.message]
+            assert "takes no heartbeats (NotImplemented)" in said
+            assert "an hour" in said
+        repository.gc()
+    check_clean(store)
 
 
 def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):

@@ -29,6 +29,8 @@ from snapstore.storage.memory import MemoryStore
 CHUNK_BYTES = 1024
 OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
 
+Values = Callable[[str, int], Any]
+
 CRASHES = ("crash-before", "crash-after")
 #: fail: once, before the effect. lost: the effect, then the error, once. outage: every operation from k on, before the
 #: effect. lost-outage: as outage, but the k-th has its effect. full: every put from k on.
@@ -274,12 +276,14 @@ def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple
         return {s.id: (s.step, version_of(s), tuple(s.tags)) for s in repository.snapshots()}
 
 
-def check_restores(repository: Repository, about: str = "", *, check: bool = True) -> list[Snapshot]:
+def check_restores(
+    repository: Repository, about: str = "", *, check: bool = True, expected: Values = values
+) -> list[Snapshot]:
     """Every committed and forgotten snapshot restores bit by bit, and `check` says the same; the committed ones."""
     view = repository.view()
     for snapshot in view.snapshots(states=("committed", "forgotten")):
         state = repository.restore(f"id:{snapshot.id}")
-        assert same(state, values(*version_of(snapshot))), f"{about}: {snapshot.ref} differs"
+        assert same(state, expected(*version_of(snapshot))), f"{about}: {snapshot.ref} differs"
     found = repository.check("restore" if check else "metadata")
     assert found.problems == [], about
     assert {s.id for s in found.restorable} == {s.id for s in view.snapshots(states=("committed", "forgotten"))}, about
@@ -297,10 +301,10 @@ def check_whole(store: ObjectStore, about: str = "", *, run: str = "a") -> None:
     check_clean(store, about)
 
 
-def check_clean(store: ObjectStore, about: str = "") -> None:
+def check_clean(store: ObjectStore, about: str = "", *, expected: Values = values) -> None:
     """Nothing is there that nobody needs."""
     with opened(store) as repository:
-        check_restores(repository, about)
+        check_restores(repository, about, expected=expected)
         assert repository.stats().unneeded_bytes == 0, about
         assert keys_of(store, "sessions/") == [], about
         assert [key for key in keys_of(store, "gc/") if not key.endswith(".done")] == [], about

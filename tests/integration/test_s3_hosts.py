@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hosts
 import pytest
-from faults import OPTIONS, check_clean, check_restores, keys_of, same, save, values
+from faults import OPTIONS, check_clean, check_restores, keys_of, same, save
 from s3_stores import fresh_url, needs_server
 
 from snapstore import Repository
@@ -17,34 +19,21 @@ from snapstore.records import Snapshot, encode, new_id
 from snapstore.storage.s3 import S3Store
 
 pytestmark = needs_server
-TESTS = Path(__file__).parents[1]
-
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from faults import OPTIONS, save
-from snapstore import KeepLast, Repository
-with Repository.open(sys.argv[2], options=OPTIONS) as repository:
-    run = sys.argv[3]
-    for step in range(6):
-        save(repository, run, step, step)
-        if step % 3 == 2:
-            repository.forget([KeepLast(3)], run=run)
-"""
-COLLECTOR = """
-import sys, time
-from snapstore import Repository
-with Repository.open(sys.argv[2]) as repository:
-    while True:
-        result = repository.gc()
-        print(result.deleted_objects, file=open(sys.argv[3], "a"))
-"""
 
 
-def process(monkeypatch, folder: Path, script: str, *args: str) -> subprocess.Popen:
-    """A process with a cache of its own."""
+def process(monkeypatch, folder: Path, *args: str) -> subprocess.Popen:
+    """A process of hosts.py with a cache of its own."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
-    return subprocess.Popen([sys.executable, "-c", script, str(TESTS), *args])
+    return subprocess.Popen([sys.executable, hosts.__file__, *args])
+
+
+def wait_for_passes(collector: subprocess.Popen, log: Path, count: int) -> None:
+    """Until a collector has made so many passes."""
+    ends = time.monotonic() + 60
+    while not log.exists() or len(log.read_text().split()) < count:
+        assert collector.poll() is None, "the collector has ended"
+        assert time.monotonic() < ends, "the collector hangs"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -56,61 +45,55 @@ def url(monkeypatch, tmp_path):
 def test_two_writers_and_a_collector(url, monkeypatch, tmp_path):
     """Two runs grow and forget while a third host collects; all that is committed restores here, bit by bit."""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
-    collector = process(monkeypatch, tmp_path / "c", COLLECTOR, url, str(tmp_path / "collected"))
-    writers = [process(monkeypatch, tmp_path / run, WRITER, url, run) for run in "ab"]
+    log = tmp_path / "collected"
+    processes = [process(monkeypatch, tmp_path / "c", "collector", url, str(log))]
+    collector = processes[0]
     try:
+        wait_for_passes(collector, log, 1)
+        writers = [process(monkeypatch, tmp_path / run, "writer", url, run) for run in "ab"]
+        processes += writers
         assert [writer.wait(120) for writer in writers] == [0, 0]
+        beside = len(log.read_text().split()) - 1
+        assert beside >= 2, "passes while they wrote"
+        wait_for_passes(collector, log, beside + 3)
+        assert collector.poll() is None
     finally:
-        for one in (*writers, collector):
+        for one in processes:
             one.kill()
             one.wait()
-    collected = [int(line) for line in (tmp_path / "collected").read_text().split()]
-    assert collected
+    assert collector.returncode == -signal.SIGKILL
+    assert sum(map(int, log.read_text().split())) > 0
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
     store = S3Store(url)
     with Repository.open(store, options=OPTIONS) as repository:
         assert {run: [s.step for s in repository.snapshots(run)] for run in "ab"} == {
             "a": [3, 4, 5], "b": [3, 4, 5],
         }  # fmt: skip
-        check_restores(repository)
+        check_restores(repository, expected=hosts.values)
         repository.gc()
-    check_clean(store)
+    check_clean(store, expected=hosts.values)
 
 
 def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
     """And it is the base of what is saved here, and the other way round."""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
-    assert process(monkeypatch, tmp_path / "there", WRITER, url, "a").wait(60) == 0
+    assert process(monkeypatch, tmp_path / "there", "writer", url, "a").wait(60) == 0
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
     with Repository.open(url, options=OPTIONS) as repository:
-        assert same(repository.restore("a@5"), values("a", 5))
-        own = save(repository, "b", 12, 12)
+        assert same(repository.restore("a@5"), hosts.values("a", 5))
+        own = hosts.save(repository, "b", 12)
         assert own.parent == repository.snapshot("a@5").id
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "there"))
     with Repository.open(url, options=OPTIONS) as repository:
-        assert same(repository.restore("b@12"), values("b", 12))
+        assert same(repository.restore("b@12"), hosts.values("b", 12))
 
 
 def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_path):
     """Its sign of life is gone; of a save whose host has another cache nothing is known, so it is waited for."""
-    killed = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from faults import OPTIONS, save
-from snapstore import Repository
-from snapstore.storage.s3 import S3Store
-put = S3Store.put
-def die(self, key, data):
-    put(self, key, data)
-    if key.startswith("packs/"):
-        os._exit(9)
-S3Store.put = die
-save(Repository.open(sys.argv[2], options=OPTIONS), "a", 5, 5)
-"""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
     store = S3Store(url)
     for cache in ("here", "there"):
-        assert process(monkeypatch, tmp_path / cache, killed, url).wait(60) == 9
+        assert process(monkeypatch, tmp_path / cache, "killed", url).wait(60) == 9
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
     with Repository.open(url, options=OPTIONS) as repository:
         first = repository.gc()

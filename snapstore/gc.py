@@ -28,12 +28,13 @@ from .errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    SnapstoreError,
     StorageError,
     StorageFullError,
 )
 from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
-from .session import LEFT_OVER, MARK_LIMIT_BYTES, mark_keys, needed_keys, read_mark
+from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
 from .storage import ObjectStore
 from .threads import Threads
 
@@ -132,11 +133,12 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
             "if they were removed on purpose, run 'snapstore index rebuild' first"
         )
     live: set[str] = set()
-    for snapshot in view.snapshots():
-        try:
-            live |= needed_keys(index, snapshot)
-        except NotFoundError as error:
-            raise IntegrityError(f"gc: {snapshot.ref}: {error}; nothing was deleted; run 'snapstore check'") from error
+    for snapshot, keys in all_needed_keys(index, view.snapshots()):
+        if isinstance(keys, NotFoundError):
+            raise IntegrityError(f"gc: {snapshot.ref}: {keys}; nothing was deleted; run 'snapstore check'") from keys
+        if isinstance(keys, SnapstoreError):
+            raise keys
+        live |= keys
     missing = [key for key in sorted(live.difference(present)) if not _exists(store, key)]
     if missing:
         raise IntegrityError(
@@ -249,12 +251,9 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
 
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
     """A `swept` revision for every forgotten record that loses bytes; False when one was revised under us."""
-    for snapshot in view.snapshots(states=(FORGOTTEN,)):
-        try:
-            loses = not needed_keys(index, snapshot).isdisjoint(doomed)
-        except (NotFoundError, IntegrityError, FormatError):
-            loses = True  # its manifest is gone: an earlier sweep died between deleting and here
-        if loses:
+    for snapshot, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
+        # An error: its manifest is gone, as an earlier sweep died between deleting and here.
+        if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             try:
                 revise(store, index, snapshot, state=SWEPT)
             except ConflictError:

@@ -1,8 +1,10 @@
 """Index: records and manifest headers, cached in LMDB; and View, the answer to who descends from whom.
 
 Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
-reads only what is new and rules, and answers from memory. An index that is missing, foreign, damaged, full or
-unwritable costs time, nothing else. It lies in a local repository, else in this machine's cache, where it is bounded.
+reads only what is new and rules, and answers from memory. A bucket that was restored from a backup, or another one by
+the same name, may show another record under a known key: so each is cached with the size and the time that the listing
+gave it, and read again when they differ. An index that is missing, foreign, damaged, full or unwritable costs time,
+nothing else. It lies in a local repository, else in this machine's cache, where it is bounded.
 
 LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
 fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
@@ -16,12 +18,15 @@ import fcntl
 import logging
 import os
 import shutil
+import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import lmdb
 import xxhash
@@ -31,7 +36,7 @@ from .cache import cache_folder, chosen_cache, on_network
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
-from .storage import ObjectStore
+from .storage import ObjectInfo, ObjectStore
 from .storage.local import LocalStore
 from .threads import Threads
 
@@ -41,9 +46,16 @@ log = logging.getLogger("snapstore")
 MAP_BYTES = 64 * 1024 * 1024 * 1024
 #: The same of an index in the cache: a hundred thousand snapshots. One that does not fit is dropped and begun anew.
 CACHED_BYTES = 1024 * 1024 * 1024
-SCHEMA = b"1"
-#: Records that are read at once: on S3 each is a round trip, and a thousand of them are 20 s one after the other.
+SCHEMA = b"2"
+#: Records or headers that are read at once: on S3 each is a round trip, and a thousand are 20 s one after the other.
 READ_THREADS = 16
+#: Records that are read before any is cached; a header names every pack, so of those fewer are held.
+RECORDS_IN_MEMORY = 1000
+HEADERS_IN_MEMORY = 256
+#: Before a cached record: its size and time, as the listing says.
+_SEEN = struct.Struct("<qd")
+
+T = TypeVar("T")
 
 
 class View:
@@ -142,6 +154,21 @@ class View:
         return found[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A record, and what the listing shows as long as it is this one."""
+
+    snapshot: Snapshot
+    size_bytes: int  # -1: not known, so the next listing shows something else
+    modified_s: float
+
+    def is_listed_as(self, info: ObjectInfo) -> bool:
+        return (self.size_bytes, self.modified_s) == (info.size_bytes, info.modified_s)
+
+    def pack(self, data: bytes) -> bytes:
+        return _SEEN.pack(self.size_bytes, self.modified_s) + data
+
+
 class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
@@ -149,7 +176,7 @@ class Index:
         self._store, self._uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._snapshots: dict[str, Snapshot] = {}
+        self._records: dict[str, _Record] = {}
         self._environment: _Environment | None = None
         try:
             self._environment = _Environment.open(folder, uuid, limit_bytes)
@@ -161,59 +188,50 @@ class Index:
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
-                self._snapshots[key.decode()] = records.decode(data, Snapshot, key.decode())
+                snapshot = records.decode(data[_SEEN.size :], Snapshot, key.decode())
+                self._records[key.decode()] = _Record(snapshot, *_SEEN.unpack_from(data))
             except (FormatError, IntegrityError):
                 continue  # read again from the store
 
     def refresh(self) -> View:
-        """List the store, read the records that are new, and answer.
+        """List the store, read the records that are new or others than they were, and answer.
 
         Raises:
             StorageError: the listing failed.
         """
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
-            listed = {}
+            listed, infos = {}, {}
             for info in self._store.list("snapshots/"):
                 parsed = records.parse_record_key(info.key)
                 if parsed is not None:
-                    listed[info.key] = parsed
+                    listed[info.key], infos[info.key] = parsed, info
             ruling = _highest(listed)  # the others are history, which nobody reads
+            known = {key for key, record in self._records.items() if key in ruling and record.is_listed_as(infos[key])}
+            wanted = iter(sorted(ruling - known))
             damaged: dict[str, str] = {}
-            fresh: dict[str, bytes] = {}
-            for key, data in self._get_all(sorted(ruling - self._snapshots.keys())):
-                try:
-                    if isinstance(data, SnapstoreError):
-                        raise data
-                    self._snapshots[key] = self._read(key, data, listed[key])
-                    fresh[key] = data
-                except (FormatError, IntegrityError, NotFoundError) as error:
-                    damaged[key] = str(error)
-            vanished = sorted(self._snapshots.keys() - listed.keys())
-            self._store_all(b"records", fresh)
-            return View([self._snapshots[key] for key in ruling - damaged.keys()], damaged, vanished)
+            while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
+                fresh: dict[str, bytes] = {}
+                for key, data in zip(keys, _in_threads(self._get_record, keys), strict=True):
+                    try:
+                        if isinstance(data, SnapstoreError):
+                            raise data
+                        record = _Record(
+                            self._read(key, data, listed[key]), infos[key].size_bytes, infos[key].modified_s
+                        )
+                        self._records[key], fresh[key] = record, record.pack(data)
+                    except (FormatError, IntegrityError, NotFoundError) as error:
+                        damaged[key] = str(error)
+                self._store_all(b"records", fresh)
+            vanished = sorted(self._records.keys() - listed.keys())
+            return View([self._records[key].snapshot for key in ruling - damaged.keys()], damaged, vanished)
 
-    def _get_all(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes | SnapstoreError]]:
-        """The bytes of every record, or what is wrong with it.
-
-        Raises:
-            StorageError: the store failed.
-        """
-
-        def get(key: str) -> bytes | SnapstoreError:
-            try:
-                return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
-            except (FormatError, IntegrityError, NotFoundError) as error:
-                return error
-
-        if len(keys) <= 1:
-            yield from ((key, get(key)) for key in keys)
-            return
-        threads = Threads(min(READ_THREADS, len(keys)))
+    def _get_record(self, key: str) -> bytes | SnapstoreError:
+        """The bytes of a record, or what is wrong with it."""
         try:
-            yield from zip(keys, threads.start(get, keys)(), strict=True)
-        finally:
-            threads.close()
+            return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
+        except (FormatError, IntegrityError, NotFoundError) as error:
+            return error
 
     @staticmethod
     def _read(key: str, data: bytes, parsed: tuple[str, int, str, int]) -> Snapshot:
@@ -224,9 +242,14 @@ class Index:
 
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
+        try:
+            info = self._store.stat(snapshot.key)
+        except SnapstoreError:  # the record is there all the same, and the next refresh reads it
+            info = ObjectInfo(snapshot.key, -1, 0.0)
+        record = _Record(snapshot, info.size_bytes, info.modified_s)
         with self._lock:
-            self._snapshots[snapshot.key] = snapshot
-            self._store_all(b"records", {snapshot.key: records.encode(snapshot)})
+            self._records[snapshot.key] = record
+            self._store_all(b"records", {snapshot.key: record.pack(records.encode(snapshot))})
             if headers:
                 self._store_all(b"manifests", headers)
 
@@ -236,20 +259,43 @@ class Index:
         Raises:
             NotFoundError, IntegrityError, FormatError: the manifest is missing or damaged.
         """
-        return next(self.headers([ref]))[1]
+        (header,) = self.headers([ref])
+        if isinstance(header, SnapstoreError):
+            raise header
+        return header
 
-    def headers(self, refs: Iterable[ManifestRef]) -> Iterator[tuple[ManifestRef, ManifestHeader]]:
-        """Every header in turn; those that had to be read are cached together."""
+    def headers(self, refs: Iterable[ManifestRef]) -> Iterator[ManifestHeader | SnapstoreError]:
+        """Every header in turn, or what is wrong with it; those that are not cached are read several at a time.
+
+        Raises:
+            StorageError: the store failed.
+        """
         self.check_process()
-        fresh: dict[str, bytes] = {}
-        try:
-            for ref in refs:
+        left = iter(refs)
+        while some := list(islice(left, HEADERS_IN_MEMORY)):
+            found: dict[str, bytes | SnapstoreError] = {}
+            missing: dict[str, ManifestRef] = {}
+            for ref in some:
                 data = self._cached(ref.sha256)
                 if data is None:
-                    data = fresh[ref.sha256] = manifest.read_header(self._store, ref)
-                yield ref, manifest.decode_header(data, ref.key)
-        finally:
-            self._store_all(b"manifests", fresh)
+                    missing[ref.sha256] = ref
+                else:
+                    found[ref.sha256] = data
+            read = dict(zip(missing, _in_threads(self._read_header, list(missing.values())), strict=True))
+            self._store_all(b"manifests", {name: data for name, data in read.items() if isinstance(data, bytes)})
+            found |= read
+            for ref in some:
+                header = found[ref.sha256]
+                yield header if isinstance(header, SnapstoreError) else _decoded(header, ref)
+
+    def _read_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
+        """The bytes of a manifest's header, or what is wrong with it."""
+        try:
+            data = manifest.read_header(self._store, ref)
+            manifest.decode_header(data, ref.key)  # a damaged one is not cached: it may be mended in the store
+            return data
+        except (FormatError, IntegrityError, NotFoundError) as error:
+            return error
 
     def _cached(self, sha256: str) -> bytes | None:
         """A manifest's header from the cache; a cache that cannot be read has none."""
@@ -263,7 +309,7 @@ class Index:
         """Forget everything cached and read it anew from the objects."""
         self.check_process()
         with self._lock:
-            self._snapshots.clear()
+            self._records.clear()
             try:
                 if self._environment is None:
                     self._environment = _Environment.open(self.folder, self._uuid, self._limit_bytes)
@@ -282,9 +328,12 @@ class Index:
             except lmdb.MapFullError:
                 log.warning("index %s does not fit its %d bytes; it is begun anew", self.folder, self._limit_bytes)
                 self._environment.wipe()
-                known = {key: records.parse_record_key(key) for key in self._snapshots}
+                known = {key: records.parse_record_key(key) for key in self._records}
                 ruling = _highest({key: parsed for key, parsed in known.items() if parsed is not None})
-                self._environment.put(b"records", {key: records.encode(self._snapshots[key]) for key in ruling})
+                kept = {key: self._records[key] for key in ruling}
+                self._environment.put(
+                    b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in kept.items()}
+                )
                 if database != b"records":
                     self._environment.put(database, items)
         except (lmdb.Error, OSError) as error:
@@ -303,6 +352,21 @@ class Index:
             if self._environment is not None:
                 self._environment.release()
             self._environment = None
+
+
+def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence[T]) -> list[bytes | SnapstoreError]:
+    """`function` of every item, several at a time."""
+    if len(items) <= 1:
+        return [function(item) for item in items]
+    with Threads(min(READ_THREADS, len(items))) as threads:
+        return threads.start(function, items)()
+
+
+def _decoded(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
+    try:
+        return manifest.decode_header(data, ref.key)
+    except (FormatError, IntegrityError) as error:
+        return error
 
 
 def _highest(listed: Mapping[str, tuple[str, int, str, int]]) -> set[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from . import records
@@ -29,6 +29,7 @@ from .errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    SnapstoreError,
     StorageError,
     StorageFullError,
 )
@@ -274,8 +275,25 @@ class Session(Claim):
 
 def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:
     """Keys of every manifest and pack that a snapshot needs."""
-    keys: set[str] = set()
-    for ref in snapshot.manifests:
-        keys.add(ref.key)
-        keys.update(map(records.pack_key, index.header(ref).pack_names))
+    ((_, keys),) = all_needed_keys(index, [snapshot])
+    if isinstance(keys, SnapstoreError):
+        raise keys
     return keys
+
+
+def all_needed_keys(
+    index: Index, snapshots: Sequence[Snapshot]
+) -> Iterator[tuple[Snapshot, set[str] | SnapstoreError]]:
+    """Of every snapshot its `needed_keys`, or what is wrong with a manifest; manifests are read several at a time."""
+    headers = index.headers(ref for snapshot in snapshots for ref in snapshot.manifests)
+    for snapshot in snapshots:
+        keys: set[str] = set()
+        wrong: SnapstoreError | None = None
+        for ref in snapshot.manifests:
+            header = next(headers)
+            if isinstance(header, SnapstoreError):
+                wrong = wrong or header
+            else:
+                keys.add(ref.key)
+                keys.update(map(records.pack_key, header.pack_names))
+        yield snapshot, wrong or keys

@@ -221,12 +221,18 @@ def test_an_old_revision_that_is_damaged_loses_nothing(store):
         assert repo.restore("b@keep")["small"] == [1, 2.5]
 
 
-def test_a_record_that_changes_under_an_open_index(store):
+def test_a_record_that_changes_under_an_open_index(store, monkeypatch):
     with Repository.open(store, options=SaveOptions(threads=2)) as repo:
         key = repo.snapshot("b@0").key
+        modified_s = store.stat(key).modified_s
         flip(store, key, 40)
+        renewed = repo.check("metadata")
+        with monkeypatch.context() as patch:  # a bit that flips on the disk renews no time
+            patch.setattr(store, "clock", lambda: modified_s)
+            store.touch(key)
         result = repo.check("metadata")
-    assert [p.key for p in result.problems] == [key]
+    assert [p.key for p in renewed.problems] == [p.key for p in result.problems] == [key]
+    assert names(renewed.damaged) == [], "its record cannot be read, so it has no name"
     assert names(result.damaged) == ["b@0"]
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import lmdb
 import pytest
-from faults import OPTIONS, check_restores, keys_of, save
+import xxhash
+from faults import OPTIONS, check_restores, clone, keys_of, save
 
-from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError, Repository
+from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError, Repository, StorageError, gc
 from snapstore import index as index_module
 from snapstore.index import _Environment
+from snapstore.records import encode
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -277,13 +284,226 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
 
 def test_a_record_damaged_behind_the_index_is_found_by_check(root):
     path = record_of(root, "a@2")
-    data = bytearray(path.read_bytes())
+    data, status = bytearray(path.read_bytes()), path.stat()
     data[80] ^= 1
     path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a bit that flips on the disk renews no time
     with Repository.open(root, options=OPTIONS) as repository:
         repository.restore("a@2")  # from the cached record: nothing is wrong with its data
         (problem,) = repository.check().problems
         assert (problem.kind, problem.key) == ("record", str(path.relative_to(root)))
+
+
+def test_a_record_that_is_another_than_it_was_is_read_again(root):
+    """Damaged, then whole again: by its size or its time the listing says that it is not the one that is cached."""
+    path = record_of(root, "a@2")
+    data, status = path.read_bytes(), path.stat()
+    with Repository.open(root, options=OPTIONS) as repository:
+        for damaged, later_s in ((data[:50], 0), (data[:60] + bytes([data[60] ^ 4]) + data[61:], 1)):
+            path.write_bytes(damaged)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later_s * 10**9))
+            for _ in range(2):
+                assert list(repository.view().damaged) == [str(path.relative_to(root))]
+                assert repository.view().vanished == []
+            with pytest.raises(IntegrityError, match="nothing was deleted"):
+                repository.gc()
+        path.write_bytes(data)
+        assert repository.view().damaged == {}
+        assert len(check_restores(repository)) == 4
+
+
+@pytest.mark.parametrize("forgotten_by", ["here", "another host"])
+def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
+    """The same URL and uuid, and under a known key, in as many bytes, another record: gc must not go by the old one."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
+    now = itertools.count(1000)
+    store = MemoryStore()
+    store.clock = lambda: float(next(now))
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(3):
+            save(repository, "a", step, step)
+        first, uuid = repository.snapshot("a@0"), repository.config.uuid
+    backup = clone(store)
+    there, here = first.revised(state="forgotten"), first.revised(state="committed")
+    assert (there.key, len(encode(there))) == (here.key, len(encode(here)))
+    index = index_module.Index(store, uuid, tmp_path / "i")
+    index.refresh()
+    store.put(there.key, encode(there))
+    if forgotten_by == "here":
+        index.add(there)
+    else:
+        index.refresh()
+    assert [s.step for s in index.refresh().snapshots()] == [1, 2]
+    index.close()
+
+    backup.clock = store.clock
+    backup.put(here.key, encode(here))
+    index = index_module.Index(backup, uuid, tmp_path / "i")
+    packs = keys_of(backup, "packs/")
+    gc.collect(backup, index)
+    assert [s.step for s in index.refresh().snapshots()] == [0, 1, 2]
+    index.close()
+    assert keys_of(backup, "packs/") == packs
+    with repository_of(backup) as repository:
+        assert len(check_restores(repository)) == 3
+
+
+def test_a_record_of_ours_whose_size_cannot_be_asked_for_is_read_by_the_next_look(root, monkeypatch):
+    def stat(*_: object) -> None:
+        raise StorageError("503")
+
+    with Repository.open(root, options=OPTIONS) as repository:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "stat", stat)
+            repository._index.add(repository.snapshot("a@3"))
+        read, real = [], LocalStore.get
+        monkeypatch.setattr(
+            LocalStore, "get", lambda *args, **options: (read.append(args[1]), real(*args, **options))[1]
+        )
+        for _ in range(2):
+            assert len(repository.snapshots()) == 4
+        assert read == [repository.snapshot("a@3").key]
+
+
+def test_a_known_repository_reads_no_record(root, monkeypatch):
+    """Nor one that was committed or revised here: the cache knows what the listing will say."""
+    read = []
+    with Repository.open(root, options=OPTIONS) as repository:
+        save(repository, "a", 4, 4)
+        repository.tag("a@4", "mine")
+        real = LocalStore.get
+        monkeypatch.setattr(
+            LocalStore, "get", lambda *args, **options: (read.append(args[1]), real(*args, **options))[1]
+        )
+        assert repository.snapshot("a@mine").step == 4
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert repository.snapshot("a@mine").step == 4
+    assert [key for key in read if key.startswith("snapshots/")] == []
+
+
+def test_a_cache_of_the_schema_before_is_dropped(root):
+    environment = lmdb.open(str(root / "index"), map_size=2**30, max_dbs=3)
+    with environment.begin(write=True) as transaction:
+        meta, held = (environment.open_db(name, txn=transaction) for name in (b"meta", b"records"))
+        identity = transaction.get(b"identity", db=meta)
+        assert identity.startswith(b"2 ")
+        transaction.put(b"identity", b"1" + identity[1:], db=meta)
+        for key, data in list(transaction.cursor(db=held)):
+            transaction.put(key, data[16:], db=held)
+    environment.close()
+    used = (root / "index" / "data.mdb").stat().st_size
+    digest = xxhash.xxh3_64_hexdigest((root / "index" / "data.mdb").read_bytes()[:used])
+    (root / "index" / "verified").write_text(f"{used} {digest}")
+    check_works(root)
+
+
+# --- many at a time --------------------------------------------------------------------------------------------------
+
+
+class CountingStore(MemoryStore):
+    """Counts how many reads of a kind are begun before the first ends, and refuses those after the n-th."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused_from = 10**9
+        self.read: list[str] = []
+        self.at_once = self.highest = 0
+        self.counting = threading.Lock()
+
+    def _count(self, key, read):
+        with self.counting:
+            if len(self.read) >= self.refused_from:
+                raise StorageError("503")
+            self.read.append(key)
+            self.at_once += 1
+            self.highest = max(self.highest, self.at_once)
+        time.sleep(0.002)
+        with self.counting:
+            self.at_once -= 1
+        return read()
+
+    def get(self, key, **options):
+        return self._count(key, lambda: super(CountingStore, self).get(key, **options))
+
+    def get_ranges(self, key, *args):
+        return self._count(key, lambda: super(CountingStore, self).get_ranges(key, *args))
+
+
+@pytest.fixture(scope="module")
+def many() -> MemoryStore:
+    """40 snapshots, of which one run is forgotten."""
+    store = MemoryStore()
+    with repository_of(store, create=True) as repository:
+        for step in range(30):
+            save(repository, "a", step, step)
+        for step in range(10):
+            save(repository, "b", step, step)
+        repository.forget([KeepLast(1)], run="b")
+    return store
+
+
+def counting(many: MemoryStore) -> CountingStore:
+    store = CountingStore()
+    store._objects = dict(many._objects)
+    return store
+
+
+def repository_of(store, *, create: bool = False) -> Repository:
+    return Repository.create(store, chunk_bytes=1024, options=OPTIONS) if create else Repository.open(store)
+
+
+def test_a_cold_index_keeps_what_it_has_read(many, monkeypatch, tmp_path):
+    """Records are cached slice by slice: what was read before a failure is not read again."""
+    monkeypatch.setattr(index_module, "RECORDS_IN_MEMORY", 8)
+    store = counting(many)
+    store.refused_from = 20
+    index = index_module.Index(store, "0" * 32, tmp_path)
+    with pytest.raises(StorageError, match="503"):
+        index.refresh()
+    index.close()
+    before, store.refused_from, store.read = set(store.read[:16]), 10**9, []
+    index = index_module.Index(store, "0" * 32, tmp_path)
+    assert len(index.refresh().snapshots(states=None)) == 40
+    assert len(store.read) == 40 - 16
+    assert before.isdisjoint(store.read)
+    index.close()
+
+
+def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
+    """Each once, those of forgotten snapshots as well; a second gc reads none."""
+    monkeypatch.setattr(index_module, "HEADERS_IN_MEMORY", 16)
+    store = counting(many)
+    index = index_module.Index(store, "0" * 32, tmp_path)
+    index.refresh()
+    store.read, store.highest = [], 0
+    result = gc.collect(store, index)
+    headers = [key for key in store.read if key.startswith("manifests/")]
+    assert len(headers) == len(set(headers)) == 3 * 40
+    assert 4 <= store.highest <= index_module.READ_THREADS
+    assert result.deleted_objects > 0
+    store.read = []
+    gc.collect(store, index)
+    assert [key for key in store.read if key.startswith("manifests/")] == []
+    index.close()
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut"])
+def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, how):
+    store = counting(many)
+    index = index_module.Index(store, "0" * 32, tmp_path)
+    snapshot = next(s for s in index.refresh().snapshots("a") if s.step == 17)
+    ref = snapshot.manifests[1]
+    data, info = store._objects.pop(ref.key)
+    if how == "cut":
+        store._objects[ref.key] = data[:40], replace(info, size_bytes=40)
+    before = dict(store._objects)
+    expected = rf"gc: a@17: {ref.key}.*nothing was deleted" if how == "deleted" else ref.key
+    with pytest.raises(IntegrityError, match=expected):
+        gc.collect(store, index)
+    assert before.items() <= store._objects.items()
+    store._objects[ref.key] = data, info  # mended: nothing of the damage was cached
+    assert gc.collect(store, index).deleted_objects > 0
+    index.close()
 
 
 def test_a_record_under_another_name(root):

@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -154,16 +154,19 @@ class View:
         return found[0]
 
 
+JUST_MADE = -1.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Record:
     """A record, and what the listing shows as long as it is this one."""
 
     snapshot: Snapshot
-    size_bytes: int  # -1: not known, so the next listing shows something else
-    modified_s: float
+    size_bytes: int
+    modified_s: float  # JUST_MADE: here, and not seen in a listing since
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
-        return (self.size_bytes, self.modified_s) == (info.size_bytes, info.modified_s)
+        return self.size_bytes == info.size_bytes and self.modified_s in (info.modified_s, JUST_MADE)
 
     def pack(self, data: bytes) -> bytes:
         return _SEEN.pack(self.size_bytes, self.modified_s) + data
@@ -208,6 +211,7 @@ class Index:
                     listed[info.key], infos[info.key] = parsed, info
             ruling = _highest(listed)  # the others are history, which nobody reads
             known = {key for key, record in self._records.items() if key in ruling and record.is_listed_as(infos[key])}
+            self._date(infos[key] for key in known if self._records[key].modified_s == JUST_MADE)
             wanted = iter(sorted(ruling - known))
             damaged: dict[str, str] = {}
             while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
@@ -226,6 +230,14 @@ class Index:
             vanished = sorted(self._records.keys() - listed.keys())
             return View([self._records[key].snapshot for key in ruling - damaged.keys()], damaged, vanished)
 
+    def _date(self, infos: Iterable[ObjectInfo]) -> None:
+        """Records that were made here are listed for the first time: from now on others in their place are seen."""
+        dated = {info.key: replace(self._records[info.key], modified_s=info.modified_s) for info in infos}
+        self._records |= dated
+        self._store_all(
+            b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in dated.items()}
+        )
+
     def _get_record(self, key: str) -> bytes | SnapstoreError:
         """The bytes of a record, or what is wrong with it."""
         try:
@@ -242,14 +254,11 @@ class Index:
 
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
-        try:
-            info = self._store.stat(snapshot.key)
-        except SnapstoreError:  # the record is there all the same, and the next refresh reads it
-            info = ObjectInfo(snapshot.key, -1, 0.0)
-        record = _Record(snapshot, info.size_bytes, info.modified_s)
+        data = records.encode(snapshot)
+        record = _Record(snapshot, len(data), JUST_MADE)  # to ask the store for the time would cost a request
         with self._lock:
             self._records[snapshot.key] = record
-            self._store_all(b"records", {snapshot.key: record.pack(records.encode(snapshot))})
+            self._store_all(b"records", {snapshot.key: record.pack(data)})
             if headers:
                 self._store_all(b"manifests", headers)
 

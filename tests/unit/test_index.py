@@ -348,21 +348,21 @@ def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
         assert len(check_restores(repository)) == 3
 
 
-def test_a_record_of_ours_whose_size_cannot_be_asked_for_is_read_by_the_next_look(root, monkeypatch):
-    def stat(*_: object) -> None:
-        raise StorageError("503")
-
+def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
+    """Committing asks the store for nothing more; from the listing on, another record in its place is seen."""
     with Repository.open(root, options=OPTIONS) as repository:
-        with monkeypatch.context() as patch:
-            patch.setattr(LocalStore, "stat", stat)
-            repository._index.add(repository.snapshot("a@3"))
+        made = save(repository, "a", 4, 4)
+        assert len(repository.snapshots()) == 5
+        path = root / made.key
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 2 * 10**9))
         read, real = [], LocalStore.get
         monkeypatch.setattr(
             LocalStore, "get", lambda *args, **options: (read.append(args[1]), real(*args, **options))[1]
         )
         for _ in range(2):
-            assert len(repository.snapshots()) == 4
-        assert read == [repository.snapshot("a@3").key]
+            assert len(repository.snapshots()) == 5
+        assert read == [made.key]
 
 
 def test_a_known_repository_reads_no_record(root, monkeypatch):

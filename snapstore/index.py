@@ -21,6 +21,7 @@ import shutil
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -155,6 +156,8 @@ class View:
 
 
 JUST_MADE = -1.0
+#: A store that takes longer for a small object is asked for several at a time [s].
+SLOW_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,11 +367,14 @@ class Index:
 
 
 def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence[T]) -> list[bytes | SnapstoreError]:
-    """`function` of every item, several at a time."""
-    if len(items) <= 1:
-        return [function(item) for item in items]
-    with Threads(min(READ_THREADS, len(items))) as threads:
-        return threads.start(function, items)()
+    """`function` of every item, several at a time where the first ones show that each takes long."""
+    began = time.monotonic()
+    done = [function(item) for item in items[:2]]
+    rest = items[2:]
+    if time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
+        return done + [function(item) for item in rest]
+    with Threads(min(READ_THREADS, max(len(rest), 1))) as threads:
+        return done + threads.start(function, rest)()
 
 
 def _decoded(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:

@@ -472,6 +472,7 @@ def test_a_cold_index_keeps_what_it_has_read(many, monkeypatch, tmp_path):
 def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
     """Each once, those of forgotten snapshots as well; a second gc reads none."""
     monkeypatch.setattr(index_module, "HEADERS_IN_MEMORY", 16)
+    monkeypatch.setattr(index_module, "SLOW_S", 0.0)  # as if the store were far away
     store = counting(many)
     index = index_module.Index(store, "0" * 32, tmp_path)
     index.refresh()

@@ -29,7 +29,7 @@ import time
 import weakref
 from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
 from itertools import islice
@@ -159,16 +159,21 @@ class S3Store:
             options["ChecksumSHA256"] = b64encode(bytes.fromhex(sha256)).decode()
         if self._storage_class and key.startswith("packs/"):
             options["StorageClass"] = self._storage_class
-        unsure: list[None] = []  # whether a request of ours may have landed unseen
-        body: Any = _Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
-        again = lambda: unsure.append(None)  # noqa: E731
+        sent = 0
+
+        def send_body(**request: Any) -> Any:
+            nonlocal sent
+            sent += 1
+            body: Any = _Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)  # each from its start
+            return self._client.put_object(Body=body, **request)
+
         try:
-            self._ask(key, "write", self._client.put_object, key, again, Body=body, IfNoneMatch="*", **options)
+            self._ask(key, "write", send_body, key, IfNoneMatch="*", **options)
         except SnapstoreError as error:
             cause = error.__cause__
             if not isinstance(cause, ClientError) or status_of(cause) != 412:
                 raise
-            if not (unsure and self._holds(key, view)):
+            if sent == 1 or not self._holds(key, view):
                 raise AlreadyExistsError(
                     f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
                 ) from error
@@ -233,7 +238,9 @@ class S3Store:
             except SnapstoreError as error:
                 if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) not in _ONE_BY_ONE:
                     raise
-                self._readers.start(lambda key: self.delete([key]), list(left.values()))()
+                first, *rest = left.values()
+                self.delete([first])  # alone: where nobody may delete, the first refusal is the last request
+                self._readers.start(lambda key: self.delete([key]), rest)()
                 return
             errors = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", [])}
             done = {entry["Key"] for entry in answer.get("Deleted", [])}
@@ -254,10 +261,9 @@ class S3Store:
         """All bytes of `key`; see `ObjectStore.get`."""
         check_key(key)
         answer: _Answer = self._ask(key, "read", self._client.get_object, key)
-        with self._failures(key, "read"):
+        with self._failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._length_of(key, answer)
             if size_bytes > limit_bytes:
-                answer["Body"].close()
                 raise FormatError(
                     f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {size_bytes}; "
                     "this is no object of that kind, run 'snapstore check'"
@@ -412,8 +418,7 @@ class S3Store:
         return client
 
     def _ask(
-        self, key: str, verb: str, call: Callable[..., Any], name: str | None = None,
-        on_again: Callable[[], None] | None = None, **options: Any,
+        self, key: str, verb: str, call: Callable[..., Any], name: str | None = None, **options: Any
     ) -> Any:  # fmt: skip
         """The answer to a request about `key`, sent again while that may help.
 
@@ -423,7 +428,7 @@ class S3Store:
         wanted = {"Bucket": self._bucket} | ({} if name is None else {"Key": self._prefix + name}) | options
         with self._failures(key, verb):
             try:
-                return send(call, wanted, self._attempts, on_again)
+                return send(call, wanted, self._attempts)
             except ClientError as error:
                 if name is not None and status_of(error) == 404 and code_of(error) == "404" and self._is_gone(name):
                     raise self._missing(key) from error  # an answer to HEAD, which has no word for it
@@ -550,7 +555,7 @@ class S3Store:
 
 
 class _Body:
-    """A buffer as a file that botocore can send, and rewind when it sends it again, without copying it."""
+    """A buffer as a file that botocore can send, once, without copying it."""
 
     def __init__(self, view: memoryview, sha256: str) -> None:
         self._view, self._at = view, 0

@@ -119,7 +119,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         InvalidInputError: the configuration cannot be used, such as a profile that does not exist.
     """
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 1},
+        retries={"mode": "standard", "total_max_attempts": 1},  # one: the retries are ours (`send`)
         connect_timeout=connect_timeout_s, read_timeout=read_timeout_s,
         max_pool_connections=connections, tcp_keepalive=True,
         request_checksum_calculation="when_required", response_checksum_validation="when_required",
@@ -171,14 +171,8 @@ _PASSING_CODES = {"RequestTimeout", "InternalError", "SlowDown", "ServiceUnavail
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
 
 
-def send(
-    call: Callable[..., Any], options: Mapping[str, Any], attempts: int, on_again: Callable[[], None] | None = None
-) -> Any:  # fmt: skip
-    """The answer to a request, which is sent again, after a growing pause, while that may help.
-
-    Args:
-        on_again: called before it is sent again: the request before may have been done.
-    """
+def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) -> Any:
+    """The answer to a request, which is sent again, after a growing pause, while that may help."""
     for attempt in range(1, attempts + 1):
         try:
             return call(**options)
@@ -186,8 +180,6 @@ def send(
             if attempt == attempts or not may_pass(error):
                 raise
             pause(attempt)
-            if on_again is not None:
-                on_again()
     raise AssertionError("unreachable")
 
 

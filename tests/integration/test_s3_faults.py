@@ -134,6 +134,19 @@ def test_the_answer_to_a_put_is_lost(world, kind, how):
     world.check([0, 1, 2])
 
 
+@pytest.mark.parametrize("fault", [answer(503, "SlowDown"), lose_answer(), Fault(request_bytes=100_000)],
+                         ids=["refused", "lost", "cut"])  # fmt: skip
+def test_a_large_body_is_sent_again_from_its_start(world, fault):
+    """Packs go out as files, which a second attempt must rewind."""
+    data = os.urandom(1_000_000)
+    rule = world.proxy.fault(put_of("packs"), fault, times=2)
+    world.store.put("packs/large", data)
+    assert rule.fired == 2
+    assert world.straight.get("packs/large") == data
+    world.straight.delete(["packs/large"])
+    world.check([0, 1])
+
+
 def test_every_answer_to_the_commit_is_lost(world):
     """No PUT is ever answered; what lies under the key says that it landed."""
     world.proxy.fault(put_of("snapshots"), lose_answer(), times=3)

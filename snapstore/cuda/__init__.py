@@ -2,7 +2,7 @@
 
 staging.py     copies of the state in device or pinned memory
 engine.py      CudaEngine: batches of chunks to blobs and back, on one device
-lanes.py       a stream with its codecs and tables: one batch at a time runs in one
+lanes.py       a stream with its memory and tables: one batch at a time runs in one
 encoding.py    the stages of a batch on its way to blobs
 decoding.py    the stages of a batch on its way back
 huffman.py     planes that are noise with a skew to zstd frames and back, by kernels of our own
@@ -46,8 +46,11 @@ def require() -> None:
     extra = f"pip install 'snapstore[cuda{major}]'"
     try:
         import cupy  # noqa: F401
-        from nvidia import nvcomp
+        from nvidia import libnvcomp
+
+        if libnvcomp.load_library() is None:
+            raise ImportError("libnvcomp cannot be loaded")
     except Exception as error:  # ImportError, or what a build for another CUDA raises
         raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {extra}") from error
-    if int(nvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
-        raise CapabilityError(f"nvCOMP {nvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {extra}")
+    if int(libnvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
+        raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {extra}")

@@ -16,7 +16,7 @@ from .. import blob, codecs, delta
 from ..blob import Column
 from ..digest import Bytes
 from ..engine import EncodeBatch
-from . import huffman, kernels
+from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN
 from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps
 from .nvcomp import ANS, Coder
@@ -147,8 +147,8 @@ class Encoding:
         if coder is HUFFMAN:
             found = huffman.encode(self.lane, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
             return lambda: found.numpy().astype(np.int64)
-        begun = self.lane.codecs.encode(coder, self.planes, offsets.tolist(), plain.tolist(), out, rooms.tolist())
-        return lambda: np.array(self.lane.codecs.sizes_of(begun), np.int64)
+        begun = nvcomp.encode(self.lane, coder, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+        return lambda: nvcomp.sizes_of(begun)
 
     def _compressed(self, begun: Sequence[_Begun]) -> tuple[Column, Column, Column]:
         """What has become of every plane.

@@ -1,7 +1,7 @@
 """CudaEngine: batches of chunks to blobs and back on one CUDA device, in the format of the CPU engine.
 
 The stages of a batch are in encoding.py and decoding.py. What is per chunk runs on the device; the host sees columns.
-Each batch has a lane (a stream and codecs) of its own, so that the device computes one while the host looks at
+Each batch has a lane (a stream and memory) of its own, so that the device computes one while the host looks at
 another's sizes. A batch that does not fit into device memory is halved; what does not fit alone goes to the CPU engine.
 """
 
@@ -31,7 +31,7 @@ from .staging import Pinned
 
 log = logging.getLogger("snapstore")
 
-#: Batches that are encoded or decoded at a time, and their size: nvCOMP needs a thousand blocks to fill the device.
+#: Batches that are encoded or decoded at a time, and their size: codecs need a thousand blocks to fill the device.
 LANES = 3
 BATCH_BYTES = 192 * 1024 * 1024
 MIN_BATCH_BYTES = 8 * 1024 * 1024
@@ -39,7 +39,7 @@ MIN_BATCH_BYTES = 8 * 1024 * 1024
 MIN_BYTES_PER_CHUNK = 256 * 1024
 #: Device memory that a save works in, as a multiple of a batch: planes, compressed blocks, blobs and nvCOMP's own.
 WORK_PER_BATCH_BYTE = 20
-#: Stored and plain bytes of a batch to decode: deflate takes 6 to 12 ms, however few its blocks are.
+#: Stored and plain bytes of a batch to decode: nvCOMP's deflate takes 6 to 12 ms, however few its blocks are.
 DECODE_BYTES = 320 * 1024 * 1024
 #: Buffers for reading are made in multiples of this, so that one fits the next batch as well.
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
@@ -49,7 +49,7 @@ READERS = 8
 PINNED_BYTES = 1280 * 1024 * 1024
 
 _PORTABLE = {blob.SKEWED: HUFFMAN, blob.RUNS: DEFLATE_MATCHES, blob.REPEATS: DEFLATE_MATCHES}
-#: Where there is room for it: each lane has a codec of its own.
+#: Where there is room for it, in each lane.
 _PORTABLE_WITH_ZSTD = {blob.SKEWED: HUFFMAN, blob.RUNS: ZSTD, blob.REPEATS: ZSTD}
 _ANS = {blob.SKEWED: ANS, blob.RUNS: ANS, blob.REPEATS: ANS}
 

@@ -10,8 +10,8 @@ import torch
 
 from ..digest import Bytes
 from ..errors import IntegrityError
+from . import nvcomp
 from .lanes import Lane
-from .nvcomp import refused
 
 _lane: Lane | None = None
 _lock = threading.Lock()
@@ -21,26 +21,25 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
     """Fill `out` (n,) uint8 from its blocks, on the current device.
 
     Raises:
-        IntegrityError: nvCOMP refused a block.
+        IntegrityError: a block does not fill its room.
     """
     global _lane
-    sizes = [block.size for block in blocks]
-    offsets = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)])
+    sizes = np.array([block.size for block in blocks])
+    offsets = np.cumsum([0, *(-(-sizes // 16) * 16)])
     stored = np.zeros(int(offsets[-1]), np.uint8)
     for block, offset in zip(blocks, offsets.tolist(), strict=False):
         stored[offset : offset + block.size] = block
-    starts = list(range(0, out.size, block_bytes))
-    lengths = [min(block_bytes, out.size - start) for start in starts]
+    starts = np.arange(0, out.size, block_bytes)
+    lengths = np.minimum(block_bytes, out.size - starts)
     with _lock:
         lane = _lane = _lane or Lane(torch.device("cuda", torch.cuda.current_device()))
         with lane.current():
             try:
                 up, plain = torch.from_numpy(stored).to(lane.device), lane.empty(out.size)
-                lane.codecs.decode(codec, up, offsets[:-1].tolist(), sizes, plain, starts, lengths)
+                places = up.data_ptr() + offsets[:-1], sizes, plain.data_ptr() + starts, lengths
+                found = nvcomp.decode(lane, codec, *places).cpu()
+                if (nvcomp.sizes_of(found) != lengths).any():
+                    raise IntegrityError("nvCOMP: a block does not give as many bytes as it should")
                 out[:] = plain[: out.size].cpu().numpy()
-            except (RuntimeError, ValueError) as error:
-                if not refused(error):
-                    raise
-                raise IntegrityError(f"nvCOMP: {error}") from error
             finally:
                 lane.sync()

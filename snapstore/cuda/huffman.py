@@ -14,7 +14,7 @@ from ..blob import Column
 from .lanes import Lane
 from .nvcomp import Coder
 
-HUFFMAN = Coder(codecs.ZSTD, "", (), codecs.BLOCK_BYTES, codecs.BLOCK_BYTES + 256, 0)
+HUFFMAN = Coder(codecs.ZSTD, "", b"", codecs.BLOCK_BYTES, codecs.BLOCK_BYTES + 256, 0)
 
 
 def encode(lane: Lane, sources: Column, lengths: Column, destinations: Column) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Lane: a stream of its own, nvCOMP's codecs on it, and tables for kernels on their way to the device.
+"""Lane: a stream of its own, memory for it, and tables for kernels on their way to the device.
 
 A lane belongs to one thread at a time. What it launches runs in order; memory that it takes is used again on its stream
 alone.
@@ -26,7 +26,6 @@ from ..digest import Bytes
 from ..engine import Chunks
 from ..threads import Threads
 from . import kernels
-from .nvcomp import Codecs, ran_out_of_memory
 
 log = logging.getLogger("snapstore")
 ALIGNMENT = 256
@@ -45,7 +44,6 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.codecs = Codecs(self.stream)
         self._tables: list[torch.Tensor] = []  # that launched kernels may still read
         self._rooms: dict[str, torch.Tensor] = {}
 
@@ -123,13 +121,11 @@ class Lane:
     def settled(self) -> None:
         """All of it is done: let go of what it used."""
         self._tables.clear()
-        self.codecs.synced()
 
     def rest(self) -> None:
         """Give device memory back."""
         with self.current():
             self.sync()
-            self.codecs.clear()
             self._rooms.clear()
 
 
@@ -170,9 +166,8 @@ class Task:
             self.value = stop.value
             self.lane.settled()
         except BaseException as error:  # noqa: BLE001  raised in `result`
-            out_of_memory = isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory()
             # a new one has no frames that hold device memory
-            self.error = torch.OutOfMemoryError(str(error)) if out_of_memory else error
+            self.error = torch.OutOfMemoryError(str(error)) if isinstance(error, torch.OutOfMemoryError) else error
             self.run = self.steps = None
             with suppress(Exception):  # a device that failed says so again at the next call
                 self.lane.sync()
@@ -218,15 +213,15 @@ class Lanes:
         ready = [task for task in self._running if task.event is not None and task.event.query()]
         for task in ready:
             self._advance(task)
-        begun = []
+        begun = False
         for task in list(self._waiting):
             if task.free:
                 self._waiting.remove(task)
                 task.lane = task.free.pop()
                 self._running.append(task)
                 self._advance(task)
-                begun.append(task)
-        return bool(ready or begun)
+                begun = True
+        return bool(ready) or begun
 
     def _advance(self, task: Task) -> None:
         task.advance()

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     if torch.cuda.is_available():
         try:
             import cupy  # noqa: F401
-            from nvidia import nvcomp  # noqa: F401
+            from nvidia import libnvcomp  # noqa: F401
         except ImportError:
             pass  # the tests say so
 

@@ -23,7 +23,8 @@ with SnapshotManager(sys.argv[1], run="r") as snapshots:
 with Repository.open(sys.argv[1]) as repository:
     assert repository.restore("r@2")["w"][5] == 7
     assert repository.check("restore").ok
-print(json.dumps([name for name in ("cupy", "nvidia.nvcomp") if name in sys.modules] + [torch.cuda.is_initialized()]))
+loaded = [name for name in ("cupy", "nvidia.libnvcomp") if name in sys.modules]
+print(json.dumps([*loaded, torch.cuda.is_initialized()]))
 """
 
 FIRST_TENSOR = """

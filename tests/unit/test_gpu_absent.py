@@ -88,15 +88,19 @@ def test_packages_that_are_missing(a_gpu, monkeypatch, lacks, version, extra):
 
 @pytest.mark.parametrize("version", ["5.2.0", "7.0.0.1"])
 def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
-    nvidia, nvcomp = ModuleType("nvidia"), ModuleType("nvidia.nvcomp")
-    nvcomp.__version__ = version
-    nvidia.nvcomp = nvcomp
-    for name, module in (("cupy", ModuleType("cupy")), ("nvidia", nvidia), ("nvidia.nvcomp", nvcomp)):
+    nvidia, libnvcomp = ModuleType("nvidia"), ModuleType("nvidia.libnvcomp")
+    libnvcomp.__version__ = version
+    libnvcomp.load_library = object
+    nvidia.libnvcomp = libnvcomp
+    for name, module in (("cupy", ModuleType("cupy")), ("nvidia", nvidia), ("nvidia.libnvcomp", libnvcomp)):
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(CapabilityError, match=rf"nvCOMP {version}: expected 6.*pip install 'snapstore\[cuda13\]'"):
         cuda.require()
-    nvcomp.__version__ = "6.0.0.12"
+    libnvcomp.__version__ = "6.0.0.12"
     cuda.require()
+    libnvcomp.load_library = lambda: None
+    with pytest.raises(CapabilityError, match=r"cannot be loaded.*pip install 'snapstore\[cuda13\]'"):
+        cuda.require()
 
 
 # --- saves

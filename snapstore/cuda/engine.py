@@ -123,8 +123,6 @@ class CudaEngine:
     def rest(self) -> None:
         """Keep no device memory between saves."""
         self._lanes.rest()
-        with self._front_lock:
-            self._front.rest()
         self.batch_bytes, self._with_zstd, self._warned = BATCH_BYTES, False, False
 
     def close(self) -> None:

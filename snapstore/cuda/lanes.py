@@ -34,8 +34,6 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
 #: Large device memory is taken in steps of at least this, and of an eighth to a sixteenth of it.
 STEP_BYTES = 2 * 1024 * 1024
-#: Memory for the tables of a batch, on both sides; more is made when it does not do.
-TABLES_BYTES = 1024 * 1024
 #: How often whoever waits looks whether the device has come further [s].
 POLL_S = 20e-6
 
@@ -46,9 +44,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # pinned, and on the device
-        self._used_bytes = 0  # of the tables
-        self._kept: list[object] = []  # what the device may still read
+        self._tables: list[torch.Tensor] = []  # that launched kernels may still read
         self._rooms: dict[str, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -65,26 +61,15 @@ class Lane:
     def upload(self, *columns: Column) -> list[int]:
         """Copies of columns in device memory, in one transfer; their addresses, good until the next `sync`."""
         sizes = [-(-column.nbytes // 16) * 16 for column in columns]
-        host, device, begin = self._take_tables(sum(sizes))
-        view, at, addresses = host.numpy(), begin, []
+        host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
+        view, at, offsets = host.numpy(), 0, []
         for column, size in zip(columns, sizes, strict=True):
             view[at : at + column.nbytes] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
-            addresses.append(device.data_ptr() + at)
+            offsets.append(at)
             at += size
-        if at > begin:
-            copy_async(device.data_ptr() + begin, host.data_ptr() + begin, at - begin, self.stream)
-        return addresses
-
-    def _take_tables(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(pinned memory, device memory, where in both a table may lie)."""
-        if self._tables is None or self._used_bytes + nbytes > len(self._tables[0]):
-            self._kept.append(self._tables)
-            size = in_steps(max(nbytes, TABLES_BYTES))
-            self._tables = torch.empty(size, dtype=torch.uint8, pin_memory=True), self.empty(size)
-            self._used_bytes = 0
-        begin = self._used_bytes
-        self._used_bytes += nbytes
-        return *self._tables, begin
+        table = host.to(self.device, non_blocking=True)
+        self._tables.append(table)
+        return [table.data_ptr() + offset for offset in offsets]
 
     def launch(self, name: str, grid: tuple[int, ...], *arguments: int | torch.Tensor) -> None:
         """Enqueue a kernel of this package."""
@@ -118,7 +103,7 @@ class Lane:
         By a kernel: the device's copy engine would take it after all that is on its way to the host already.
         """
         host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-        self._kept.append(memory)
+        self._tables.append(memory)
         self.gather(*(np.array([n], np.int64) for n in (memory.data_ptr(), host.data_ptr(), memory.nbytes)))
         return host
 
@@ -135,14 +120,12 @@ class Lane:
 
     def settled(self) -> None:
         """All of it is done: let go of what it used."""
-        self._kept.clear()
-        self._used_bytes = 0
+        self._tables.clear()
 
     def rest(self) -> None:
         """Give device memory back."""
         with self.current():
             self.sync()
-            self._tables = None
             self._rooms.clear()
 
 

@@ -418,6 +418,8 @@ class Engines:
         """
         if device.type != "cuda":
             return False
+        if device.index in self._cuda:
+            return True
         if self._lacking is None:
             try:
                 self.on(device)

@@ -99,12 +99,12 @@ class Staging:
         for p, (part, keys) in enumerate(zip(parts, names, strict=True)):
             copies.append([])
             for key, spec, value in zip(keys, part.specs, part.values, strict=True):
-                nbytes, small = spec.nbytes, spec.nbytes < inline_below
+                nbytes = spec.nbytes
                 if nbytes and self.on_device(value):
                     on_devices.append((p, len(copies[-1]), key, value, nbytes))
                     copies[-1].append(None)
                     continue
-                room = np.empty(nbytes, np.uint8) if small else self._spare.room(key, nbytes)
+                room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(key, nbytes)
                 copy_into(value, room)
                 copies[-1].append(room)
         if on_devices:
@@ -121,7 +121,7 @@ class Staging:
     def landed(self) -> None:
         """Wait until the last copy is complete."""
         if self._devices is not None:
-            self._devices.landed()
+            self._devices.landed(self._spare, self._base)
 
     def base(self, snapshot_id: str | None, parts: Sequence[Part]) -> PlainBytes:
         """The plain bytes of the tensors of `snapshot_id`, if they are the ones held here."""

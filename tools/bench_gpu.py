@@ -48,7 +48,7 @@ BLOCK, PAIRS = 50, 4  # training steps a snapshot, and pairs of blocks with and 
 
 # -- adapter: all that is asked of snapstore, here and nowhere else
 
-WRITER_THREADS = 10  # how many threads write packs at a time: the raw writer of save_ratio gets as many
+WRITER_THREADS = 8  # how many threads write packs at a time: the raw writer of save_ratio gets as many
 PACK_BYTES = SaveOptions().pack_bytes  # and files of this size, each fsynced, and its folder
 
 

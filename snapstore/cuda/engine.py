@@ -39,8 +39,8 @@ MIN_BATCH_BYTES = 8 * 1024 * 1024
 MIN_BYTES_PER_CHUNK = 256 * 1024
 #: Device memory that a save works in, as a multiple of a batch: planes, compressed blocks, blobs and nvCOMP's own.
 WORK_PER_BATCH_BYTE = 20
-#: Stored and plain bytes of a batch to decode: nvCOMP's deflate takes 6 to 12 ms, however few its blocks are.
-DECODE_BYTES = 320 * 1024 * 1024
+#: Stored and plain bytes of a batch to decode: every batch costs the host milliseconds, however small it is.
+DECODE_BYTES = 512 * 1024 * 1024
 #: Buffers for reading are made in multiples of this, so that one fits the next batch as well.
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
 #: Threads that read packs. More read faster alone, but take the cores from the one that drives the device.

@@ -52,7 +52,7 @@ class Coder:
 
 
 #: Matches: within 7 % of Zstd's size on planes of mostly one value, for 0.6 MiB of memory a block ...
-DEFLATE_MATCHES = Coder(codecs.DEFLATE, "Deflate", b"\2", codecs.BLOCK_BYTES, 148_256, 512)
+DEFLATE_MATCHES = Coder(codecs.DEFLATE, "Deflate", b"\2", codecs.BLOCK_BYTES, 148_256, 384)
 #: ... where Zstd wants 1.1 GiB, however few the blocks are.
 ZSTD = Coder(codecs.ZSTD, "Zstd", b"", codecs.BLOCK_BYTES, 65_552, 2048)
 ZSTD_BYTES = 1152 * 1024 * 1024

@@ -61,7 +61,6 @@ class DeviceStaging:
         self._engines, self._asked, self._twice = engines, mode, twice
         self._modes: dict[torch.device, str] = {}
         self._state_bytes: dict[torch.device, int] = {}
-        self._held_bytes: dict[torch.device, int] = {}
         self._landing: list[tuple[torch.device, torch.cuda.Event]] = []
         self._keep: list[Any] = []  # what copies in flight still read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -102,7 +101,6 @@ class DeviceStaging:
                     memories[i] = spare[items[i][0]] = room
                 for i, memory in zip(small, hosted, strict=True):
                     memories[i] = memory
-                self._held_bytes[device] = _bytes_on(device, spare, base)
         return memories
 
     def _begin(
@@ -141,11 +139,11 @@ class DeviceStaging:
         self._keep.append(as_memory(value, lambda _: True))
         return int(self._keep[-1].data_ptr())
 
-    def landed(self) -> None:
-        """Wait for all copies."""
+    def landed(self, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
+        """Wait for all copies; what they leave of the device's memory is what the save may work in."""
         self._wait()
         for device, mode in self._modes.items():
-            left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - self._held_bytes.get(device, 0)
+            left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
             work = min(left, int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else work)
 

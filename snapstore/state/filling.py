@@ -179,19 +179,20 @@ class Filling:
         """
         source = self._sources[part, index]
         if source.home is None:
-            source.home_slot = next((slot for slot in source.slots if self._takes_bytes(slot)), None)
-            if source.home_slot is not None:
-                source.home = as_memory(self._targets[source.home_slot], self._on_device)
-            elif self._in_fresh(source):
-                source.fresh = new_array(source.spec, self._device)
-                source.home = as_memory(source.fresh, self._on_device)
-            else:
-                source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
+            places = ((slot, self._memory_of(slot)) for slot in source.slots)
+            source.home_slot, source.home = next((place for place in places if place[1] is not None), (None, None))
+        if source.home is None and self._in_fresh(source):
+            source.fresh = new_array(source.spec, self._device)
+            source.home = as_memory(source.fresh, self._on_device)
+        elif source.home is None:
+            source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
         return source.home
 
-    def _takes_bytes(self, slot: Slot) -> bool:
-        target = self._targets.get(slot)
-        return target is not None and slot not in self._overlapping and memory_view(target, self._on_device) is not None
+    def _memory_of(self, slot: Slot) -> Memory | None:
+        """Of a target that takes bytes as they come."""
+        if slot not in self._targets or slot in self._overlapping:
+            return None
+        return memory_view(self._targets[slot], self._on_device)
 
     def _in_fresh(self, source: _Source) -> bool:
         """Whether a place without a target wants memory that bytes can be read into."""

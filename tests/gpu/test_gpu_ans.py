@@ -1,11 +1,15 @@
 """nvCOMP's own ANS: there and back on a GPU, refused with a way out elsewhere."""
 
+import json
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
 from gpu_states import (
     DTYPES,
+    ROOT,
     blobs_of,
     change,
     codecs_of,
@@ -77,6 +81,63 @@ def test_a_background_save():
             made.save(step, state)
             drift(state, step)
             assert differing(facts(made.restore(step)), wanted) == []
+
+
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+def test_recode_there_and_back(source):
+    """Of chains that either engine wrote; ANS written by a GPU, from files."""
+    state, store, wanted = state_of(source), MemoryStore(), []
+    with repository(4096, store) as repo:
+        for step in range(4):
+            repo.save(state, run="r", step=step)
+            wanted.append(facts(state))
+            drift(state, step)
+
+        def whole():
+            for step in range(4):
+                for device in ("cuda", "cpu"):
+                    assert differing(facts(repo.restore(f"r@{step}", device=device)), wanted[step]) == []
+            return repo.check("restore").ok
+
+        result = repo.recode(codec="ans")
+        assert (len(result.recoded), result.failed) == (4, [])
+        repo.gc()
+        assert 70 in codecs_of(store)
+        assert codecs_of(store) <= {0, 70}
+        assert whole()
+        result = repo.recode()
+        assert (len(result.recoded), result.failed) == (4, [])
+        repo.gc()
+        assert 70 not in codecs_of(store)
+        assert whole()
+
+
+SHELL_RECODE = """
+import json, sys
+import torch
+from snapstore import Repository
+from snapstore.cli import main
+state = {"w": torch.randn(300_000, device="cuda"), "m": torch.randn(70_001) * 1e-4}
+with Repository.create(sys.argv[1]) as repository:
+    for step in range(2):
+        repository.save(state, run="r", step=step)
+        state["w"] += 1e-3
+sys.argv = ["snapstore", "recode", "--repo", sys.argv[1], "--all", "--codec", "ans", "--json"]
+main()
+"""
+
+
+def test_recode_by_the_shell(tmp_path):
+    path = tmp_path / "repo"
+    said = subprocess.run(
+        [sys.executable, "-c", SHELL_RECODE, str(path)], capture_output=True, text=True, timeout=110,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert len(json.loads(said.stdout)["recoded"]) == 2
+    with Repository.open(path) as repo:
+        assert repo.check("restore").ok
+        assert "nvCOMP 6 ANS" in repo.stats().codecs
 
 
 REFUSED = """

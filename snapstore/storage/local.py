@@ -36,12 +36,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import (
-    AlreadyExistsError,
     CapabilityError,
-    FormatError,
-    IntegrityError,
     InvalidInputError,
-    NotFoundError,
     SnapstoreError,
     StorageError,
     StorageFullError,
@@ -54,10 +50,14 @@ from . import (
     byte_view,
     check_into,
     check_key,
+    check_limit,
     check_prefix,
     check_range,
     is_component,
+    missing,
+    short,
     sizes_one_by_one,
+    taken,
 )
 from .locks import clean_temp, drop_temp, is_locked, keep, let_go, open_temp
 
@@ -114,14 +114,10 @@ class LocalStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """All bytes of `key`; see `ObjectStore.get`."""
         with self._open(key) as (fd, size_bytes):
-            if size_bytes > limit_bytes:
-                raise FormatError(
-                    f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {size_bytes}; "
-                    "this is no object of that kind, run 'snapstore check'"
-                )
+            check_limit(key, self.url, size_bytes, limit_bytes)
             data = _read(fd, size_bytes)
         if len(data) != size_bytes:
-            raise self._short(key, 0, size_bytes, len(data))
+            raise short(key, self.url, 0, size_bytes, len(data))
         return data
 
     def get_ranges(
@@ -132,7 +128,7 @@ class LocalStore:
             for offset, length in ranges:
                 check_range(key, offset, length)
                 if offset + length > size_bytes:
-                    raise self._short(key, offset, length, size_bytes)
+                    raise short(key, self.url, offset, length, size_bytes)
             check_into(key, ranges, into)
             # not bytearrays: those would be zeroed first
             views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
@@ -147,9 +143,9 @@ class LocalStore:
             try:
                 status = path.stat()
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
         if not stat.S_ISREG(status.st_mode):
-            raise self._missing(key)
+            raise missing(key, self.url)
         return ObjectInfo(key, status.st_size, status.st_mtime)
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
@@ -201,7 +197,7 @@ class LocalStore:
             try:
                 os.utime(self._path(key))
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
 
     def release(self, key: str) -> None:
         """Delete `key` and drop its lock."""
@@ -271,9 +267,7 @@ class LocalStore:
             if _is_open_as(fd, path):
                 return  # a network file system did it, lost its reply and asked again
             _fsync_directory(path.parent)
-            raise AlreadyExistsError(
-                f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
-            ) from error
+            raise taken(key, self.url) from error
         except OSError as error:
             if error.errno in _NO_HARD_LINKS:
                 raise CapabilityError(
@@ -304,11 +298,11 @@ class LocalStore:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a planted FIFO must not make us wait
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
-                    raise self._missing(key)
+                    raise missing(key, self.url)
                 yield fd, status.st_size
             finally:
                 os.close(fd)
@@ -318,7 +312,7 @@ class LocalStore:
         while done < length:
             got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
             if got == 0:
-                raise self._short(key, offset, length, offset + done)
+                raise short(key, self.url, offset, length, offset + done)
             done += got
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -358,15 +352,6 @@ class LocalStore:
                 f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'"
             )
         return status.st_dev, status.st_ino
-
-    def _missing(self, key: str) -> NotFoundError:
-        return NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
-
-    def _short(self, key: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
-        return IntegrityError(
-            f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
-            f"got a file of {size_bytes} bytes; run 'snapstore check'"
-        )
 
     @contextmanager
     def _failures(self, key: str, verb: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
 reads only what is new and rules, and answers from memory. A bucket that was restored from a backup, or another one by
-the same name, may show another record under a known key: so each is cached with the size and the time that the listing
+the same name, may show another record under a known key: so each is cached with the size, time and tag that the listing
 gave it, and read again when they differ. An index that is missing, foreign, damaged, full or unwritable costs time,
 nothing else. It lies in a local repository, else in this machine's cache, where it is bounded.
 
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -47,14 +47,14 @@ log = logging.getLogger("snapstore")
 MAP_BYTES = 64 * 1024 * 1024 * 1024
 #: The same of an index in the cache: a hundred thousand snapshots. One that does not fit is dropped and begun anew.
 CACHED_BYTES = 1024 * 1024 * 1024
-SCHEMA = b"2"
+SCHEMA = b"3"
 #: Records or headers that are read at once: on S3 each is a round trip, and a thousand are 20 s one after the other.
 READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so of those fewer are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
-#: Before a cached record: its size and time, as the listing says.
-_SEEN = struct.Struct("<qd")
+#: Before a cached record: its size, time and tag (`_Record`), as the listing says.
+_SEEN = struct.Struct("<qd16s")
 
 T = TypeVar("T")
 
@@ -167,12 +167,20 @@ class _Record:
     snapshot: Snapshot
     size_bytes: int
     modified_s: float  # JUST_MADE: here, and not seen in a listing since
+    tag: bytes  # XXH3-128 of it, since a store's own may be of any length
+
+    @staticmethod
+    def listed(snapshot: Snapshot, info: ObjectInfo) -> _Record:
+        return _Record(snapshot, info.size_bytes, info.modified_s, xxhash.xxh3_128_digest(info.tag.encode()))
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
-        return self.size_bytes == info.size_bytes and self.modified_s in (info.modified_s, JUST_MADE)
+        if self.modified_s == JUST_MADE:
+            return self.size_bytes == info.size_bytes
+        tag = xxhash.xxh3_128_digest(info.tag.encode())
+        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, tag)
 
     def pack(self, data: bytes) -> bytes:
-        return _SEEN.pack(self.size_bytes, self.modified_s) + data
+        return _SEEN.pack(self.size_bytes, self.modified_s, self.tag) + data
 
 
 class Index:
@@ -223,9 +231,7 @@ class Index:
                     try:
                         if isinstance(data, SnapstoreError):
                             raise data
-                        record = _Record(
-                            self._read(key, data, listed[key]), infos[key].size_bytes, infos[key].modified_s
-                        )
+                        record = _Record.listed(self._read(key, data, listed[key]), infos[key])
                         self._records[key], fresh[key] = record, record.pack(data)
                     except (FormatError, IntegrityError, NotFoundError) as error:
                         damaged[key] = str(error)
@@ -235,7 +241,7 @@ class Index:
 
     def _date(self, infos: Iterable[ObjectInfo]) -> None:
         """Records that were made here are listed for the first time: from now on others in their place are seen."""
-        dated = {info.key: replace(self._records[info.key], modified_s=info.modified_s) for info in infos}
+        dated = {info.key: _Record.listed(self._records[info.key].snapshot, info) for info in infos}
         self._records |= dated
         self._store_all(
             b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in dated.items()}
@@ -258,7 +264,7 @@ class Index:
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)
-        record = _Record(snapshot, len(data), JUST_MADE)  # to ask the store for the time would cost a request
+        record = _Record(snapshot, len(data), JUST_MADE, b"")  # to ask the store for its tag would cost a request
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(b"records", {snapshot.key: record.pack(data)})
@@ -371,9 +377,9 @@ def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence
     began = time.monotonic()
     done = [function(item) for item in items[:2]]
     rest = items[2:]
-    if time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
+    if not rest or time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
         return done + [function(item) for item in rest]
-    with Threads(min(READ_THREADS, max(len(rest), 1))) as threads:
+    with Threads(min(READ_THREADS, len(rest))) as threads:
         return done + threads.start(function, rest)()
 
 
@@ -532,10 +538,13 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
         folder = store.root / "index"
         if store.writable() and not on_network(store.root):
             return folder, None
-        return cache_folder() / uuid, None
+        return _cached(store, uuid), None
     if "://" in store.url and not store.url.startswith("memory://") and not on_network(cache_folder()):
-        # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        place = getattr(store, "place", store.url)  # with the endpoint, where there is one
-        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(place.encode())}", None
+        return _cached(store, uuid), None
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary
+
+
+def _cached(store: ObjectStore, uuid: str) -> Path:
+    # A copy of a repository has its uuid, and records of its own: one index must not serve both.
+    return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(store.place.encode())}"

@@ -48,11 +48,18 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object: its key, its size and when the store says it was last written or touched."""
+    """One listed object, as `list` and `stat` both show it.
+
+    Attributes:
+        modified_s: when it was last written or touched, by the store's clock [s since the epoch].
+        tag: another one where the bytes under the key are others than before, however soon that was (S3: the ETag);
+            empty where a store cannot tell.
+    """
 
     key: str
     size_bytes: int
-    modified_s: float  # seconds since the epoch, by the store's clock
+    modified_s: float
+    tag: str = ""
 
 
 class ObjectStore(Protocol):
@@ -66,6 +73,7 @@ class ObjectStore(Protocol):
     """
 
     url: str
+    place: str  # tells these objects from all others, also those of another store with the same url (a mirror)
     puts_at_once: int  # more than so many bring no more bytes a second
 
     def put(self, key: str, data: Buffer) -> None:

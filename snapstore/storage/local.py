@@ -86,7 +86,7 @@ class LocalStore:
         self._root = Path(os.fspath(root)).absolute()
         self._temps = self._root / "tmp"
         self._durable: set[Path] = set()  # directories whose own entry this store has fsynced
-        self.url = str(self._root)
+        self.url = self.place = str(self._root)
         if create:
             with self._failures("store", "create"):
                 _make_root(self._root)
@@ -146,7 +146,7 @@ class LocalStore:
                 raise missing(key, self.url) from error
         if not stat.S_ISREG(status.st_mode):
             raise missing(key, self.url)
-        return ObjectInfo(key, status.st_size, status.st_mtime)
+        return _info(key, status)
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         """The size of each of these that is there."""
@@ -321,7 +321,7 @@ class LocalStore:
             for _, below, entries in self._walk(prefix):
                 for name, status in entries:
                     if stat.S_ISREG(status.st_mode):
-                        yield ObjectInfo(below + name, status.st_size, status.st_mtime)
+                        yield _info(below + name, status)
             # An unmount in mid-listing makes every directory look vanished; less than there is must not pass for all.
             if self._root_identity() != before:
                 raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
@@ -373,6 +373,11 @@ def _make_root(root: Path) -> None:
         _fsync_directory(level.parent)
     if not root.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    """The tag holds the time of the last change (ctime), which no copying or restoring tool can set."""
+    return ObjectInfo(key, status.st_size, status.st_mtime, f"{status.st_ino:x}-{status.st_ctime_ns:x}")
 
 
 def _entries(directory: Path) -> _Entries:

@@ -6,11 +6,14 @@ The same contract as every store, without the durability. Any thread may call an
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+
+import xxhash
 
 from ..errors import InvalidInputError
 from . import (
@@ -44,6 +47,7 @@ class MemoryStore:
 
     def __init__(self, name: str = "memory") -> None:
         self.url = f"memory://{name}"
+        self.place = f"{self.url} {os.urandom(8).hex()}"
         self.clock: Callable[[], float] = time.time  # what `now_s` and `modified_s` read; tests set it
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
@@ -154,7 +158,7 @@ class MemoryStore:
         with self._lock:
             if key in self._objects:
                 raise taken(key, self.url)
-            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock())
+            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), xxhash.xxh3_64_hexdigest(copy))
             if held:
                 self._held.add(key)
 

@@ -58,7 +58,7 @@ from . import (
 )
 from .s3_client import FAILURES, Body, check_storage_class, parse, pause, refused, status_of, translate
 from .s3_reading import Reader
-from .s3_requests import Answer, Requests, seconds_of
+from .s3_requests import Answer, Requests, info_of
 from .signs import Signs
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class S3Store:
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(self._requests.prefix)
                 if is_key(key) and entry["Key"].startswith(self._requests.prefix + prefix):
-                    yield ObjectInfo(key, entry["Size"], seconds_of(entry))
+                    yield info_of(key, entry, entry["Size"])
             if page["IsTruncated"] is False:
                 return
             token = page.get("NextContinuationToken")

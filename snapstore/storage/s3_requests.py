@@ -100,7 +100,7 @@ class Requests:
     def stat(self, key: str) -> ObjectInfo:
         """Size, time and tag of `key`; NotFoundError when missing."""
         answer: Answer = self.ask(key, "stat", self.client.head_object, key)
-        return ObjectInfo(key, self.length_of(key, answer), seconds_of(answer))
+        return info_of(key, answer, self.length_of(key, answer))
 
     def length_of(self, key: str, answer: Answer) -> int:
         """How long the server says that the body, or the object, is [bytes]."""
@@ -127,6 +127,6 @@ class Requests:
             raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
 
 
-def seconds_of(entry: Answer) -> float:
-    """When an object was last written [s since the epoch], in whole seconds: the answer to a HEAD has no others."""
-    return float(int(entry["LastModified"].timestamp()))
+def info_of(key: str, entry: Answer, size_bytes: int) -> ObjectInfo:
+    """What a HEAD or an entry of a listing says of an object; the time in whole seconds, since HEAD has no others."""
+    return ObjectInfo(key, size_bytes, float(int(entry["LastModified"].timestamp())), entry.get("ETag", "").strip('"'))

@@ -202,7 +202,7 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     monkeypatch.setattr("snapstore.engine.Threads.start", _start_now)
     monkeypatch.setattr("snapstore.session.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
-        monkeypatch.setattr("snapstore.index._Environment.open", _no_index)
+        monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
 
 
 def _no_index(*_: object) -> Any:

@@ -24,7 +24,7 @@ from s3_stores import fresh_url, moto_bucket, needs_server
 
 from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError, Repository, StorageError, gc
 from snapstore import index as index_module
-from snapstore.index import _Environment
+from snapstore.environment import Environment
 from snapstore.records import Snapshot, encode
 from snapstore.storage import local
 from snapstore.storage.local import LocalStore
@@ -165,7 +165,7 @@ def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Environment, "put", put)
+        patch.setattr(Environment, "put", put)
         with Repository.open(root, options=OPTIONS) as repository:
             save(repository, "a", 4, 4)
             check_restores(repository)
@@ -180,7 +180,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
     def get(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(_Environment, "get", get)
+    monkeypatch.setattr(Environment, "get", get)
     with Repository.open(root, options=OPTIONS) as repository:
         save(repository, "a", 4, 4)
         check_restores(repository)
@@ -226,6 +226,12 @@ def test_a_read_only_repository_has_its_index_in_the_cache(root, monkeypatch, tm
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
     with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
         Repository.open(root)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_module, "on_network", lambda _: True)  # home folders often are; LMDB must not be there
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert tmp_path / "cache" not in repository._index.folder.parents
+        check_restores(repository)
+    assert not repository._index.folder.exists()
 
 
 def test_a_network_file_system_has_its_index_in_the_cache(root, monkeypatch, tmp_path):

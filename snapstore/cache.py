@@ -1,17 +1,30 @@
 """Cache: the folder of this machine where indexes of remote repositories and signs of life of held objects lie.
 
 Nothing in it is the truth, and any of it may be deleted at any time. It must lie on a local disk: LMDB and flock both
-fail in silence on network file systems.
+fail in silence on network file systems. It is bounded: `shrink` removes the indexes that were used longest ago.
+
+A folder in use is locked (flock, shared) from before anything in it is read. Who removes one locks it alone and renames
+it first, so a folder under its own name is always whole, and whoever waited for the lock sees that the name is gone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import InvalidInputError
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.")
+
+#: All indexes in the cache together take so many bytes, but for those in use.
+CACHE_BYTES = 4 * 1024 * 1024 * 1024
+#: What `shrink` may remove: indexes (`index.folder_for`), and what it was removing when it was killed. Nothing else.
+_INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}"), re.compile(r"evicted-[0-9a-f]{16}")
+_IN_USE = "used"  # its time is that of the last use
 
 
 def cache_folder() -> Path:
@@ -52,3 +65,83 @@ def mount_of(folder: Path) -> tuple[str, str]:
 def on_network(folder: Path) -> bool:
     """Whether a folder lies on a network file system (Linux tells)."""
     return mount_of(folder)[1].startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def begin_use(folder: Path) -> int:
+    """Make a folder and keep it from being removed.
+
+    Returns:
+        What `end_use` takes; the death of this process, and of the children that it forked, ends the use as well.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # removed meanwhile: again
+            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                if _is_open_as(fd, folder / _IN_USE):
+                    os.utime(fd)
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+
+def end_use(fd: int) -> None:
+    """The folder may be removed, after those that were used before now."""
+    with suppress(OSError):
+        os.utime(fd)
+    os.close(fd)
+
+
+def shrink(limit_bytes: int = CACHE_BYTES) -> None:
+    """Remove the indexes that were used longest ago, until all together take `limit_bytes`; none that is in use."""
+    found: list[tuple[float, int, Path]] = []
+    with suppress(OSError):  # a cache that cannot be tidied is no failure
+        for folder in cache_folder().iterdir():
+            if _EVICTED.fullmatch(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif _INDEX.fullmatch(folder.name):
+                found.append(_use_of(folder))
+        left_bytes = sum(size_bytes for _, size_bytes, _ in found)
+        for _, size_bytes, folder in sorted(found):
+            if left_bytes <= limit_bytes:
+                break
+            with suppress(OSError):
+                left_bytes -= size_bytes if _removed(folder) else 0
+
+
+def _use_of(folder: Path) -> tuple[float, int, Path]:
+    """(when it was last used [s], what it takes on disk [bytes], itself)."""
+    used_s, size_bytes = 0.0, 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            status = file.lstat()
+            size_bytes += status.st_blocks * 512  # the map of an index is sparse
+            used_s = status.st_mtime if file.name == _IN_USE else used_s
+    return used_s, size_bytes, folder
+
+
+def _removed(folder: Path) -> bool:
+    """Remove a folder that nobody uses; False if somebody does."""
+    fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_open_as(fd, folder / _IN_USE):  # somebody else was faster
+            return False
+        removed = folder.rename(folder.with_name(f"evicted-{os.urandom(8).hex()}"))
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    shutil.rmtree(removed, ignore_errors=True)
+    return True
+
+
+def _is_open_as(fd: int, file: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(fd), file.lstat())
+    except FileNotFoundError:
+        return False

@@ -2,19 +2,13 @@
 
 Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
 reads only what is new and rules, and answers from memory. A bucket that was restored from a backup, or another one by
-the same name, may show another record under a known key: so each is cached with the size and the time that the listing
+the same name, may show another record under a known key: so each is cached with the size, time and tag that the listing
 gave it, and read again when they differ. An index that is missing, foreign, damaged, full or unwritable costs time,
-nothing else. It lies in a local repository, else in this machine's cache, where it is bounded.
-
-LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
-fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
-can kill the process; so behind every write the XXH3-64 of the file's used pages goes into `verified`, under a lock that
-openers share, and a file that does not match it is built anew before LMDB sees it.
+nothing else. It is LMDB (environment.py), in a local repository, else in this machine's cache, where it is bounded.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -23,17 +17,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import lmdb
 import xxhash
 
 from . import manifest, records
 from .cache import cache_folder, chosen_cache, on_network
+from .environment import Environment
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
@@ -47,14 +41,13 @@ log = logging.getLogger("snapstore")
 MAP_BYTES = 64 * 1024 * 1024 * 1024
 #: The same of an index in the cache: a hundred thousand snapshots. One that does not fit is dropped and begun anew.
 CACHED_BYTES = 1024 * 1024 * 1024
-SCHEMA = b"2"
 #: Records or headers that are read at once: on S3 each is a round trip, and a thousand are 20 s one after the other.
 READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so of those fewer are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
-#: Before a cached record: its size and time, as the listing says.
-_SEEN = struct.Struct("<qd")
+#: Before a cached record: its size, time and tag (`_Record`), as the listing says.
+_SEEN = struct.Struct("<qd16s")
 
 T = TypeVar("T")
 
@@ -167,12 +160,20 @@ class _Record:
     snapshot: Snapshot
     size_bytes: int
     modified_s: float  # JUST_MADE: here, and not seen in a listing since
+    tag: bytes  # XXH3-128 of it, since a store's own may be of any length
+
+    @staticmethod
+    def listed(snapshot: Snapshot, info: ObjectInfo) -> _Record:
+        return _Record(snapshot, info.size_bytes, info.modified_s, xxhash.xxh3_128_digest(info.tag.encode()))
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
-        return self.size_bytes == info.size_bytes and self.modified_s in (info.modified_s, JUST_MADE)
+        if self.modified_s == JUST_MADE:
+            return self.size_bytes == info.size_bytes
+        tag = xxhash.xxh3_128_digest(info.tag.encode())
+        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, tag)
 
     def pack(self, data: bytes) -> bytes:
-        return _SEEN.pack(self.size_bytes, self.modified_s) + data
+        return _SEEN.pack(self.size_bytes, self.modified_s, self.tag) + data
 
 
 class Index:
@@ -183,9 +184,9 @@ class Index:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
-        self._environment: _Environment | None = None
+        self._environment: Environment | None = None
         try:
-            self._environment = _Environment.open(folder, uuid, limit_bytes)
+            self._environment = Environment.open(folder, uuid, limit_bytes)
             self._load()
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
@@ -223,9 +224,7 @@ class Index:
                     try:
                         if isinstance(data, SnapstoreError):
                             raise data
-                        record = _Record(
-                            self._read(key, data, listed[key]), infos[key].size_bytes, infos[key].modified_s
-                        )
+                        record = _Record.listed(self._read(key, data, listed[key]), infos[key])
                         self._records[key], fresh[key] = record, record.pack(data)
                     except (FormatError, IntegrityError, NotFoundError) as error:
                         damaged[key] = str(error)
@@ -235,7 +234,7 @@ class Index:
 
     def _date(self, infos: Iterable[ObjectInfo]) -> None:
         """Records that were made here are listed for the first time: from now on others in their place are seen."""
-        dated = {info.key: replace(self._records[info.key], modified_s=info.modified_s) for info in infos}
+        dated = {info.key: _Record.listed(self._records[info.key].snapshot, info) for info in infos}
         self._records |= dated
         self._store_all(
             b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in dated.items()}
@@ -258,7 +257,7 @@ class Index:
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)
-        record = _Record(snapshot, len(data), JUST_MADE)  # to ask the store for the time would cost a request
+        record = _Record(snapshot, len(data), JUST_MADE, b"")  # to ask the store for its tag would cost a request
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(b"records", {snapshot.key: record.pack(data)})
@@ -324,7 +323,7 @@ class Index:
             self._records.clear()
             try:
                 if self._environment is None:
-                    self._environment = _Environment.open(self.folder, self._uuid, self._limit_bytes)
+                    self._environment = Environment.open(self.folder, self._uuid, self._limit_bytes)
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
@@ -371,9 +370,9 @@ def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence
     began = time.monotonic()
     done = [function(item) for item in items[:2]]
     rest = items[2:]
-    if time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
+    if not rest or time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
         return done + [function(item) for item in rest]
-    with Threads(min(READ_THREADS, max(len(rest), 1))) as threads:
+    with Threads(min(READ_THREADS, len(rest))) as threads:
         return done + threads.start(function, rest)()
 
 
@@ -392,134 +391,6 @@ def _highest(listed: Mapping[str, tuple[str, int, str, int]]) -> set[str]:
     return {key for _, key in highest.values()}
 
 
-class _Environment:
-    """The one LMDB environment of a folder in this process, and the seal on its file."""
-
-    _open: ClassVar[dict[tuple[int, str], _Environment]] = {}
-    _open_lock = threading.Lock()
-
-    def __init__(self, folder: Path, uuid: str, limit_bytes: int) -> None:
-        self._folder, self._uuid, self._limit_bytes = folder, uuid, limit_bytes
-        self._users = 0
-        self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
-        folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            if not self._seal_holds():
-                self._remove()
-            self._open_lmdb()
-
-    @classmethod
-    def open(cls, folder: Path, uuid: str, limit_bytes: int) -> _Environment:
-        """The environment of a folder; opened once a process."""
-        name = (os.getpid(), str(folder.resolve()))
-        with cls._open_lock:
-            environment = cls._open.get(name) or cls(folder, uuid, limit_bytes)
-            cls._open[name] = environment
-            environment._users += 1
-            return environment
-
-    def release(self) -> None:
-        """One user less; the last closes."""
-        with self._open_lock:
-            self._users -= 1
-            if self._users == 0:
-                self._open.pop((os.getpid(), str(self._folder.resolve())), None)
-                self._env.close()
-
-    def _open_lmdb(self) -> None:
-        self._env = lmdb.open(
-            str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
-        )
-        self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
-        with self._env.begin(write=True) as transaction:
-            identity = SCHEMA + b" " + self._uuid.encode()
-            if transaction.get(b"identity", db=self._databases[b"meta"]) != identity:
-                for database in self._databases.values():
-                    transaction.drop(database, delete=False)
-                transaction.put(b"identity", identity, db=self._databases[b"meta"])
-        self._seal()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The file lock that keeps a reader of `verified` away from a half-written index."""
-        with self._lock:
-            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                yield
-            finally:
-                os.close(descriptor)
-
-    def _digest(self, used_bytes: int) -> str:
-        """XXH3-64 of the first bytes of the data file."""
-        state = xxhash.xxh3_64()
-        with (self._folder / "data.mdb").open("rb") as file:
-            left = used_bytes
-            while left > 0 and (piece := file.read(min(left, 4 * 1024 * 1024))):
-                state.update(piece)
-                left -= len(piece)
-        return f"{used_bytes} {state.hexdigest()}"
-
-    def _seal(self) -> None:
-        used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        seal, file = self._digest(used_bytes), self._folder / "verified"
-        if (
-            not file.exists() or file.read_text(errors="replace") != seal
-        ):  # a look that finds nothing new writes nothing
-            file.write_text(seal)
-
-    def _seal_holds(self) -> bool:
-        data = self._folder / "data.mdb"
-        if not data.exists():
-            return False
-        try:
-            seal = (self._folder / "verified").read_text()
-            used_bytes = int(seal.split()[0])
-            holds = data.stat().st_size >= used_bytes and self._digest(used_bytes) == seal
-        except (OSError, ValueError, IndexError):
-            holds = False
-        if not holds:
-            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
-        return holds
-
-    def _remove(self) -> None:
-        for name in ("data.mdb", "lock.mdb", "verified"):
-            (self._folder / name).unlink(missing_ok=True)
-
-    def wipe(self) -> None:
-        """Start again with an empty index."""
-        with self._locked():
-            self._env.close()
-            self._remove()
-            self._open_lmdb()
-
-    def put(self, database: bytes, items: dict[str, bytes]) -> None:
-        """Store all items in one transaction."""
-        with self._locked():
-            with self._env.begin(write=True) as transaction:
-                for key, data in items.items():
-                    transaction.put(key.encode(), data, db=self._databases[database])
-            self._seal()
-
-    def get(self, database: bytes, key: str) -> bytes | None:
-        """One item."""
-        with self._lock, self._env.begin() as transaction:
-            value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
-            return value
-
-    def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
-        """All items, copied out so that no reader stays open."""
-        with self._lock, self._env.begin() as transaction:
-            return list(transaction.cursor(db=self._databases[database]))
-
-
-def _renew_lock() -> None:
-    _Environment._open_lock = threading.Lock()  # the parent's may be held, by a thread that a child does not have
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
 def remove(folder: Path) -> None:
     """Delete an index folder that no process uses."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -528,14 +399,11 @@ def remove(folder: Path) -> None:
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
     """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
     chosen_cache()  # a bad setting is an error wherever the index will lie
-    if isinstance(store, LocalStore):
-        folder = store.root / "index"
-        if store.writable() and not on_network(store.root):
-            return folder, None
-        return cache_folder() / uuid, None
-    if "://" in store.url and not store.url.startswith("memory://") and not on_network(cache_folder()):
+    if isinstance(store, LocalStore) and store.writable() and not on_network(store.root):
+        return store.root / "index", None
+    lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
+    if lasts and not on_network(cache_folder()):
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        place = getattr(store, "place", store.url)  # with the endpoint, where there is one
-        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(place.encode())}", None
+        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(store.place.encode())}", None
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary

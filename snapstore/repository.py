@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import chunking, gc, index, policies, records, retention
-from .cache import cache_folder
+from .cache import cache_folder, shrink
 from .delta import DEFAULT_MAX_DEPTH
 from .engine import CODECS, Engines
 from .errors import (
@@ -118,6 +118,8 @@ class Repository:
         folder, temporary = index.folder_for(store, config.uuid)
         cached = cache_folder() in folder.parents
         self._index = Index(store, config.uuid, folder, limit_bytes=index.CACHED_BYTES if cached else index.MAP_BYTES)
+        if cached:
+            shrink()
         self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())
         self._lock = threading.RLock()
         self._lineage = _Lineage()

@@ -57,7 +57,7 @@ class FaultStore:
 
     def __init__(self, inner: ObjectStore, at: int | None = None, mode: str = "fail") -> None:
         assert mode in MODES
-        self.inner, self.url, self.at, self.mode = inner, inner.url, at, mode
+        self.inner, self.url, self.place, self.at, self.mode = inner, inner.url, inner.place, at, mode
         self.log: list[tuple[str, str]] = []
         self.fired = self.dead = False
         self._held: set[str] = set()
@@ -202,7 +202,7 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     monkeypatch.setattr("snapstore.engine.Threads.start", _start_now)
     monkeypatch.setattr("snapstore.session.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
-        monkeypatch.setattr("snapstore.index._Environment.open", _no_index)
+        monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
 
 
 def _no_index(*_: object) -> Any:
@@ -406,7 +406,8 @@ class SteppingStore:
     puts_at_once = 2
 
     def __init__(self, actor: Actor, inner: ObjectStore, *, seen_dead: bool) -> None:
-        self._actor, self._inner, self._seen_dead, self.url = actor, inner, seen_dead, inner.url
+        self._actor, self._inner, self._seen_dead = actor, inner, seen_dead
+        self.url, self.place = inner.url, inner.place
 
     def put(self, key: str, data: Buffer) -> None:
         self._actor.pause("put", key)

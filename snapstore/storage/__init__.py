@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, StorageError
+from ..errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -40,11 +48,18 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object: its key, its size and when the store says it was last written or touched."""
+    """One listed object, as `list` and `stat` both show it.
+
+    Attributes:
+        modified_s: when it was last written or touched, by the store's clock [s since the epoch].
+        tag: another one where the bytes under the key are others than before, however soon that was (S3: the ETag);
+            empty where a store cannot tell.
+    """
 
     key: str
     size_bytes: int
-    modified_s: float  # seconds since the epoch, by the store's clock
+    modified_s: float
+    tag: str = ""
 
 
 class ObjectStore(Protocol):
@@ -58,6 +73,7 @@ class ObjectStore(Protocol):
     """
 
     url: str
+    place: str  # tells these objects from all others, also those of another store with the same url (a mirror)
     puts_at_once: int  # more than so many bring no more bytes a second
 
     def put(self, key: str, data: Buffer) -> None:
@@ -252,6 +268,33 @@ def check_into(key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memor
         raise InvalidInputError(
             f"{key}: views of {got} bytes for ranges {list(ranges)}: expected one of each length, writable, contiguous"
         )
+
+
+def check_limit(key: str, url: str, size_bytes: int, limit_bytes: int) -> None:
+    """Raise FormatError for an object that is larger than the caller of `get` allows."""
+    if size_bytes > limit_bytes:
+        raise FormatError(
+            f"{key} in {url}: expected at most {limit_bytes} bytes, got {size_bytes}; "
+            "this is no object of that kind, run 'snapstore check'"
+        )
+
+
+def missing(key: str, url: str) -> NotFoundError:
+    """The error of a key that has no object."""
+    return NotFoundError(f"{key} in {url}: expected an object, found none; run 'snapstore check'")
+
+
+def taken(key: str, url: str) -> AlreadyExistsError:
+    """The error of a put whose key has one."""
+    return AlreadyExistsError(f"{key} in {url}: expected a free name, found an object; read it to see whose it is")
+
+
+def short(key: str, url: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
+    """The error of an object that ends before a range of it does."""
+    return IntegrityError(
+        f"{key} in {url} at {offset}+{length}: expected all {length} bytes, "
+        f"got an object of {size_bytes} bytes; run 'snapstore check'"
+    )
 
 
 def sizes_one_by_one(store: ObjectStore, keys: Iterable[str]) -> dict[str, int]:

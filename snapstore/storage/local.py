@@ -36,12 +36,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import (
-    AlreadyExistsError,
     CapabilityError,
-    FormatError,
-    IntegrityError,
     InvalidInputError,
-    NotFoundError,
     SnapstoreError,
     StorageError,
     StorageFullError,
@@ -54,10 +50,14 @@ from . import (
     byte_view,
     check_into,
     check_key,
+    check_limit,
     check_prefix,
     check_range,
     is_component,
+    missing,
+    short,
     sizes_one_by_one,
+    taken,
 )
 from .locks import clean_temp, drop_temp, is_locked, keep, let_go, open_temp
 
@@ -86,7 +86,7 @@ class LocalStore:
         self._root = Path(os.fspath(root)).absolute()
         self._temps = self._root / "tmp"
         self._durable: set[Path] = set()  # directories whose own entry this store has fsynced
-        self.url = str(self._root)
+        self.url = self.place = str(self._root)
         if create:
             with self._failures("store", "create"):
                 _make_root(self._root)
@@ -114,14 +114,10 @@ class LocalStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """All bytes of `key`; see `ObjectStore.get`."""
         with self._open(key) as (fd, size_bytes):
-            if size_bytes > limit_bytes:
-                raise FormatError(
-                    f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {size_bytes}; "
-                    "this is no object of that kind, run 'snapstore check'"
-                )
+            check_limit(key, self.url, size_bytes, limit_bytes)
             data = _read(fd, size_bytes)
         if len(data) != size_bytes:
-            raise self._short(key, 0, size_bytes, len(data))
+            raise short(key, self.url, 0, size_bytes, len(data))
         return data
 
     def get_ranges(
@@ -132,7 +128,7 @@ class LocalStore:
             for offset, length in ranges:
                 check_range(key, offset, length)
                 if offset + length > size_bytes:
-                    raise self._short(key, offset, length, size_bytes)
+                    raise short(key, self.url, offset, length, size_bytes)
             check_into(key, ranges, into)
             # not bytearrays: those would be zeroed first
             views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
@@ -147,10 +143,10 @@ class LocalStore:
             try:
                 status = path.stat()
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
         if not stat.S_ISREG(status.st_mode):
-            raise self._missing(key)
-        return ObjectInfo(key, status.st_size, status.st_mtime)
+            raise missing(key, self.url)
+        return _info(key, status)
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         """The size of each of these that is there."""
@@ -201,7 +197,7 @@ class LocalStore:
             try:
                 os.utime(self._path(key))
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
 
     def release(self, key: str) -> None:
         """Delete `key` and drop its lock."""
@@ -271,9 +267,7 @@ class LocalStore:
             if _is_open_as(fd, path):
                 return  # a network file system did it, lost its reply and asked again
             _fsync_directory(path.parent)
-            raise AlreadyExistsError(
-                f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
-            ) from error
+            raise taken(key, self.url) from error
         except OSError as error:
             if error.errno in _NO_HARD_LINKS:
                 raise CapabilityError(
@@ -304,11 +298,11 @@ class LocalStore:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a planted FIFO must not make us wait
             except _GONE as error:
-                raise self._missing(key) from error
+                raise missing(key, self.url) from error
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
-                    raise self._missing(key)
+                    raise missing(key, self.url)
                 yield fd, status.st_size
             finally:
                 os.close(fd)
@@ -318,7 +312,7 @@ class LocalStore:
         while done < length:
             got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
             if got == 0:
-                raise self._short(key, offset, length, offset + done)
+                raise short(key, self.url, offset, length, offset + done)
             done += got
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -327,7 +321,7 @@ class LocalStore:
             for _, below, entries in self._walk(prefix):
                 for name, status in entries:
                     if stat.S_ISREG(status.st_mode):
-                        yield ObjectInfo(below + name, status.st_size, status.st_mtime)
+                        yield _info(below + name, status)
             # An unmount in mid-listing makes every directory look vanished; less than there is must not pass for all.
             if self._root_identity() != before:
                 raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
@@ -359,15 +353,6 @@ class LocalStore:
             )
         return status.st_dev, status.st_ino
 
-    def _missing(self, key: str) -> NotFoundError:
-        return NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
-
-    def _short(self, key: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
-        return IntegrityError(
-            f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
-            f"got a file of {size_bytes} bytes; run 'snapstore check'"
-        )
-
     @contextmanager
     def _failures(self, key: str, verb: str) -> Iterator[None]:
         """Turn an OSError into the error tree, with the name of the thing first."""
@@ -388,6 +373,11 @@ def _make_root(root: Path) -> None:
         _fsync_directory(level.parent)
     if not root.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    """The tag holds the time of the last change (ctime), which no copying or restoring tool can set."""
+    return ObjectInfo(key, status.st_size, status.st_mtime, f"{status.st_ino:x}-{status.st_ctime_ns:x}")
 
 
 def _entries(directory: Path) -> _Entries:

@@ -6,13 +6,16 @@ The same contract as every store, without the durability. Any thread may call an
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
+import xxhash
+
+from ..errors import InvalidInputError
 from . import (
     GET_LIMIT_BYTES,
     Buffer,
@@ -20,9 +23,13 @@ from . import (
     byte_view,
     check_into,
     check_key,
+    check_limit,
     check_prefix,
     check_range,
+    missing,
+    short,
     sizes_one_by_one,
+    taken,
 )
 
 _NAMED: dict[str, MemoryStore] = {}
@@ -40,6 +47,7 @@ class MemoryStore:
 
     def __init__(self, name: str = "memory") -> None:
         self.url = f"memory://{name}"
+        self.place = f"{self.url} {os.urandom(8).hex()}"
         self.clock: Callable[[], float] = time.time  # what `now_s` and `modified_s` read; tests set it
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
@@ -59,11 +67,7 @@ class MemoryStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """All bytes of `key`; see `ObjectStore.get`."""
         data, _ = self._object(key)
-        if len(data) > limit_bytes:
-            raise FormatError(
-                f"{key} in {self.url}: expected at most {limit_bytes} bytes, got {len(data)}; "
-                "this is no object of that kind, run 'snapstore check'"
-            )
+        check_limit(key, self.url, len(data), limit_bytes)
         return data
 
     def get_ranges(
@@ -74,10 +78,7 @@ class MemoryStore:
         for offset, length in ranges:
             check_range(key, offset, length)
             if offset + length > len(data):
-                raise IntegrityError(
-                    f"{key} in {self.url} at {offset}+{length}: expected all {length} bytes, "
-                    f"got an object of {len(data)} bytes; run 'snapstore check'"
-                )
+                raise short(key, self.url, offset, length, len(data))
         check_into(key, ranges, into)
         views = into if into is not None else [memoryview(bytearray(length)) for _, length in ranges]
         for (offset, length), view in zip(ranges, views, strict=True):
@@ -156,10 +157,8 @@ class MemoryStore:
         copy = bytes(byte_view(data))
         with self._lock:
             if key in self._objects:
-                raise AlreadyExistsError(
-                    f"{key} in {self.url}: expected a free name, found an object; read it to see whose it is"
-                )
-            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock())
+                raise taken(key, self.url)
+            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), xxhash.xxh3_64_hexdigest(copy))
             if held:
                 self._held.add(key)
 
@@ -168,7 +167,7 @@ class MemoryStore:
         with self._lock:
             found = self._objects.get(key)
         if found is None:
-            raise NotFoundError(f"{key} in {self.url}: expected an object, found none; run 'snapstore check'")
+            raise missing(key, self.url)
         return found
 
 

@@ -3,12 +3,13 @@
 Credentials, region, endpoint and addressing style come from where every AWS tool takes them (environment, profiles,
 instance roles), never from a URL. Nothing here repeats what a server says in full: its texts may hold key ids.
 
-Retries are ours alone (`send`, and storage/s3.py of bodies that break off): botocore's "standard" mode gives a client
+Retries are ours alone (`send`, and s3_reading.py of bodies that break off): botocore's "standard" mode gives a client
 500 tokens, 35 retries for all threads together, which eight writers spend within a second of a server's restart.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import threading
@@ -135,6 +136,38 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         ) from error
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
     return client
+
+
+#: http.client asks for 16 KiB at a time; larger pieces cost fewer calls. Each must leave within the time to connect.
+BODY_PIECE_BYTES = 256 * 1024
+
+
+class Body:
+    """A buffer as a file that botocore can send, once, without copying it."""
+
+    def __init__(self, view: memoryview, sha256: str) -> None:
+        self._view, self._at = view, 0
+        self.sha256 = sha256  # in hex; for the signer
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def read(self, size: int | None = -1) -> memoryview | bytes:
+        """The next piece; larger than asked for, since http.client asks for 16 KiB at a time."""
+        if size is None or size < 0:
+            return bytes(self._view[self._at :])
+        piece = self._view[self._at :][:BODY_PIECE_BYTES]
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of a file."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """As of a file."""
+        return self._at
 
 
 _SignerOfS3: Any = auth.S3SigV4Auth  # the stubs lack what is overridden

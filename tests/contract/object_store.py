@@ -11,6 +11,7 @@ hypothesis, and no other file of ours: `PYTHONPATH=.../snapstore/tests/contract 
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -332,6 +333,23 @@ class ObjectStoreContract:
         assert store.clean() == 0
         assert keys_of(store) == ["a/b/c"]
 
+    def test_a_tag_tells_two_objects_apart_that_are_as_large_and_as_old(self, store):
+        """`stat` and `list` give the same one (test_list_by_prefix); empty where the store cannot tell."""
+        tags = []
+        for data in (b"12345", b"12346", b"22345"):
+            store.put("a", data)
+            tags.append(store.stat("a").tag)
+            assert [info.tag for info in store.list("")] == tags[-1:]
+            assert store.stat("a").tag == tags[-1], "and it stays"
+            store.delete(["a"])
+            time.sleep(0.02)  # within a second, and beyond a tick of any clock
+        assert len(set(tags)) == 3 or set(tags) == {""}
+
+    def test_a_place_is_of_one_store(self, store):
+        with store.trial() as trial:
+            assert isinstance(store.place, str)
+            assert len({store.place, trial.place, ""}) == 3
+
     def test_repr_names_the_store(self, store):
         assert store.url in repr(store)
 
@@ -402,6 +420,7 @@ class ObjectStoreContract:
         store.put("a/b", b"x")
         store.hold("s", b"y")
         other = reopened(store)
+        assert (other.url, other.place) == (store.url, store.place)
         assert keys_of(other) == ["a/b", "s"]
         assert other.get("a/b") == b"x"
         assert other.is_held("s") in (True, None)

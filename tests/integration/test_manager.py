@@ -30,7 +30,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
-from snapstore.index import _Environment
+from snapstore.environment import Environment
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -758,7 +758,7 @@ def test_two_opens_in_one_process_share_the_environment(root):
             assert [s.step for s in one.snapshots("a")] == [0, 5]
         one.save({"n": 6, "w": weights(6)}, run="a", step=6)
         assert one._index._environment._users == 1
-    assert str(root / "index") not in {path for _, path in _Environment._open}
+    assert str(root / "index") not in {path for _, path in Environment._open}
     check_after(root, [0, 5, 6])
 
 

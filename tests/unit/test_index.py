@@ -10,21 +10,26 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import lmdb
+import msgspec
 import pytest
 import xxhash
 from faults import OPTIONS, check_restores, clone, keys_of, save
+from s3_stores import fresh_url, moto_bucket, needs_server
 
 from snapstore import IntegrityError, InvalidInputError, KeepLast, NotFoundError, Repository, StorageError, gc
 from snapstore import index as index_module
-from snapstore.index import _Environment
-from snapstore.records import encode
+from snapstore.environment import Environment
+from snapstore.records import Snapshot, encode
+from snapstore.storage import local
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+from snapstore.storage.s3 import S3Store
 
 TESTS = Path(__file__).parents[1]
 
@@ -60,6 +65,8 @@ def check_works(root: Path) -> None:
 
 
 def test_an_index_is_used_again(root, monkeypatch):
+    with Repository.open(root) as repository:
+        repository.view()  # reads: the copy of a file is another one, by its tag
     with Repository.open(root) as repository:
         monkeypatch.setattr(type(repository.store), "get", lambda *_, **__: pytest.fail("read a record"))
         assert len(repository.snapshots()) == 4
@@ -158,7 +165,7 @@ def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Environment, "put", put)
+        patch.setattr(Environment, "put", put)
         with Repository.open(root, options=OPTIONS) as repository:
             save(repository, "a", 4, 4)
             check_restores(repository)
@@ -173,7 +180,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
     def get(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(_Environment, "get", get)
+    monkeypatch.setattr(Environment, "get", get)
     with Repository.open(root, options=OPTIONS) as repository:
         save(repository, "a", 4, 4)
         check_restores(repository)
@@ -207,13 +214,24 @@ def test_a_read_only_repository_has_its_index_in_the_cache(root, monkeypatch, tm
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(LocalStore, "writable", lambda _: False)
     before = (root / "index" / "data.mdb").read_bytes()
+    folders: list[Path] = []
     with Repository.open(root, options=OPTIONS) as repository:
-        assert repository._index.folder == tmp_path / "cache" / repository.config.uuid
+        assert repository._index.folder.parent == tmp_path / "cache"
+        folders.append(repository._index.folder)
         check_restores(repository)
     assert (root / "index" / "data.mdb").read_bytes() == before
+    with Repository.open(shutil.copytree(root, tmp_path / "copy")) as repository:
+        folders.append(repository._index.folder)
+    assert folders[0] != folders[1], "a copy has the uuid of its original, and records of its own"
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
     with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
         Repository.open(root)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_module, "on_network", lambda _: True)  # home folders often are; LMDB must not be there
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert tmp_path / "cache" not in repository._index.folder.parents
+        check_restores(repository)
+    assert not repository._index.folder.exists()
 
 
 def test_a_network_file_system_has_its_index_in_the_cache(root, monkeypatch, tmp_path):
@@ -282,12 +300,14 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
         assert len(check_restores(repository)) == 5
 
 
-def test_a_record_damaged_behind_the_index_is_found_by_check(root):
+def test_a_record_damaged_behind_the_index_is_found_by_check(root, monkeypatch):
     path = record_of(root, "a@2")
-    data, status = bytearray(path.read_bytes()), path.stat()
+    info = LocalStore(root).stat(str(path.relative_to(root)))
+    data = bytearray(path.read_bytes())
     data[80] ^= 1
     path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a bit that flips on the disk renews no time
+    real = local._info  # a bit that flips on the disk renews no time and no tag
+    monkeypatch.setattr(local, "_info", lambda key, status: info if key == info.key else real(key, status))
     with Repository.open(root, options=OPTIONS) as repository:
         repository.restore("a@2")  # from the cached record: nothing is wrong with its data
         (problem,) = repository.check().problems
@@ -348,6 +368,56 @@ def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
         assert len(check_restores(repository)) == 3
 
 
+@contextmanager
+def within_one_second(kind, tmp_path, monkeypatch):
+    """A store of that kind; what is done inside gets one and the same `modified_s`."""
+    if kind == "memory":
+        store = MemoryStore()
+        store.clock = lambda: 1000.0
+        yield store
+    elif kind == "local":
+        yield LocalStore(tmp_path / "r", create=True)
+        # and the caller sets its times
+    elif kind == "moto":
+        with moto_bucket(monkeypatch) as url:
+            yield S3Store(url)
+    else:
+        yield S3Store(fresh_url())
+
+
+@pytest.mark.parametrize("kind", ["memory", "local", "moto", pytest.param("server", marks=needs_server)])
+def test_another_record_of_the_same_second_and_size(kind, tmp_path, monkeypatch):
+    """Two caches have seen a record; in its place comes another, as large and as old: both see that one."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with within_one_second(kind, tmp_path, monkeypatch) as store:
+        first = Snapshot(id="0" * 32, run="a", step=0, seq=0, state="committed", write_id="1" * 32)
+        second = msgspec.structs.replace(first, write_id="2" * 32)
+        caches = [index_module.Index(store, "0" * 32, tmp_path / str(n)) for n in range(2)]
+        for _ in range(20):  # until both fall into one second
+            store.put(first.key, encode(first))
+            before = store.stat(first.key)
+            assert [cache.refresh().get(first.id) for cache in caches] == [first, first]
+            store.delete([first.key])
+            store.put(second.key, encode(second))
+            if kind == "local":
+                os.utime(store.root / second.key, (before.modified_s, before.modified_s))
+            after = store.stat(second.key)
+            if (before.size_bytes, before.modified_s) == (after.size_bytes, after.modified_s):
+                break
+            store.delete([first.key])
+            time.sleep(1.05 - time.time() % 1)
+        else:
+            pytest.fail("never within one second")
+        assert [cache.refresh().get(first.id) for cache in caches] == [second, second]
+        for n, cache in enumerate(caches):
+            cache.close()
+            again = index_module.Index(store, "0" * 32, tmp_path / str(n))
+            monkeypatch.setattr(again, "_get_record", lambda key: pytest.fail(f"read {key} again"))
+            assert again.refresh().get(first.id) == second
+            again.close()
+        store.delete([first.key])
+
+
 def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
     """Committing asks the store for nothing more; from the listing on, another record in its place is seen."""
     with Repository.open(root, options=OPTIONS) as repository:
@@ -386,10 +456,10 @@ def test_a_cache_of_the_schema_before_is_dropped(root):
     with environment.begin(write=True) as transaction:
         meta, held = (environment.open_db(name, txn=transaction) for name in (b"meta", b"records"))
         identity = transaction.get(b"identity", db=meta)
-        assert identity.startswith(b"2 ")
-        transaction.put(b"identity", b"1" + identity[1:], db=meta)
+        assert identity.startswith(b"3 ")
+        transaction.put(b"identity", b"2" + identity[1:], db=meta)
         for key, data in list(transaction.cursor(db=held)):
-            transaction.put(key, data[16:], db=held)
+            transaction.put(key, data[:16] + data[32:], db=held)
     environment.close()
     used = (root / "index" / "data.mdb").stat().st_size
     digest = xxhash.xxh3_64_hexdigest((root / "index" / "data.mdb").read_bytes()[:used])
@@ -587,13 +657,13 @@ def test_only_records_that_rule_are_read(tmp_path):
 def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
     """Of a remote store in the cache, apart from that of a copy elsewhere."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    store = SimpleNamespace(url=url)
+    store = SimpleNamespace(url=url, place=url)
     folder, temporary = index_module.folder_for(store, "0" * 32)
     assert (temporary is None) is (place == "cache")
     assert (tmp_path / "cache" in folder.parents) is (place == "cache")
     if temporary is None:
         assert folder.name.startswith("0" * 32)
-        assert index_module.folder_for(SimpleNamespace(url=url + "/x"), "0" * 32)[0] != folder
+        assert index_module.folder_for(SimpleNamespace(url=url, place=url + " mirror"), "0" * 32)[0] != folder
         monkeypatch.setattr(index_module, "on_network", lambda _: True)
         assert index_module.folder_for(store, "0" * 32)[1] is not None
     else:

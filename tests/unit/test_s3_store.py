@@ -16,8 +16,8 @@ from snapstore.errors import CapabilityError, InvalidInputError, StorageError, S
 from snapstore.index import folder_for
 from snapstore.storage import open_store
 from snapstore.storage.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
-from snapstore.storage.s3 import BODY_PIECE_BYTES, S3Store, _Body
-from snapstore.storage.s3_client import parse, translate
+from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3_client import BODY_PIECE_BYTES, Body, parse, translate
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_every_byte_of_every_range_has_a_piece(ranges):
 
 @given(st.binary(max_size=3 * 1024), st.lists(st.sampled_from(["read", "all", "rewind", "end"]), max_size=9))
 def test_a_body_is_a_file(data, calls):
-    body, at = _Body(memoryview(data), ""), 0
+    body, at = Body(memoryview(data), ""), 0
     assert len(body) == len(data)
     for call in calls:
         if call == "read":
@@ -265,7 +265,9 @@ def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
         store.put(f"packs/{i}/x", bytes(i))
     pages = []
     monkeypatch.setattr(
-        store, "_page", lambda *args, page=store._page, **options: pages.append(1) or page(*args, **options)
+        store._requests,
+        "page",
+        lambda *args, page=store._requests.page, **options: pages.append(1) or page(*args, **options),
     )
     assert store.sizes([f"packs/{i}/x" for i in (0, 1, 6, 7, 9)]) == {f"packs/{i}/x": i for i in (0, 1, 6, 7)}
     assert len(pages) <= 2  # and one to be sure of the missing one

@@ -1,0 +1,168 @@
+"""Environment: the one LMDB environment of a folder in this process, and the seal on its file.
+
+LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
+fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
+can kill the process; so behind every write the XXH3-64 of the file's used pages goes into `verified`, under a lock that
+openers share, and a file that does not match it is built anew before LMDB sees it. The folder is in use (cache.py) as
+long as the environment is open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import lmdb
+import xxhash
+
+from .cache import begin_use, end_use
+
+log = logging.getLogger("snapstore")
+SCHEMA = b"3"
+
+
+class Environment:
+    """Named databases `meta`, `records` and `manifests` in a folder; any thread may call anything.
+
+    Args:
+        uuid: of the repository; what the folder holds of another one is dropped.
+        limit_bytes: of the map; a put that does not fit raises lmdb.MapFullError.
+
+    Raises:
+        lmdb.Error, OSError: it cannot be used.
+    """
+
+    _open: ClassVar[dict[tuple[int, str], Environment]] = {}
+    _open_lock = threading.Lock()
+
+    def __init__(self, folder: Path, uuid: str, limit_bytes: int) -> None:
+        self._folder, self._uuid, self._limit_bytes = folder, uuid, limit_bytes
+        self._users = 0
+        self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
+        self._use = begin_use(folder)
+        try:
+            with self._locked():
+                if not self._seal_holds():
+                    self._remove()
+                self._open_lmdb()
+        except BaseException:
+            end_use(self._use)
+            raise
+
+    @classmethod
+    def open(cls, folder: Path, uuid: str, limit_bytes: int) -> Environment:
+        """The environment of a folder; opened once a process."""
+        name = (os.getpid(), str(folder.resolve()))
+        with cls._open_lock:
+            environment = cls._open.get(name) or cls(folder, uuid, limit_bytes)
+            cls._open[name] = environment
+            environment._users += 1
+            return environment
+
+    def release(self) -> None:
+        """One user less; the last closes."""
+        with self._open_lock:
+            self._users -= 1
+            if self._users == 0:
+                self._open.pop((os.getpid(), str(self._folder.resolve())), None)
+                self._env.close()
+                end_use(self._use)
+
+    def _open_lmdb(self) -> None:
+        self._env = lmdb.open(
+            str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
+        )
+        self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
+        with self._env.begin(write=True) as transaction:
+            identity = SCHEMA + b" " + self._uuid.encode()
+            if transaction.get(b"identity", db=self._databases[b"meta"]) != identity:
+                for database in self._databases.values():
+                    transaction.drop(database, delete=False)
+                transaction.put(b"identity", identity, db=self._databases[b"meta"])
+        self._seal()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The file lock that keeps a reader of `verified` away from a half-written index."""
+        with self._lock:
+            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(descriptor)
+
+    def _digest(self, used_bytes: int) -> str:
+        """XXH3-64 of the first bytes of the data file."""
+        state = xxhash.xxh3_64()
+        with (self._folder / "data.mdb").open("rb") as file:
+            left = used_bytes
+            while left > 0 and (piece := file.read(min(left, 4 * 1024 * 1024))):
+                state.update(piece)
+                left -= len(piece)
+        return f"{used_bytes} {state.hexdigest()}"
+
+    def _seal(self) -> None:
+        used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        seal, file = self._digest(used_bytes), self._folder / "verified"
+        if (
+            not file.exists() or file.read_text(errors="replace") != seal
+        ):  # a look that finds nothing new writes nothing
+            file.write_text(seal)
+
+    def _seal_holds(self) -> bool:
+        data = self._folder / "data.mdb"
+        if not data.exists():
+            return False
+        try:
+            seal = (self._folder / "verified").read_text()
+            used_bytes = int(seal.split()[0])
+            holds = data.stat().st_size >= used_bytes and self._digest(used_bytes) == seal
+        except (OSError, ValueError, IndexError):
+            holds = False
+        if not holds:
+            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
+        return holds
+
+    def _remove(self) -> None:
+        for name in ("data.mdb", "lock.mdb", "verified"):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def wipe(self) -> None:
+        """Start again with an empty index."""
+        with self._locked():
+            self._env.close()
+            self._remove()
+            self._open_lmdb()
+
+    def put(self, database: bytes, items: dict[str, bytes]) -> None:
+        """Store all items in one transaction."""
+        with self._locked():
+            with self._env.begin(write=True) as transaction:
+                for key, data in items.items():
+                    transaction.put(key.encode(), data, db=self._databases[database])
+            self._seal()
+
+    def get(self, database: bytes, key: str) -> bytes | None:
+        """One item."""
+        with self._lock, self._env.begin() as transaction:
+            value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
+            return value
+
+    def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
+        """All items, copied out so that no reader stays open."""
+        with self._lock, self._env.begin() as transaction:
+            return list(transaction.cursor(db=self._databases[database]))
+
+
+def _renew_lock() -> None:
+    Environment._open_lock = threading.Lock()  # the parent's may be held, by a thread that a child does not have
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,153 @@
+"""Reading from a bucket: whole objects and ranges, by several requests at once, and bodies that break off.
+
+In: keys and ranges. Out: all bytes, or an error; never fewer. A body that breaks off is asked for again from where it
+broke, and each body as a whole has an end of its time, so a server that gives a byte now and then holds nobody up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+from botocore.exceptions import ClientError, IncompleteReadError
+
+from ..errors import SnapstoreError, StorageError
+from ..threads import Threads
+from . import GET_LIMIT_BYTES, check_into, check_limit, check_range, short
+from .ranges import Piece, plan_pieces
+from .s3_client import BODY_FAILURES, pause, status_of
+from .s3_requests import Answer, Requests
+
+#: A body must come at this rate at least, over all its attempts [bytes/s].
+SLOWEST_BYTES_PER_S = 32 * 1024
+READ_PIECE_BYTES = 1024 * 1024
+#: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
+ASK_FIRST_BYTES = 64 * 1024**3
+
+
+class Reader:
+    """The reading half of a store in a bucket.
+
+    Args:
+        threads: for requests of one call that are under way at once.
+        read_timeout_s: how long an attempt waits for an answer.
+    """
+
+    def __init__(self, requests: Requests, threads: Threads, read_timeout_s: float) -> None:
+        self._requests, self._threads, self._read_timeout_s = requests, threads, read_timeout_s
+
+    def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
+        """All bytes of `key`; see `ObjectStore.get`."""
+        answer: Answer = self._requests.ask(key, "read", self._requests.client.get_object, key)
+        with self._requests.failures(key, "read"), closing(answer["Body"]):
+            size_bytes = self._requests.length_of(key, answer)
+            check_limit(key, self._requests.url, size_bytes, limit_bytes)
+            view: memoryview = np.empty(size_bytes, np.uint8).data
+            self._fill(key, 0, view, size_bytes, answer)
+        return view.tobytes()
+
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None
+    ) -> list[memoryview]:
+        """One view per range; see `ObjectStore.get_ranges`. Neighbours are read together, long ranges in pieces."""
+        if any(offset < 0 or length < 0 for offset, length in ranges):
+            self._requests.stat(key)  # a missing object is the graver news
+        for offset, length in ranges:
+            check_range(key, offset, length)
+        pieces: list[Piece] = []
+        last: tuple[Piece, Answer] | None = None  # its answer says how long the object is, before anything is written
+        if ranges and max(offset + length for offset, length in ranges) <= ASK_FIRST_BYTES:
+            pieces = plan_pieces(ranges)
+        with self._requests.failures(key, "read"):
+            if pieces:
+                answer, size_bytes = self._open_range(key, pieces[-1].offset, pieces[-1].length)
+                last = pieces[-1], answer
+            else:
+                size_bytes = self._requests.stat(key).size_bytes
+            try:
+                for offset, length in ranges:
+                    if offset + length > size_bytes:
+                        raise short(key, self._requests.url, offset, length, size_bytes)
+                check_into(key, ranges, into)
+                # not bytearrays: those would be zeroed first
+                views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
+                self._read_pieces(key, pieces or plan_pieces(ranges), views, size_bytes, last)
+            finally:
+                if last is not None:
+                    last[1]["Body"].close()
+        return list(views)
+
+    def _open_range(self, key: str, offset: int, length: int) -> tuple[Answer, int]:
+        """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
+        wanted = f"bytes={offset}-{offset + length - 1}"
+        try:
+            answer: Answer = self._requests.ask(key, "read", self._requests.client.get_object, key, Range=wanted)
+        except SnapstoreError as error:
+            if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) != 416:
+                raise
+            raise short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
+        got = answer.get("ContentRange", "")
+        span, _, size = got.removeprefix("bytes ").partition("/")
+        size_bytes = int(size) if size.isdecimal() else -1
+        if span != f"{offset}-{min(offset + length, size_bytes) - 1}":
+            answer["Body"].close()
+            raise StorageError(
+                f"{key} in {self._requests.url} at {offset}+{length}: the server answered with another range "
+                f"({got or 'all'}); use another server (docs/s3.md)"
+            )
+        return answer, size_bytes
+
+    def _read_pieces(
+        self, key: str, pieces: Sequence[Piece], views: Sequence[memoryview], size_bytes: int,
+        last: tuple[Piece, Answer] | None,
+    ) -> None:  # fmt: skip
+        """Fill the views; `last` is a piece whose answer is here already."""
+
+        def read(piece: Piece) -> None:
+            share = piece.shares[0]
+            whole = len(piece.shares) == 1
+            view = views[share.which][share.start :][: share.length] if whole else np.empty(piece.length, np.uint8).data
+            answer = last[1] if last is not None and piece is last[0] else None
+            with self._requests.failures(key, "read"):
+                self._fill(key, piece.offset, view, size_bytes, answer)
+            for share in () if whole else piece.shares:
+                views[share.which][share.start :][: share.length] = view[share.at :][: share.length]
+
+        if len(pieces) > 1:
+            self._threads.start(read, pieces[::-1])()
+        else:
+            for piece in pieces:
+                read(piece)
+
+    def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: Answer | None) -> None:
+        """Fill `view` with what begins at `offset`; a body that breaks off is asked for again from there."""
+        done = failures = 0
+        ends_s = time.monotonic() + self._requests.attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
+        while done < len(view):
+            if answer is None:  # its failures are final: they have been tried often enough
+                answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
+                if now_bytes != size_bytes:
+                    answer["Body"].close()
+                    raise short(key, self._requests.url, offset, len(view), now_bytes)
+            try:
+                while done < len(view):
+                    if time.monotonic() > ends_s:
+                        raise StorageError(
+                            f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came in the "
+                            "time there is; check the network and the server, then try again"
+                        )
+                    count = answer["Body"].readinto(view[done : done + READ_PIECE_BYTES])
+                    if not count:  # of an answer that says less than its range
+                        raise IncompleteReadError(actual_bytes=done, expected_bytes=len(view))
+                    done += count
+                    failures = 0
+            except BODY_FAILURES:
+                failures += 1
+                if failures >= self._requests.attempts:
+                    raise
+                pause(failures)
+            finally:
+                answer["Body"].close()
+                answer = None

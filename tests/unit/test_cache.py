@@ -1,0 +1,185 @@
+"""The cache is bounded: what was used longest ago goes, what is in use stays, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from faults import OPTIONS, check_restores, save
+
+from snapstore import Repository, cache
+from snapstore.cache import begin_use, end_use, shrink
+from snapstore.storage.local import LocalStore
+
+KiB = 1024
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def index_of(folder: Path, number: int, used_s: float | None = None, size_bytes: int = 64 * KiB) -> Path:
+    """A closed index of that size, last used then."""
+    path = folder / f"{number:032x}-{number:016x}"
+    end_use(begin_use(path))
+    (path / "data.mdb").write_bytes(os.urandom(size_bytes))
+    if used_s is not None:
+        os.utime(path / "used", (used_s, used_s))
+    return path
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_longest_unused_goes_first(folder):
+    paths = [index_of(folder, n, used_s=1000 + (n * 7) % 5) for n in range(5)]
+    by_use = sorted(paths, key=lambda path: (path / "used").stat().st_mtime)
+    shrink(5 * 64 * KiB + 64 * KiB)
+    assert names(folder) == {path.name for path in paths}
+    shrink(2 * 64 * KiB + 32 * KiB)
+    assert names(folder) == {path.name for path in by_use[-2:]}
+    end_use(begin_use(by_use[-2]))  # a use makes it young
+    shrink(64 * KiB + 32 * KiB)
+    assert names(folder) == {by_use[-2].name}
+    shrink(0)
+    assert names(folder) == set()
+    shrink(0)
+
+
+def test_a_sparse_map_counts_by_what_it_takes(folder):
+    path = index_of(folder, 1)
+    with (path / "data.mdb").open("ab") as file:
+        file.truncate(2**40)
+    shrink(256 * KiB)
+    assert names(folder) == {path.name}
+
+
+def test_what_is_no_index_of_ours_is_left_alone(folder):
+    path = index_of(folder, 1)
+    others = ["held", "0" * 32, f"{'0' * 32}-{'0' * 15}", f"{'0' * 32}-{'0' * 16}.bak", "photos", f"x{path.name}"]
+    for name in others:
+        (folder / name).mkdir()
+        (folder / name / "file").write_bytes(bytes(8 * KiB))
+    (folder / "evicted-0123456789abcdef").mkdir()  # somebody was killed
+    (folder / "evicted-0123456789abcdef" / "data.mdb").write_bytes(b"x")
+    shrink(0)
+    assert names(folder) == set(others)
+    assert all((folder / name / "file").exists() for name in others)
+
+
+USER = """
+import sys
+from pathlib import Path
+from snapstore.cache import begin_use
+begin_use(Path(sys.argv[1]))
+print("in use", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_in_use_stays_however_old_it_is(folder):
+    mine, theirs, nobodys = (index_of(folder, n, used_s=1000 + n) for n in range(3))
+    use = begin_use(mine)
+    os.utime(mine / "used", (1, 1))
+    with subprocess.Popen([sys.executable, "-c", USER, theirs], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        assert user.stdout.readline() == b"in use\n"
+        os.utime(theirs / "used", (2, 2))
+        shrink(0)
+        assert names(folder) == {mine.name, theirs.name}
+        assert not nobodys.exists()
+        user.kill()
+        user.wait()
+    shrink(0)
+    assert names(folder) == {mine.name}
+    end_use(use)
+    shrink(0)
+    assert names(folder) == set()
+
+
+def test_users_beside_those_who_remove(folder):
+    """A folder in use is there and whole, however often others remove it; six threads, each with locks of its own."""
+    path = folder / f"{'a' * 32}-{'b' * 16}"
+    ends_s, failures, removed = time.monotonic() + 2, [], []
+
+    def use(me: int) -> None:
+        while time.monotonic() < ends_s:
+            try:
+                fd = begin_use(path)
+                mark = path / f"mark{me}"
+                mark.write_bytes(os.urandom(10))
+                data = mark.read_bytes()
+                time.sleep(0.001)
+                assert mark.read_bytes() == data
+                end_use(fd)
+                time.sleep(0.001)  # lets those who remove have it
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+    def remove() -> None:
+        while time.monotonic() < ends_s:
+            there = path.exists()
+            shrink(0)
+            removed.append(there and not path.exists())
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
+    threads += [threading.Thread(target=remove) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert sum(removed) > 5, "nothing was ever removed: this test has shown nothing"
+
+
+@pytest.mark.parametrize("broken", ["iterdir", "rename"])
+def test_a_cache_that_cannot_be_tidied(folder, monkeypatch, broken):
+    path = index_of(folder, 1)
+
+    def fail(*_):
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(Path, broken, fail)
+    shrink(0)
+    monkeypatch.undo()
+    assert (path / "data.mdb").exists()
+
+
+def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
+    """Opening one removes the others' that are closed; all work as before."""
+    roots = [tmp_path / f"r{n}" for n in range(3)]
+    for n, root in enumerate(roots):
+        with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
+            for step in range(2):
+                save(repository, "a", step, n + step)
+    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
+    monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
+    with Repository.open(roots[0], options=OPTIONS) as first:
+        with Repository.open(roots[1]) as second:
+            assert names(folder) == {first._index.folder.name, second._index.folder.name}
+            assert len(check_restores(second)) == 2
+        with Repository.open(roots[2]) as third, Repository.open(roots[0]) as again:
+            assert names(folder) == {first._index.folder.name, third._index.folder.name}
+            assert len(check_restores(third)) == len(check_restores(again)) == 2
+        assert len(check_restores(first)) == 2
+    with Repository.open(roots[1]) as second:
+        assert names(folder) == {second._index.folder.name}
+        assert len(check_restores(second)) == 2
+
+
+def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
+    monkeypatch.setattr(cache.shrink, "__defaults__", (100 * KiB,))
+    old = [index_of(folder, n, used_s=n + 1.0) for n in range(4)]
+    Repository.create(tmp_path / "r").close()
+    assert not old[0].exists()
+    Repository.open(tmp_path / "r").close()
+    assert sum(cache._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "the open one is beside the bound"

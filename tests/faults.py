@@ -7,10 +7,14 @@ code, one store operation of one actor at a time. `values(run, version)` is a pu
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import count
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +23,18 @@ import lmdb
 import numpy as np
 import torch
 
-from snapstore import Repository, SaveOptions, Snapshot
+from snapstore import Repository, SaveOptions, Snapshot, manifest, records
+from snapstore.check import CheckResult
 from snapstore.errors import SnapstoreError, StorageError, StorageFullError
 from snapstore.storage import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.locks import _HELD_FDS, let_go
 from snapstore.storage.memory import MemoryStore
 
-CHUNK_BYTES = 1024
+#: All cases of every test; else a sample, which `SEED`, a new one in every run of pytest (conftest.py), rotates.
+THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
+SEED = int(os.environ.get("SNAPSTORE_TEST_SEED", "0"))
+
 OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
 
 Values = Callable[[str, int], Any]
@@ -169,6 +177,11 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
     return sorted(info.key for info in store.list(prefix))
 
 
+def sampled(total: int, every: int) -> range:
+    """Every so many-th of `total` cases, beginning elsewhere in every run; all of them if `THOROUGH`."""
+    return range(total) if THOROUGH else range(SEED % min(every, total), total, every)
+
+
 # --- one thread, no sleep --------------------------------------------------------------------------------------------
 
 
@@ -203,6 +216,7 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     monkeypatch.setattr("snapstore.session.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
         monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
+        monkeypatch.setattr("snapstore.index.folder_for", lambda *_: (Path("nowhere"), None))
 
 
 def _no_index(*_: object) -> Any:
@@ -276,24 +290,22 @@ def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple
         return {s.id: (s.step, version_of(s), tuple(s.tags)) for s in repository.snapshots()}
 
 
-def check_restores(
-    repository: Repository, about: str = "", *, check: bool = True, expected: Values = values
-) -> list[Snapshot]:
+#: What has been restored by repositories that had just been opened, see `_content_of`.
+_RESTORED: set[bytes] = set()
+_CLEAN = count(SEED)
+#: At every so many-th of its calls `check_clean` lets `check` decode all chains, as the restores beside it do.
+DECODED_EVERY = 1 if THOROUGH else 8
+
+
+def check_restores(repository: Repository, about: str = "", *, expected: Values = values) -> list[Snapshot]:
     """Every committed and forgotten snapshot restores bit by bit, and `check` says the same; the committed ones."""
-    view = repository.view()
-    for snapshot in view.snapshots(states=("committed", "forgotten")):
-        state = repository.restore(f"id:{snapshot.id}")
-        assert same(state, expected(*version_of(snapshot))), f"{about}: {snapshot.ref} differs"
-    found = repository.check("restore" if check else "metadata")
-    assert found.problems == [], about
-    assert {s.id for s in found.restorable} == {s.id for s in view.snapshots(states=("committed", "forgotten"))}, about
-    return view.snapshots()
+    return _committed(_check(repository, about, "restore", expected, set()))
 
 
 def check_whole(store: ObjectStore, about: str = "", *, run: str = "a") -> None:
     """After a fault: all restores, a save works, a gc works and leaves nothing that is not needed."""
     with opened(store) as repository:
-        before = {s.id for s in check_restores(repository, about, check=False)}
+        before = {s.id for s in restored(repository, about)}
         after = save(repository, run, 900, 900)
         assert {s.id for s in repository.snapshots()} == before | {after.id}, about
         result = repository.gc()
@@ -301,16 +313,58 @@ def check_whole(store: ObjectStore, about: str = "", *, run: str = "a") -> None:
     check_clean(store, about)
 
 
+def restored(repository: Repository, about: str = "") -> list[Snapshot]:
+    """As `check_restores`, of a repository that has just been opened: what others like it have restored is believed."""
+    return _committed(_check(repository, about, "metadata", values, _RESTORED))
+
+
 def check_clean(store: ObjectStore, about: str = "", *, expected: Values = values) -> None:
-    """Nothing is there that nobody needs."""
+    """All restores, and nothing is there that nobody needs."""
     with opened(store) as repository:
-        check_restores(repository, about, expected=expected)
-        assert repository.stats().unneeded_bytes == 0, about
+        level = "data" if next(_CLEAN) % DECODED_EVERY else "restore"
+        assert _check(repository, about, level, expected, _RESTORED).unneeded_bytes == 0, about
         assert keys_of(store, "sessions/") == [], about
         assert [key for key in keys_of(store, "gc/") if not key.endswith(".done")] == [], about
         assert len(keys_of(store, "gc/")) <= 10, about
         if isinstance(store, LocalStore):
             assert list((store.root / "tmp").iterdir()) == [], about
+
+
+def _committed(found: CheckResult) -> list[Snapshot]:
+    return [snapshot for snapshot in found.restorable if snapshot.state == "committed"]
+
+
+def _check(repository: Repository, about: str, level: str, expected: Values, seen: set[bytes]) -> CheckResult:
+    snapshots = repository.view().snapshots(states=("committed", "forgotten"))
+    for snapshot in snapshots:
+        content = _content_of(repository.store, snapshot, expected)
+        if content not in seen:
+            state = repository.restore(f"id:{snapshot.id}")
+            assert same(state, expected(*version_of(snapshot))), f"{about}: {snapshot.ref} differs"
+            if content is not None:
+                seen.add(content)
+    found = repository.check(level)
+    assert found.problems == [], about
+    assert {s.id for s in found.restorable} == {s.id for s in snapshots}, about
+    return found
+
+
+def _content_of(store: ObjectStore, snapshot: Snapshot, expected: Values) -> bytes | None:
+    """A digest of all bytes that a restore reads and of what it must give; None of a store that is far away.
+
+    Of thousands of copies of a few prepared stores, each differs from the others by what a fault has altered.
+    """
+    if not isinstance(store, MemoryStore | LocalStore):
+        return None
+    refs = snapshot.manifests
+    about = type(store), expected, version_of(snapshot), [(ref.key, ref.part) for ref in refs]
+    digest = hashlib.sha256(repr(about).encode())
+    for ref in refs:
+        data = store.get(ref.key)
+        digest.update(data)
+        for name in manifest.decode_header(data, ref.key).pack_names:
+            digest.update(store.get(records.pack_key(name)))
+    return digest.digest()
 
 
 # --- actors that take turns ------------------------------------------------------------------------------------------

@@ -22,34 +22,21 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import AlreadyExistsError, CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
+from .errors import CapabilityError, FormatError, IntegrityError, NotFoundError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
-from .pack import DEFAULT_PACK_BYTES, Encoded, PackWriter
+from .pack import DEFAULT_PACK_BYTES, Encoded
+from .packing import Packs
 from .records import ManifestRef, manifest_key, pack_key
 from .session import Session
 from .state.arrays import Memory, as_bytes
 from .state.flatten import Part
 from .state.tensors import TensorSpec
 from .storage import ObjectStore
-from .threads import Threads
 
 log = logging.getLogger("snapstore")
-#: Packs that are hashed and put while the next one fills: so many bytes at most (`pack_bytes` counts), but one pack
-#: always, however large. So a save holds at most n + 1 buffers of `pack_bytes` and a slack, n = `puts_in_flight`: 8 + 1
-#: at 32 MiB on a store that takes so many, 1 + 1 above 128 MiB. Idle ones are among them, as a new one is made only
-#: when none is idle; one that had to grow is not kept.
-PUT_BYTES_IN_FLIGHT = 256 * 1024 * 1024
-PUTS_IN_FLIGHT = 2
-#: As many as the store takes at once, or so many when an engine fills packs faster than one core hashes them.
+#: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
-#: Room in a pack's buffer for the blob that fills it and for the footer, or two chunks where they are larger; a larger
-#: pack makes its buffer grow.
-PACK_SLACK_BYTES = 2 * 1024 * 1024
-#: How often an object is put that was there and then was not.
-PUT_ATTEMPTS = 4
-#: An object that is there already is compared in pieces of so many bytes.
-COMPARED_BYTES = 4 * 1024 * 1024
 #: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
 VERIFY_ONE_IN = 64
 
@@ -154,7 +141,7 @@ def _write_manifests(
     plan: Plan, rank: int,
 ) -> Written:  # fmt: skip
     """One manifest a part, durable; every pack they name is durable before."""
-    written = Written(stored_bytes=sum(chunks.pack_sizes[len(chunks.bases.packs) :]), chunks=chunks.rows)
+    written = Written(stored_bytes=sum(chunks.packs.sizes), chunks=chunks.rows)
     written.new_chunks, written.unpaid = chunks.new_chunks, chunks.unpaid()
     rows = _Rows.concatenate(chunks.done)
     puts = []
@@ -170,7 +157,7 @@ def _write_manifests(
             part=part.name, rank=rank, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
             logical_bytes=logical_bytes,
         )  # fmt: skip
-        puts.append(chunks.start_put(manifest_key(ref.sha256), data))
+        puts.append(chunks.packs.start_put(manifest_key(ref.sha256), data))
         written.manifests.append(ref)
         written.headers[ref.sha256] = manifest.header_bytes(data)
         written.in_memory.append(manifest.decode(data, ref.key))
@@ -181,50 +168,6 @@ def _write_manifests(
         durable()
     session.heartbeat()
     return written
-
-
-def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
-    """Put a content-addressed object; one that is there already must be this very one (a lost response, repeated).
-
-    Its name covers the id of the session, so nobody but this save or recode has put it, and no gc deletes it.
-
-    Raises:
-        IntegrityError: what is there is not what its name says.
-        StorageError: it comes and goes.
-    """
-    for _ in range(PUT_ATTEMPTS):
-        try:
-            store.put(key, data)
-            return
-        except AlreadyExistsError:
-            with suppress(NotFoundError):  # deleted meanwhile
-                _check_same(store, key, memoryview(data))
-                return
-    raise StorageError(
-        f"{key} in {store.url}: reported as existing and then not found, {PUT_ATTEMPTS} times; "
-        "nothing but 'snapstore gc' may delete objects here"
-    )
-
-
-def _check_same(store: ObjectStore, key: str, data: memoryview) -> None:
-    """Raise IntegrityError unless an object is just this, NotFoundError when it is gone."""
-    advice = "it was damaged or altered; run 'snapstore check', then save again"
-    size_bytes = store.stat(key).size_bytes
-    if size_bytes != len(data):
-        raise IntegrityError(f"{key} in {store.url}: expected {len(data)} bytes, got {size_bytes}: {advice}")
-    for start in range(0, size_bytes, COMPARED_BYTES):
-        piece = data[start : start + COMPARED_BYTES]
-        (found,) = store.get_ranges(key, [(start, len(piece))])
-        if found != piece:
-            raise IntegrityError(
-                f"{key} in {store.url}: expected the {size_bytes} bytes that its name is the SHA-256 of, "
-                f"got others from {start} on: {advice}"
-            )
-
-
-def puts_in_flight(pack_bytes: int, wanted: int) -> int:
-    """How many packs may be hashed and put at once, beside the one that fills; see PUT_BYTES_IN_FLIGHT."""
-    return max(1, min(wanted, PUT_BYTES_IN_FLIGHT // pack_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +248,6 @@ class _Chunks:
     ) -> None:  # fmt: skip
         self._store, self._engines, self._session = store, engines, session
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
-        self._save_id = bytes.fromhex(session.id)
         self.rows = 0
         self._rows_begun = 0  # of them, those that have been hashed
         self.new_chunks = 0
@@ -317,20 +259,14 @@ class _Chunks:
         self._encoding: deque[_Encoding] = deque()
         self._verifying: list[Callable[[], object]] = []
         self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
-        self._part = ""
-        self._writer: PackWriter | None = None
-        self._putters = Threads(puts_in_flight(plan.pack_bytes, max(PUTS_IN_FLIGHT, store.puts_at_once)))
-        self._free: list[Bytes] = []  # buffers of packs that have been put
-        self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
-        self.packs = list(bases.packs)  # own packs follow; their names are known once they are put
-        self.pack_sizes = list(bases.pack_sizes)
+        self.packs = Packs(store, session, plan.pack_bytes, plan.chunk_bytes)
         self._own: dict[bytes, int] = {}  # digest -> row of this save
 
     # -- chunks in
 
     def begin_part(self, name: str) -> None:
         """Packs never mix parts."""
-        self._part = name
+        self.packs.begin(self._rank, name)
 
     def add_tensor(self, part: int, index: int, name: str, spec: TensorSpec, data: Memory) -> None:
         """Cut a tensor's bytes into chunks."""
@@ -363,12 +299,11 @@ class _Chunks:
             self._encode()
         while self._encoding:
             self._drain()
-        self._seal()
+        self.packs.seal()
 
     def finish(self) -> None:
         """Every pack is durable, and what was to be verified is."""
-        while self._puts:
-            self._await_put()
+        self.packs.finish()
         self._verified()
 
     def close(self) -> None:
@@ -377,11 +312,8 @@ class _Chunks:
         for wait in (*begun, *self._verifying):
             with suppress(Exception):
                 wait()
-        if self._writer is not None:
-            with suppress(Exception):
-                self._writer.settle()
-        self._putters.close()
-        self._engines.rest(self._free)
+        self.packs.close()
+        self._engines.rest(self.packs.idle)
 
     def unpaid(self) -> set[tuple[int, int]]:
         """(part, tensor) of those for which bases were tried and no delta paid."""
@@ -395,12 +327,8 @@ class _Chunks:
             return
         self._flush()
         self._engine = engine
-        more = puts_in_flight(self._plan.pack_bytes, PUTS_IN_FLIGHT_OF_DEVICES)
-        if engine is not self._engines.cpu and self._putters.count < more:
-            while self._puts:
-                self._await_put()
-            self._putters.close()
-            self._putters = Threads(more)
+        if engine is not self._engines.cpu:
+            self.packs.hasten(PUTS_IN_FLIGHT_OF_DEVICES)
 
     def _flush(self) -> None:
         """Begin to hash the batch; encode the one before, whose digests are there by now."""
@@ -515,19 +443,10 @@ class _Chunks:
     def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
         """Blobs into packs, and where they lie into the columns; `at`: the first one's place among the new ones."""
         entries = encoded.entries
-        ends = (entries["offset"] + entries["length"] + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
         blobs = np.empty((len(entries), 4), np.int64)
         blobs[:, 0], blobs[:, 3] = entries["transform"], entries["length"]
-        first = 0
-        while first < len(entries):
-            writer = self._writer or self._open(encoding.engine)
-            needed = self._plan.pack_bytes - writer.size_bytes + int(entries["offset"][first])
-            last = min(int(np.searchsorted(ends, needed)) + 1, len(entries))
-            blobs[first:last, 2] = writer.extend(encoded, first, last)
-            blobs[first:last, 1] = len(self.packs) - 1
-            if writer.size_bytes >= self._plan.pack_bytes:
-                self._seal()
-            first = last
+        blobs[:, 1], blobs[:, 2] = self.packs.add(encoded, encoding.engine)
+        blobs[:, 1] += len(self.bases.packs)  # own packs follow those of the bases
         new = slice(at, at + len(entries))
         rows, candidates = encoding.new[new], encoding.candidates[new]
         is_delta = entries["transform"] == blob.XOR
@@ -595,44 +514,6 @@ class _Chunks:
                     "and test the memory of this machine and its GPU"
                 ) from error
 
-    # -- packs out
-
-    def _open(self, engine: Engine) -> PackWriter:
-        """Begin the next pack."""
-        sequence = len(self.packs) - len(self.bases.packs)
-        slack_bytes = max(PACK_SLACK_BYTES, 2 * self._plan.chunk_bytes)
-        buffer = self._free.pop() if self._free else engine.buffer(self._plan.pack_bytes + slack_bytes)
-        self._writer = PackWriter(self._save_id, self._rank, sequence, self._part, buffer)
-        self.packs.append("")
-        self.pack_sizes.append(0)
-        return self._writer
-
-    def _seal(self) -> None:
-        """Hash and put the pack in the background, as many at a time as there are threads for it."""
-        if self._writer is None:
-            return
-        writer, self._writer = self._writer, None
-        while len(self._puts) >= self._putters.count:
-            self._await_put()
-        self._puts.append((len(self.packs) - 1, self._putters.start(self._put, [writer])))
-
-    def _put(self, writer: PackWriter) -> tuple[str, int]:
-        data = writer.seal()
-        name = hashlib.sha256(data).hexdigest()
-        put_once(self._store, pack_key(name), data)
-        if not writer.grown:
-            self._free.append(writer.buffer)
-        return name, len(data)
-
-    def start_put(self, key: str, data: bytes) -> Callable[[], object]:
-        """Begin to put a manifest; the call it returns waits until it is durable."""
-        return self._putters.start(lambda item: put_once(self._store, *item), [(key, data)])
-
-    def _await_put(self) -> None:
-        number, result = self._puts.popleft()
-        ((self.packs[number], self.pack_sizes[number]),) = result()
-        self._session.heartbeat()
-
     # -- columns out
 
     def table(self, rows: _Rows, first_row: int, count: int) -> tuple[ChunkTable, list[str], list[int]]:
@@ -668,7 +549,8 @@ class _Chunks:
             ref_starts=np.zeros(len(is_own), np.uint32),
             ref_sizes=np.repeat(lengths, counts),
         )
-        return table, [self.packs[n] for n in used.tolist()], [self.pack_sizes[n] for n in used.tolist()]
+        names, sizes = [*self.bases.packs, *self.packs.names], [*self.bases.pack_sizes, *self.packs.sizes]
+        return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]
 
 
 def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest]) -> Bases:

@@ -1,0 +1,541 @@
+"""Rewrite: give snapshots manifests that refer to other blobs, published as the next revision of each record.
+
+In: snapshots, and a subclass of `Rewriting` that says which references go and makes what takes their place (recode.py,
+compact.py). Out: new packs, new manifests, new revisions. Nothing is edited in place; what nobody needs any more is
+gc's to delete. One snapshot after the other, each under a session of its own (docs/design/protocol.md, "Rewriting"):
+
+    begin     PUT sessions/<id>, which names the next revision; only then LIST marks, only then LIST records: what is
+              there already, and no gc wants, is shared
+    write     new blobs, each verified before it is packed; then manifests; all durable before
+    commit    create-only PUT of the next revision; who loses reads again and repeats
+    end       DELETE sessions/<id>
+
+A crash between any two steps leaves the snapshot as it was or rewritten, and packs that nobody needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from . import blob, manifest, pack
+from .blob import Column
+from .digest import Bytes
+from .engine import Engine
+from .errors import ConflictError, FormatError, IntegrityError, NotFoundError
+from .index import Index, View
+from .manifest import ChunkTable, Manifest
+from .pack import ENTRY, Encoded
+from .packing import Packs
+from .records import ManifestRef, Snapshot, pack_key, record_key
+from .session import Claim
+from .storage import ObjectStore
+from .threads import Threads
+
+log = logging.getLogger("snapstore")
+#: How often a snapshot that others revise meanwhile is begun again.
+ATTEMPTS = 20
+DAMAGE = (IntegrityError, FormatError, NotFoundError)
+#: The bytes of a footer's entry that say which blob it is, wherever it lies: transform, element size, digest, base.
+NAME = np.array([16, 17, *range(32, 64)])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a blob lies."""
+
+    pack: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A manifest, and what packs' footers say of the blobs that it refers to."""
+
+    ref: ManifestRef
+    manifest: Manifest
+    entries: npt.NDArray[np.void]  # (m,) ENTRY of each reference
+    stale: Column  # (k,) of the references: those whose blobs do not stay as they are and where they are
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a part's chunk table is to become."""
+
+    table: ChunkTable
+    packs: Sequence[str]  # that `table.ref_packs` counts
+    stale: Column  # (k,) references whose place is still to be filled in
+    names: Sequence[bytes]  # (k,) which blob it is
+
+
+@dataclass(slots=True)
+class Work:
+    """One snapshot under its session.
+
+    Attributes:
+        view, marked: records and gc's candidates, both listed behind the session; None: candidates cannot be told.
+        places: of blobs that were there already.
+        new: blobs that this session has made: (number of its pack, offset, length).
+        before: stored bytes of what each of them replaces.
+    """
+
+    claim: Claim
+    packs: Packs
+    view: View
+    marked: set[str] | None
+    places: dict[bytes, Place] = field(default_factory=dict)
+    new: dict[bytes, tuple[int, int, int]] = field(default_factory=dict)
+    before: dict[bytes, int] = field(default_factory=dict)
+
+    def has(self, name: bytes) -> bool:
+        """Whether a blob has its place."""
+        return name in self.places or name in self.new
+
+    def add(self, encoded: Encoded, names: Sequence[bytes], before: Sequence[int], engine: Engine) -> None:
+        """Pack new blobs."""
+        numbers, offsets = self.packs.add(encoded, engine)
+        lengths = encoded.entries["length"].tolist()
+        self.new.update(zip(names, zip(numbers.tolist(), offsets.tolist(), lengths, strict=True), strict=True))
+        self.before.update(zip(names, before, strict=True))
+        self.claim.heartbeat()
+
+    def made(self) -> dict[bytes, Place]:
+        """Where the new blobs lie; their packs are durable."""
+        return {name: Place(self.packs.names[n], offset, length) for name, (n, offset, length) in self.new.items()}
+
+
+class Rewriting(ABC):
+    """One run over some snapshots. Use as a context manager.
+
+    Attributes:
+        rewritten: new revisions of the snapshots that needed it (of a dry run: as they are).
+        skipped: those that needed nothing, or were forgotten or collected meanwhile.
+        failed: (snapshot, why) of those that could not be rewritten; they are as they were.
+        made: blobs made or moved, each once: stored bytes before and after (of a dry run: not known, 0).
+    """
+
+    verb = "rewrite"
+
+    def __init__(
+        self, store: ObjectStore, index: Index, engine: Engine, *, pack_bytes: int, states: Sequence[str],
+        dry_run: bool,
+    ) -> None:  # fmt: skip
+        self.store, self.index, self.engine = store, index, engine
+        self._pack_bytes, self._states, self.dry_run = pack_bytes, states, dry_run
+        self.rewritten: list[Snapshot] = []
+        self.skipped: list[Snapshot] = []
+        self.failed: list[tuple[Snapshot, str]] = []
+        self.made: dict[bytes, tuple[int, int]] = {}
+        self.bytes_read = 0
+        self.sizes: dict[str, int] = {}  # of packs
+        self._readers = Threads(engine.readers)
+        self._listings: dict[str, npt.NDArray[np.void]] = {}
+        self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
+        self._places: dict[bytes, Place] = {}  # of blobs as they shall be, that committed snapshots held
+        self._looked = False  # whether those that were there before are among them
+        self._sound: set[bytes] = set()  # those of them that were read, or made here
+
+    def __enter__(self) -> Rewriting:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._readers.close()
+
+    # -- what a subclass decides
+
+    @abstractmethod
+    def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
+        """Which references of a manifest have to change, as indices; none: the manifest stays."""
+
+    @abstractmethod
+    def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
+        """Which blobs (n,) of a pack are as they shall be, and may be shared by whoever needs them."""
+
+    @abstractmethod
+    def write(self, work: Work, part: Part) -> Target:
+        """Make what a part lacks, by `work.add`, and say what its table becomes.
+
+        Raises:
+            IntegrityError, FormatError, NotFoundError: it is damaged.
+        """
+
+    # -- one snapshot
+
+    def run(self, snapshots: Iterable[Snapshot]) -> None:
+        """Rewrite snapshots; one that cannot be is noted, and the others go on."""
+        for snapshot in snapshots:
+            try:
+                self._rewrite_one(snapshot)
+            except (*DAMAGE, ConflictError) as error:
+                log.warning("run=%s step=%d: %s failed: %s", snapshot.run, snapshot.step, self.verb, error)
+                self.failed.append((snapshot, f"{snapshot.ref}: {error}"))
+
+    def _rewrite_one(self, snapshot: Snapshot) -> None:
+        """Rewrite one snapshot, again if another process revises it meanwhile.
+
+        Raises:
+            IntegrityError, FormatError, NotFoundError: it is damaged, and as it was.
+            ConflictError: others keep revising it.
+        """
+        made: set[bytes] = set()
+        for _ in range(ATTEMPTS):
+            ruling = self.index.refresh().get(snapshot.id)
+            if ruling is None or ruling.state not in self._states:
+                log.info("run=%s step=%d left alone: no longer there", snapshot.run, snapshot.step)
+                self.skipped.append(ruling or snapshot)
+                return
+            try:
+                parts = [self._part(ref) for ref in ruling.manifests]
+                if not any(len(part.stale) for part in parts):
+                    self.skipped.append(ruling)
+                    return
+                if self.dry_run:
+                    for part in parts:
+                        entries = part.entries[part.stale]
+                        self.made.update(zip(names_of(entries), zip(lengths_of(entries), repeat(0)), strict=False))
+                    self.rewritten.append(ruling)
+                    return
+                self.rewritten.append(self._rewrite(ruling, parts, made))
+                return
+            except ConflictError as error:
+                log.info("run=%s step=%d is begun again: %s", snapshot.run, snapshot.step, error)
+            except DAMAGE:
+                if _rules(self.index.refresh(), ruling):
+                    raise
+        raise ConflictError("other processes keep revising it; try again")
+
+    def _part(self, ref: ManifestRef) -> Part:
+        m = manifest.read(self.store, ref)
+        self.sizes.update(zip(m.header.pack_names, m.header.pack_size_list, strict=True))
+        entries = self.entries_of(m.table, m.header.pack_names, ref.key)
+        return Part(ref, m, entries, self.stale(m, entries))
+
+    def entries_of(self, table: ChunkTable, packs: Sequence[str], where: str) -> npt.NDArray[np.void]:
+        """What packs' footers say of every blob that a table refers to, (m,) ENTRY.
+
+        Raises:
+            IntegrityError, FormatError: a footer is damaged, or says something else than the table.
+        """
+        entries = np.zeros(len(table.ref_packs), ENTRY)
+        for number, name in enumerate(packs):
+            own = np.flatnonzero(table.ref_packs == number)
+            if not len(own):
+                continue
+            listing, offsets = self.listing(name), table.ref_offsets[own]
+            found = np.minimum(np.searchsorted(listing["offset"], offsets), len(listing) - 1)
+            if found.min() < 0 or (listing["offset"][found] != offsets).any():
+                raise IntegrityError(f"{pack_key(name)}: its footer lacks a blob; run 'snapstore check --read-data'")
+            entries[own] = listing[found]
+        same = (entries["length"] == table.ref_lengths) & (entries["raw_bytes"] == table.ref_sizes)
+        same &= entries["transform"] == table.ref_kinds
+        same &= (digests_of(entries) == table.ref_digests).all(axis=1)
+        if not same.all():
+            name = packs[int(table.ref_packs[np.argmin(same)])]
+            raise IntegrityError(f"{pack_key(name)}: its footer does not fit {where}; run 'snapstore check'")
+        return entries
+
+    def listing(self, name: str) -> npt.NDArray[np.void]:
+        """What a pack's footer lists, by offset.
+
+        Raises:
+            IntegrityError, FormatError: the pack or its footer is damaged.
+        """
+        if name not in self._listings:
+            try:
+                entries = pack.read_listing(self.store, pack_key(name), self.sizes[name]).entries
+            except NotFoundError as error:
+                raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
+            if not np.isin(entries["element_size"], (1, 2, 4, 8)).all():
+                raise IntegrityError(f"{pack_key(name)}: a blob of no element size; run 'snapstore check'")
+            self._listings[name] = entries[np.argsort(entries["offset"], kind="stable")]
+        return self._listings[name]
+
+    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part], made: set[bytes]) -> Snapshot:
+        """New packs, new manifests and the next revision; `made` collects the blobs that were new by it.
+
+        Raises:
+            ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
+        """
+        started = time.monotonic()
+        with Claim(self.store, record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)) as claim:
+            marked = claim.marked()
+            view = self.index.refresh()
+            if not _rules(view, ruling):
+                raise ConflictError("another process has revised it")
+            packs = Packs(self.store, claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
+            work = Work(claim, packs, view, marked)
+            try:
+                written = self._write_all(work, parts)
+            finally:
+                packs.close()
+                for buffer in packs.idle:
+                    self.engine.give_back(buffer)
+            refs = [ref for ref, _ in written]
+            self.made.update({name: (work.before[name], length) for name, (_, _, length) in work.new.items()})
+            made |= work.new.keys()
+            grown = sum(self.made[name][1] - self.made[name][0] for name in made)
+            grown += sum(ref.size_bytes for ref in refs) - sum(ref.size_bytes for ref in ruling.manifests)
+            revision = ruling.revised(manifests=refs, stored_bytes=max(0, ruling.stored_bytes + grown))
+            claim.publish(revision, lambda _: ruling.revised())
+        self.index.add(revision, {ref.sha256: manifest.header_bytes(data) for ref, data in written if data})
+        self._places.update(work.places | work.made())
+        self._sound |= work.new.keys()
+        log.info(
+            "run=%s step=%d %s: %d blobs rewritten, total=%.2fs", ruling.run, ruling.step, self.verb, len(work.new),
+            time.monotonic() - started,
+        )  # fmt: skip
+        return revision
+
+    def _write_all(self, work: Work, parts: Sequence[Part]) -> list[tuple[ManifestRef, bytes]]:
+        """Put what has no place yet, then the manifests, all durable on return: of every part its manifest.
+
+        The bytes are empty where it is the old one.
+        """
+        targets: list[Target | None] = []
+        for part in parts:
+            work.packs.begin(part.manifest.header.rank, part.manifest.header.part)
+            targets.append(self.write(work, part) if len(part.stale) else None)
+        work.packs.seal()
+        work.packs.finish()
+        self.sizes.update(zip(work.packs.names, work.packs.sizes, strict=True))
+        places = work.places | work.made()
+        written = [
+            (part.ref, b"") if target is None else self._remap(work.claim, part, target, places)
+            for part, target in zip(parts, targets, strict=True)
+        ]
+        for durable in [work.packs.start_put(ref.key, data) for ref, data in written if data]:
+            durable()
+        work.claim.heartbeat()
+        return written
+
+    def _remap(self, claim: Claim, part: Part, target: Target, places: dict[bytes, Place]) -> tuple[ManifestRef, bytes]:
+        """A part's manifest over its new table, every stale reference sent to its blob's place."""
+        header, table = part.manifest.header, target.table
+        numbers = {name: number for number, name in enumerate(target.packs)}
+        columns = {name: getattr(table, name).copy() for name in ("ref_packs", "ref_offsets", "ref_lengths")}
+        moved = [places[name] for name in target.names]
+        columns["ref_packs"][target.stale] = [numbers.setdefault(place.pack, len(numbers)) for place in moved]
+        columns["ref_offsets"][target.stale] = [place.offset for place in moved]
+        columns["ref_lengths"][target.stale] = [place.length for place in moved]
+        used, columns["ref_packs"] = np.unique(columns["ref_packs"], return_inverse=True)
+        names = list(numbers)
+        packs = [names[number] for number in used.tolist()]
+        m = part.manifest
+        data = manifest.encode(
+            save_id=bytes.fromhex(claim.id), rank=header.rank, sequence=header.sequence, part=header.part,
+            chunk_bytes=header.chunk_bytes, tree=m.tree, tensors=m.tensors, inline=m.inline,
+            table=replace(table, **columns), packs=packs, pack_sizes=[self.sizes[name] for name in packs],
+            logical_bytes=header.logical_bytes,
+        )  # fmt: skip
+        sha256 = hashlib.sha256(data).hexdigest()
+        return msgspec.structs.replace(part.ref, sha256=sha256, size_bytes=len(data)), data
+
+    # -- what is there already
+
+    def reuse(self, work: Work, wanted: Iterable[bytes]) -> None:
+        """Give blobs the places where they lie already: made for another snapshot, or by a run that died.
+
+        Their packs are as safe as those of a save's bases: snapshots that were committed when this session had been
+        announced and marks had been listed need them, and no mark names them.
+        """
+        if work.marked is None:
+            return
+        if not self._looked:
+            self._places, self._looked = self._twins(work.view), True
+        found = {name: self._places[name] for name in wanted if name in self._places}
+        safe = self.safe(work, {place.pack for place in found.values()})
+        found = {name: place for name, place in found.items() if place.pack in safe}
+        unread = [name for name in found if name not in self._sound]
+        for batch in batches(np.array([found[name].length for name in unread]), self.engine):
+            names = [unread[i] for i in batch.tolist()]
+            self._sound.update(self._intact(names, [found[name] for name in names]))
+        work.places.update({name: place for name, place in found.items() if name in self._sound})
+
+    def safe(self, work: Work, packs: set[str]) -> set[str]:
+        """Those of some packs that committed snapshots need and no mark names: nobody deletes them meanwhile."""
+        held: set[str] = set()
+        if work.marked is None:
+            return held
+        packs = {name for name in packs if pack_key(name) not in work.marked}
+        for snapshot in work.view.snapshots():
+            for ref in snapshot.manifests:
+                if len(held) == len(packs):
+                    return held
+                held |= packs & self._packs_of(ref)
+        return held
+
+    def _twins(self, view: View) -> dict[bytes, Place]:
+        """All blobs that committed snapshots' packs hold and that are as they shall be."""
+        packs = {name for snapshot in view.snapshots() for ref in snapshot.manifests for name in self._packs_of(ref)}
+        places: dict[bytes, Place] = {}
+        for name in sorted(packs):
+            with suppress(*DAMAGE):  # if it matters, the snapshot that needs it fails
+                listing = self.listing(name)
+                kept = listing[self.stays(name, listing)]
+                offsets, lengths = kept["offset"].tolist(), kept["length"].tolist()
+                places.update(zip(names_of(kept), map(Place, repeat(name), offsets, lengths), strict=False))
+        return places
+
+    def _packs_of(self, ref: ManifestRef) -> frozenset[str]:
+        """What a manifest needs; nothing if it cannot be read."""
+        if ref.sha256 not in self._needs:
+            packs: dict[str, int] = {}
+            with suppress(*DAMAGE):
+                header = self.index.header(ref)
+                packs = dict(zip(header.pack_names, header.pack_size_list, strict=True))
+            self.sizes.update(packs)
+            self._needs[ref.sha256] = frozenset(packs)
+        return self._needs[ref.sha256]
+
+    def _intact(self, names: list[bytes], places: list[Place]) -> Iterator[bytes]:
+        """Those blobs whose stored bytes are what they should be."""
+        keys = [place.pack for place in places]
+        try:
+            blobs = self.read(keys, np.array([p.offset for p in places]), np.array([p.length for p in places]))
+        except DAMAGE as error:
+            log.warning("blobs that were made before are made anew: %s", error)
+            return
+        for name, place, data in zip(names, places, blobs, strict=True):
+            try:
+                parse(data, name, f"{pack_key(place.pack)} at {place.offset}")
+                yield name
+            except DAMAGE as error:
+                log.warning("a blob that was made before is made anew: %s", error)
+
+    # -- blobs
+
+    def read(self, packs: Sequence[str], offsets: Column, lengths: Column) -> list[memoryview]:
+        """The stored bytes of blobs."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(packs))}
+        names = list(numbers)
+        offsets, lengths = offsets.astype(np.int64), lengths.astype(np.int64)
+        reads, positions, size = pack.plan_reads(np.array([numbers[name] for name in packs]), offsets, lengths)
+        stored = np.empty(size, np.uint8).data
+        self.bytes_read += size
+
+        def read(one: pack.Read) -> None:
+            room = stored[one.position : one.position + one.length]
+            try:
+                self.store.get_ranges(pack_key(names[one.pack]), [(one.offset, one.length)], [room])
+            except NotFoundError as error:
+                raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
+
+        self._readers.start(read, reads)()
+        return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]
+
+    def read_parsed(
+        self, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]
+    ) -> Iterator[tuple[memoryview, blob.Header, str]]:
+        """Of every blob its stored bytes, its checked header, and how to name it in an error."""
+        blobs = self.read(packs, entries["offset"], entries["length"])
+        for name, key, offset, data in zip(names, packs, entries["offset"].tolist(), blobs, strict=True):
+            where = f"{pack_key(key)} at {offset}"
+            yield data, parse(data, name, where), where
+
+    def move(self, work: Work, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]) -> None:
+        """Copy blobs into new packs as they are; their checksums are verified."""
+        for batch in batches(entries["length"], self.engine):
+            own, rows = [names[i] for i in batch.tolist()], entries[batch]
+            laid, stored = laid_out(rows["length"])
+            read = self.read_parsed(own, [packs[i] for i in batch.tolist()], rows)
+            for (data, _, _), offset in zip(read, laid.tolist(), strict=True):
+                stored[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+            moved = np.zeros(len(rows), ENTRY)
+            moved[:] = rows
+            moved["offset"] = laid
+            work.add(Stored(moved, stored), own, lengths_of(rows), self.engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blobs in host memory, one after the other; see `pack.Encoded`."""
+
+    entries: npt.NDArray[np.void]
+    blobs: Bytes
+
+    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
+        """Copy blobs, with their padding, into `out`, at once."""
+        begin = int(self.entries["offset"][first])
+        out[:] = self.blobs[begin : begin + out.size]
+        return lambda: None
+
+
+def gathered(made: Sequence[Encoded]) -> Stored:
+    """What an engine has encoded, as one."""
+    entries = np.zeros(sum(len(encoded.entries) for encoded in made), ENTRY)
+    entries[:] = np.concatenate([encoded.entries for encoded in made])
+    offsets, stored = laid_out(entries["length"])
+    entries["offset"], ends, first = offsets, [*offsets[1:].tolist(), stored.size], 0
+    for encoded in made:
+        last = first + len(encoded.entries)
+        encoded.copy(0, last - first, stored[offsets[first] : ends[last - 1]])()
+        first = last
+    return Stored(entries, stored)
+
+
+def _rules(view: View, snapshot: Snapshot) -> bool:
+    ruling = view.get(snapshot.id)
+    return ruling is not None and ruling.key == snapshot.key
+
+
+def bytes_of(entries: npt.NDArray[np.void]) -> Bytes:
+    """Entries as they are stored, (n, 96); a view."""
+    return entries.view(np.uint8).reshape(-1, ENTRY.itemsize)
+
+
+def digests_of(entries: npt.NDArray[np.void]) -> Bytes:
+    """Digests of the chunks, (n, 16)."""
+    return bytes_of(np.ascontiguousarray(entries))[:, 32:48]
+
+
+def lengths_of(entries: npt.NDArray[np.void]) -> list[int]:
+    """Stored bytes of the blobs, (n,)."""
+    lengths: list[int] = entries["length"].tolist()
+    return lengths
+
+
+def names_of(entries: npt.NDArray[np.void]) -> list[bytes]:
+    """Which blob each entry is, wherever it lies."""
+    joined = bytes_of(np.ascontiguousarray(entries))[:, NAME].tobytes()
+    return [joined[i : i + len(NAME)] for i in range(0, len(joined), len(NAME))]
+
+
+def parse(data: memoryview, name: bytes, where: str) -> blob.Header:
+    """The header of a blob that is the one wanted.
+
+    Raises:
+        FormatError, IntegrityError: it is damaged, or another one.
+    """
+    header = blob.parse(data, where)
+    if bytes([header.transform, header.element_size]) + header.digest + header.base != name:
+        raise IntegrityError(f"{where}: not the blob that the pack's footer says; run 'snapstore check --read-data'")
+    return header
+
+
+def laid_out(lengths: Column) -> tuple[npt.NDArray[np.int64], Bytes]:
+    """(offsets, zeroed memory) of blobs, one after the other."""
+    rooms = (lengths.astype(np.int64) + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
+    return np.cumsum(rooms) - rooms, np.zeros(int(rooms.sum()), np.uint8)
+
+
+def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
+    """Runs of indices whose sizes [bytes] an engine takes at a time."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    first = 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, before + engine.batch_bytes, "right"))
+        last = min(max(last, first + 1), first + engine.batch_chunks)
+        yield np.arange(first, last)
+        first = last

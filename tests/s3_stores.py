@@ -5,12 +5,14 @@ moto accepts wrong secrets and wrong checksums, and its clock is ours: only the 
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import boto3
+import botocore.session
 import pytest
 from moto import mock_aws
 
@@ -19,6 +21,9 @@ from snapstore.storage.s3 import S3Store
 #: `s3://bucket` of the real server: eval "$(tools/s3-server start)"
 SERVER = os.environ.get("SNAPSTORE_TEST_S3", "")
 needs_server = pytest.mark.skipif(not SERVER, reason='no S3 server: eval "$(tools/s3-server start)"')
+
+# Each client reads botocore's description of S3, megabytes of JSON; here the first does so for all.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 _AWS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "AWS_SESSION_TOKEN")
 

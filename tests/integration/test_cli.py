@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,11 +54,15 @@ class Shell:
         return self.json("save", self.folder / name, "--run", run, "--step", step, *args)["snapshot"]
 
 
-@pytest.fixture
-def sh(tmp_path):
-    shell = Shell(tmp_path)
+def initialised(folder):
+    shell = Shell(folder)
     shell("init", "--chunk-bytes", "4096")
     return shell
+
+
+@pytest.fixture
+def sh(tmp_path):
+    return initialised(tmp_path)
 
 
 def state(step=0):
@@ -66,11 +71,19 @@ def state(step=0):
     return {"model": {"w": weight, "b": torch.zeros(3, dtype=torch.bfloat16)}, "extra": {"step": step, "name": "x"}}
 
 
-@pytest.fixture
-def series(sh):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    shell = initialised(tmp_path_factory.mktemp("series"))
     for step in range(4):
-        sh.save(state(step), step, "--metric", f"loss={4 - step}")
-    return sh
+        shell.save(state(step), step, "--metric", f"loss={4 - step}")
+    return shell
+
+
+@pytest.fixture
+def series(made, tmp_path):
+    """Four steps, copied: a test may do with them what it likes."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    return Shell(tmp_path)
 
 
 # --- the shell itself

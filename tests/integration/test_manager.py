@@ -546,7 +546,7 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
 PRELUDE = """
 import os, signal, sys, threading, time
 sys.path.insert(0, {tests!r})
-import numpy as np, torch
+import numpy as np
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.storage.local import LocalStore
 class Slow(LocalStore):
@@ -558,17 +558,25 @@ class Slow(LocalStore):
         super().put(key, data)
 SLOW = True
 def state(n):
-    return {{"w": torch.randn(20000, generator=torch.Generator().manual_seed(1)) + n, "n": n}}
+    return {{"w": np.random.default_rng(1).standard_normal(20000, np.float32) + np.float32(n), "n": n}}
 snapshots = SnapshotManager(Slow({root!r}), run="a", options=SaveOptions(pack_bytes=16384, threads=2))
 """
 
 
-def weights(n: int) -> torch.Tensor:
-    return torch.randn(20000, generator=torch.Generator().manual_seed(1)) + n
+TORCH = """
+import torch
+arrays = state
+def state(n):
+    return {"w": torch.from_numpy(arrays(n)["w"]), "n": n}
+"""
+
+
+def weights(n: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(20000, np.float32) + np.float32(n)
 
 
 def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
-    """Run a training script; `kill` it as soon as it says busy for the third time."""
+    """Run a training script; `kill` it as soon as it says busy for the third time. Without torch, seconds to import."""
     script = PRELUDE.format(tests=str(TESTS), root=str(root)) + textwrap.dedent(body)
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -596,7 +604,7 @@ def check_after(root: Path, steps: list[int]) -> None:
         for step in steps:
             state = repository.restore(f"a@{step}")
             assert state["n"] == step
-            assert torch.equal(state["w"], weights(step))
+            assert np.asarray(state["w"]).tobytes() == weights(step).tobytes()
         assert repository.gc().waiting_for == []
         assert repository.stats().unneeded_bytes == 0
         assert repository.check("restore").ok
@@ -607,11 +615,12 @@ def check_after(root: Path, steps: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("", 0), ("sys.exit(3)", 3), ("raise ZeroDivisionError", 1), ("del snapshots", 0)],
-    ids=["end", "sys.exit", "exception", "dropped"],
+    [("", 0), ("sys.exit(3)", 3), ("raise ZeroDivisionError", 1), ("del snapshots", 0), (TORCH, 0)],
+    ids=["end", "sys.exit", "exception", "dropped", "torch"],
 )
 def test_the_interpreter_ends_with_a_save_running(root, end, code):
-    got, out = run(root, f"snapshots.save(1, state(1))\n{end}")
+    begin, end = (end, "") if end == TORCH else ("", end)
+    got, out = run(root, f"{begin}\nsnapshots.save(1, state(1))\n{end}")
     assert got == code, out
     assert "busy" in out
     assert "Warning" not in out
@@ -710,7 +719,7 @@ def test_a_fork_with_a_save_running(root):
                     os.write(1, b"no error\\n")
             with Repository.open(sys.argv[0] if False else snapshots.repository.store.url) as mine:
                 mine.save(state(7), run="child", step=7)
-                assert torch.equal(mine.restore("a@0")["w"], state(0)["w"])
+                assert np.array_equal(mine.restore("a@0")["w"], state(0)["w"])
             sys.stdout.flush()
             os._exit(0)
         _, status = os.waitpid(child, 0)

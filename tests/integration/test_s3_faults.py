@@ -15,12 +15,13 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import boto3
 import pytest
-from faults import OPTIONS, check_restores, check_whole, keys_of, same, save, values, version_of
+from faults import OPTIONS, THOROUGH, check_restores, check_whole, keys_of, same, save, values, version_of
 from s3_stores import fresh_url, impatient, needs_server
 from tcp_proxy import Fault, Proxy, answer, lose_answer
 
@@ -36,10 +37,10 @@ from snapstore.errors import (
 )
 from snapstore.records import ABORTED, Snapshot, encode, parse_record_key
 from snapstore.retention import KeepLast
+from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3 import S3Store
 
 pytestmark = needs_server
-THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
 
 TOOL = Path(__file__).parents[2] / "tools" / "s3-server"
 #: Attempts, each of which may wait for a second, of the commit and of taking it back; the rest is leeway.
@@ -47,7 +48,7 @@ IN_TIME_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
+def _cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -57,15 +58,24 @@ def proxy():
         yield proxy
 
 
+@cache
+def two_snapshots() -> MemoryStore:
+    """A repository with a@0 and a@1."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(2):
+            save(repository, "a", step, step)
+    return store
+
+
 class World:
-    """A repository with two snapshots, seen straight and through the proxy."""
+    """A copy of `two_snapshots`, seen straight and through the proxy."""
 
     def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
         self.url, self.proxy = fresh_url(), proxy
         self.straight = S3Store(self.url)
-        with Repository.create(self.straight, chunk_bytes=1024, options=OPTIONS) as repository:
-            for step in range(2):
-                save(repository, "a", step, step)
+        for key in keys_of(two_snapshots()):
+            self.straight.put(key, two_snapshots().get(key))
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         self.store = impatient(self.url)
         self.began = time.monotonic()

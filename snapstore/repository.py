@@ -38,6 +38,7 @@ from .storage import ObjectStore, open_store
 
 if TYPE_CHECKING:
     from .check import CheckResult
+    from .compact import CompactReport
     from .inspection import Diff, Stats
     from .manifest import Manifest
     from .recode import RecodeResult
@@ -506,14 +507,47 @@ class Repository:
 
         if codec not in CODECS:
             raise InvalidInputError(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
+        states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
+        chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
+        return recode(
+            self.store, self._index, self.engines, chosen, codec=codec, pack_bytes=self.options.pack_bytes,
+            states=states, dry_run=dry_run,
+        )  # fmt: skip
+
+    def compact(
+        self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
+    ) -> CompactReport:
+        """Rewrite packs that are mostly dead, and chunks that hang on bases nobody else needs; `gc` then frees them.
+
+        States, digests, ids, lineage and tags stay. Safe beside saves, forgets and gcs; a run that dies is finished by
+        the next one.
+
+        Args:
+            refs: rewrite no others; None: all committed ones.
+            max_repack_bytes: of blobs written, 0 or more; the most profitable come first. None: no limit.
+
+        Returns:
+            What was done, and the snapshots that could not be rewritten: those are as they were.
+
+        Raises:
+            NotFoundError, InvalidInputError: a reference names nothing; no such number of bytes.
+            StorageError: the store failed; snapshots before that are rewritten.
+        """
+        from .compact import compact
+
+        if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
+            raise InvalidInputError(f"max_repack_bytes {max_repack_bytes!r}: expected an int of 0 or more, or None")
+        return compact(
+            self.store, self._index, self.engines, pack_bytes=self.options.pack_bytes, dry_run=dry_run,
+            only=None if refs is None else self._resolve_all(refs, (COMMITTED,)), max_repack_bytes=max_repack_bytes,
+        )  # fmt: skip
+
+    def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
+        """The snapshots that are named, each once."""
         if isinstance(refs, str):
             raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
         view = self.view()
-        chosen = view.snapshots() if refs is None else list({s.id: s for s in map(view.resolve, refs)}.values())
-        return recode(
-            self.store, self._index, self.engines, chosen, codec=codec, pack_bytes=self.options.pack_bytes,
-            states=(COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN), dry_run=dry_run,
-        )  # fmt: skip
+        return list({snapshot.id: snapshot for snapshot in (view.resolve(ref, states) for ref in refs)}.values())
 
     # -- policies
 

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from . import blob, manifest, pack
 from .blob import Column
+from .chain import Place
 from .digest import Bytes
 from .engine import Engine
 from .errors import ConflictError, FormatError, IntegrityError, NotFoundError
@@ -48,15 +49,6 @@ ATTEMPTS = 20
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
 #: The bytes of a footer's entry that say which blob it is, wherever it lies: transform, element size, digest, base.
 NAME = np.array([16, 17, *range(32, 64)])
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a blob lies."""
-
-    pack: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +155,17 @@ class Rewriting(ABC):
         """Which blobs (n,) of a pack are as they shall be, and may be shared by whoever needs them."""
 
     @abstractmethod
-    def write(self, work: Work, part: Part) -> Target:
-        """Make what a part lacks, by `work.add`, and say what its table becomes.
+    def write(self, work: Work, part: Part) -> Target | None:
+        """Make what a part lacks, by `work.add`, and say what its table becomes; None: it stays after all.
 
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
         """
+
+    def published(self, work: Work) -> None:
+        """The snapshot refers to what `work` has made: others may build on it."""
+        self._places.update(work.places | work.made())
+        self._sound |= work.new.keys()
 
     # -- one snapshot
 
@@ -206,7 +203,8 @@ class Rewriting(ABC):
                         self.made.update(zip(names_of(entries), zip(lengths_of(entries), repeat(0)), strict=False))
                     self.rewritten.append(ruling)
                     return
-                self.rewritten.append(self._rewrite(ruling, parts, made))
+                revision = self._rewrite(ruling, parts, made)
+                (self.skipped if revision is ruling else self.rewritten).append(revision)
                 return
             except ConflictError as error:
                 log.info("run=%s step=%d is begun again: %s", snapshot.run, snapshot.step, error)
@@ -230,13 +228,7 @@ class Rewriting(ABC):
         entries = np.zeros(len(table.ref_packs), ENTRY)
         for number, name in enumerate(packs):
             own = np.flatnonzero(table.ref_packs == number)
-            if not len(own):
-                continue
-            listing, offsets = self.listing(name), table.ref_offsets[own]
-            found = np.minimum(np.searchsorted(listing["offset"], offsets), len(listing) - 1)
-            if found.min() < 0 or (listing["offset"][found] != offsets).any():
-                raise IntegrityError(f"{pack_key(name)}: its footer lacks a blob; run 'snapstore check --read-data'")
-            entries[own] = listing[found]
+            entries[own] = self.entries_at(name, table.ref_offsets[own])
         same = (entries["length"] == table.ref_lengths) & (entries["raw_bytes"] == table.ref_sizes)
         same &= entries["transform"] == table.ref_kinds
         same &= (digests_of(entries) == table.ref_digests).all(axis=1)
@@ -244,6 +236,14 @@ class Rewriting(ABC):
             name = packs[int(table.ref_packs[np.argmin(same)])]
             raise IntegrityError(f"{pack_key(name)}: its footer does not fit {where}; run 'snapstore check'")
         return entries
+
+    def entries_at(self, name: str, offsets: Column) -> npt.NDArray[np.void]:
+        """What a pack's footer says of its blobs at some offsets."""
+        listing = self.listing(name)
+        found = np.minimum(np.searchsorted(listing["offset"], offsets), len(listing) - 1)
+        if len(found) and (found.min() < 0 or (listing["offset"][found] != offsets).any()):
+            raise IntegrityError(f"{pack_key(name)}: its footer lacks a blob; run 'snapstore check --read-data'")
+        return np.asarray(listing[found])
 
     def listing(self, name: str) -> npt.NDArray[np.void]:
         """What a pack's footer lists, by offset.
@@ -262,7 +262,10 @@ class Rewriting(ABC):
         return self._listings[name]
 
     def _rewrite(self, ruling: Snapshot, parts: Sequence[Part], made: set[bytes]) -> Snapshot:
-        """New packs, new manifests and the next revision; `made` collects the blobs that were new by it.
+        """New packs, new manifests and the next revision, or `ruling` if nothing changes after all.
+
+        Args:
+            made: collects the blobs that were new by it.
 
         Raises:
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
@@ -281,16 +284,23 @@ class Rewriting(ABC):
                 packs.close()
                 for buffer in packs.idle:
                     self.engine.give_back(buffer)
+            if not any(data for _, data in written):
+                return ruling
             refs = [ref for ref, _ in written]
             self.made.update({name: (work.before[name], length) for name, (_, _, length) in work.new.items()})
             made |= work.new.keys()
             grown = sum(self.made[name][1] - self.made[name][0] for name in made)
             grown += sum(ref.size_bytes for ref in refs) - sum(ref.size_bytes for ref in ruling.manifests)
-            revision = ruling.revised(manifests=refs, stored_bytes=max(0, ruling.stored_bytes + grown))
+            stored_bytes = max(0, ruling.stored_bytes + grown)
+            headers = {ref.sha256: manifest.header_bytes(data) for ref, data in written if data}
+            depth = max(
+                manifest.decode_header(headers[ref.sha256], ref.key).depth if data else part.manifest.header.depth
+                for part, (ref, data) in zip(parts, written, strict=True)
+            )
+            revision = ruling.revised(manifests=refs, stored_bytes=stored_bytes, depth=depth)
             claim.publish(revision, lambda _: ruling.revised())
-        self.index.add(revision, {ref.sha256: manifest.header_bytes(data) for ref, data in written if data})
-        self._places.update(work.places | work.made())
-        self._sound |= work.new.keys()
+        self.index.add(revision, headers)
+        self.published(work)
         log.info(
             "run=%s step=%d %s: %d blobs rewritten, total=%.2fs", ruling.run, ruling.step, self.verb, len(work.new),
             time.monotonic() - started,
@@ -469,6 +479,16 @@ class Stored:
         begin = int(self.entries["offset"][first])
         out[:] = self.blobs[begin : begin + out.size]
         return lambda: None
+
+    def take(self, rows: Column) -> Stored:
+        """Some of them."""
+        entries = np.zeros(len(rows), ENTRY)
+        entries[:] = self.entries[rows]
+        offsets, stored = laid_out(entries["length"])
+        for old, new, length in zip(entries["offset"].tolist(), offsets.tolist(), lengths_of(entries), strict=True):
+            stored[new : new + length] = self.blobs[old : old + length]
+        entries["offset"] = offsets
+        return Stored(entries, stored)
 
 
 def gathered(made: Sequence[Encoded]) -> Stored:

@@ -1,0 +1,120 @@
+"""Chain: how one chunk is rebuilt, link by link, newest first; out of chunk tables and into them.
+
+For the few chunks whose chains change: all others stay columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .blob import FULL, Column
+from .digest import Bytes
+from .manifest import ChunkTable
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a blob lies."""
+
+    pack: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One blob of a chain.
+
+    Attributes:
+        kind, digest, size: its transform, the chunk that it stands for, and that chunk's plain bytes.
+        place: where it lies; None while its pack is not durable.
+        name: which blob it is; only of one that is being made or moved.
+        is_kept: whether some snapshot holds the chunk as its own.
+    """
+
+    kind: int
+    digest: bytes
+    size: int
+    place: Place | None
+    name: bytes = b""
+    is_kept: bool = True
+
+
+Chain = list[Link]
+
+
+class Digests:
+    """A set of digests, as columns."""
+
+    def __init__(self, parts: Sequence[Bytes] = ()) -> None:
+        self._sorted = np.unique(np.concatenate([np.empty(0, "S16"), *(_keys(part) for part in parts)]))
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def has(self, digests: Bytes) -> Column:
+        """Which of some digests (n, 16) are in it, (n,) bool."""
+        if not len(self._sorted) or not len(digests):
+            return np.zeros(len(digests), bool)
+        keys = _keys(digests)
+        return np.asarray(self._sorted[np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)] == keys)
+
+
+def _keys(digests: Bytes) -> Column:
+    """As strings of 16 bytes, which NumPy sorts; they are compared padded with zeros, so none is cut short."""
+    return np.ascontiguousarray(digests).view("S16").reshape(-1)
+
+
+def chains_of(table: ChunkTable, packs: Sequence[str], rows: Column, kept: Digests) -> Iterator[Chain]:
+    """The chains of some rows of a table."""
+    refs = table.refs_of(rows)
+    is_kept = kept.has(table.ref_digests[refs]).tolist()
+    links = [
+        Link(kind, digest.tobytes(), size, Place(packs[number], offset, length), b"", keep)
+        for kind, digest, size, number, offset, length, keep in zip(
+            table.ref_kinds[refs].tolist(), table.ref_digests[refs], table.ref_sizes[refs].tolist(),
+            *(column[refs].tolist() for column in (table.ref_packs, table.ref_offsets, table.ref_lengths)), is_kept,
+            strict=True,
+        )
+    ]  # fmt: skip
+    at = 0
+    for count in table.ref_counts[rows].tolist():
+        yield links[at : at + count]
+        at += count
+
+
+def table_of(chains: Sequence[Chain], numbers: dict[str, int]) -> ChunkTable:
+    """Chains as a table; `numbers` counts packs and gets the new ones. What has no place yet lies nowhere: pack 0."""
+    links = [link for chain in chains for link in chain]
+    nowhere = Place("", 0, 0)
+    places = [link.place or nowhere for link in links]
+    digests = np.frombuffer(b"".join(link.digest for link in links), np.uint8).reshape(-1, 16)
+    counts = np.array([len(chain) for chain in chains], np.uint16)
+    return ChunkTable(
+        digests=digests[np.cumsum(counts, dtype=np.int64) - counts], ref_counts=counts,
+        ref_kinds=np.array([link.kind for link in links], np.uint8),
+        ref_packs=np.array([numbers.setdefault(p.pack, len(numbers)) if p.pack else 0 for p in places], np.uint32),
+        ref_offsets=np.array([p.offset for p in places], np.uint64),
+        ref_lengths=np.array([p.length for p in places], np.uint32), ref_digests=digests,
+        ref_starts=np.zeros(len(links), np.uint32), ref_sizes=np.array([link.size for link in links], np.uint32),
+    )  # fmt: skip
+
+
+def edge_of(chain: Chain) -> tuple[int, int] | None:
+    """Where a chain leaves what is kept: (the last kept link before, the next kept one behind or the chain's length).
+
+    None: it never does.
+    """
+    for i, link in enumerate(chain):
+        if not link.is_kept:
+            behind = next((j for j in range(i, len(chain)) if chain[j].is_kept), len(chain))
+            return i - 1, behind
+    return None
+
+
+def is_full(chain: Chain) -> bool:
+    """Whether a chunk is stored without a base."""
+    return chain[0].kind == FULL

@@ -1,0 +1,452 @@
+"""compact: free what gc cannot: bytes in packs that are mostly dead, and bases that live only as somebody's base.
+
+In: the committed snapshots. Out: their next revisions (rewrite.py), and a report. Two things are rewritten:
+
+    chunks    whose chain leads through chunks that no snapshot holds any more: encoded anew, full or as a delta to what
+              the rest of the chain, or another chunk's, still leads to; if that frees more than it costs
+    packs     whose dead share is the largest, until what is dead in all packs together is little: their live blobs move
+              as they are
+
+What is worth it is chosen over all snapshots first (survey.py), the most profitable first; then each snapshot is
+rewritten under a session of its own. Every chunk that is encoded anew was rebuilt and compared with its digest before,
+and is decoded and compared again before it counts. A run that dies is finished by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from . import manifest, planes
+from .blob import XOR, Column
+from .chain import Chain, Link, Place, chains_of, edge_of, table_of
+from .digest import Bytes
+from .engine import Chunks, DecodeBatch, EncodeBatch, Engines
+from .errors import CapabilityError, IntegrityError, SnapstoreError
+from .fetch import Fetcher, Wanted
+from .index import Index, View
+from .manifest import ChunkTable, Manifest
+from .pack import ENTRY
+from .records import COMMITTED, Snapshot, pack_key
+from .restore import spec_of
+from .rewrite import DAMAGE, Part, Rewriting, Stored, Target, Work, batches, gathered, lengths_of, names_of
+from .storage import ObjectStore
+from .survey import Cut, Plan, Survey, room, rows_of, worth
+
+log = logging.getLogger("snapstore")
+
+
+@dataclass(slots=True)
+class CompactReport:
+    """What a compact did, or would do (of a dry run all numbers are estimates).
+
+    Attributes:
+        rewritten: new revisions of the snapshots that needed it (of a dry run: as they are).
+        skipped: those that needed nothing, or were forgotten meanwhile.
+        failed: (snapshot, why) of those that could not be rewritten; they are as they were.
+        encoded: chunks encoded anew.
+        moved: blobs copied as they were.
+        bytes_read: of packs.
+        bytes_written: stored bytes of these blobs.
+        bytes_before, bytes_after: packs and manifests that committed snapshots need: what a gc leaves.
+    """
+
+    rewritten: list[Snapshot] = field(default_factory=list)
+    skipped: list[Snapshot] = field(default_factory=list)
+    failed: list[tuple[Snapshot, str]] = field(default_factory=list)
+    encoded: int = 0
+    moved: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    dry_run: bool = False
+
+    @property
+    def freed_bytes(self) -> int:
+        """By how much a gc leaves less than it would have."""
+        return self.bytes_before - self.bytes_after
+
+
+def compact(
+    store: ObjectStore, index: Index, engines: Engines, *, pack_bytes: int, only: Sequence[Snapshot] | None = None,
+    max_repack_bytes: int | None = None, dry_run: bool = False,
+) -> CompactReport:  # fmt: skip
+    """Rewrite what is worth it; a snapshot that cannot be is reported, and the others go on.
+
+    Args:
+        only: rewrite no others; None: all committed ones.
+        max_repack_bytes: of blobs written; the most profitable come first.
+
+    Raises:
+        StorageError: the store failed; snapshots before that are rewritten.
+    """
+    view = index.refresh()
+    chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
+    survey = Survey(store, view, {s.id for s in chosen})
+    plan = survey.plan(max_repack_bytes)
+    before = needed_bytes(index, view)
+    with _Compacting(store, index, engines, plan, max_repack_bytes, pack_bytes, dry_run) as compacting:
+        compacting.run(s for s in chosen if s.id not in survey.damaged)
+    compacting.failed += [(s, survey.damaged[s.id]) for s in chosen if s.id in survey.damaged]
+    report = CompactReport(
+        compacting.rewritten, compacting.skipped, compacting.failed, len(compacting.anew),
+        len(compacting.made.keys() - compacting.anew), compacting.bytes_read, compacting.spent, before, before, dry_run,
+    )  # fmt: skip
+    if dry_run:
+        report.encoded, report.moved, report.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
+        report.bytes_after = before - plan.gain_bytes
+    elif compacting.rewritten:
+        report.bytes_after = needed_bytes(index, index.refresh())
+    return report
+
+
+def needed_bytes(index: Index, view: View) -> int:
+    """Packs and manifests that committed snapshots need [bytes]; those of a damaged manifest are not known."""
+    sizes: dict[str, int] = {}
+    refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests]
+    for ref, header in zip(refs, index.headers(refs), strict=True):
+        sizes[ref.key] = ref.size_bytes
+        if not isinstance(header, SnapstoreError):
+            sizes.update(zip(map(pack_key, header.pack_names), header.pack_size_list, strict=True))
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A chunk to encode anew."""
+
+    chain: Chain  # as it is
+    base: Chain  # of what it may become a delta to; empty: nothing
+    element_size: int
+    layout: int
+
+    @property
+    def digest(self) -> bytes:
+        """Of the chunk."""
+        return self.chain[0].digest
+
+    @property
+    def length(self) -> int:
+        """Stored bytes of the blob that it replaces."""
+        return self.chain[0].place.length if self.chain[0].place else 0
+
+    @property
+    def size(self) -> int:
+        """Plain bytes."""
+        return self.chain[0].size
+
+
+class _Compacting(Rewriting):
+    """One run over some snapshots."""
+
+    verb = "compact"
+
+    def __init__(
+        self, store: ObjectStore, index: Index, engines: Engines, plan: Plan, max_bytes: int | None, pack_bytes: int,
+        dry_run: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(store, index, engines.cpu, pack_bytes=pack_bytes, states=(COMMITTED,), dry_run=dry_run)
+        self._engines, self._plan, self._max_bytes = engines, plan, max_bytes
+        self._to_move = plan.moved_bytes  # planned, and not done yet
+        self.spent = 0  # bytes written
+        self.anew: set[bytes] = set()  # blobs that are no copies
+        self._chains: dict[bytes, Chain] = {}  # digest -> how it is rebuilt from now on
+        self._work: Work | None = None  # the session that runs
+        self._fresh: dict[bytes, Chain] = {}  # what it adds to `_chains`
+        self._old: dict[bytes, Chain] = {}  # how these were rebuilt before
+
+    def __enter__(self) -> _Compacting:
+        return self
+
+    # -- what goes
+
+    def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
+        """References to packs that are left, and to chunks at the edge of what is kept."""
+        left = np.array([name in self._plan.left for name in m.header.pack_names] or [False])
+        return np.flatnonzero(left[m.table.ref_packs] | self._plan.edges.has(m.table.ref_digests))
+
+    def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
+        """All, unless the pack is left."""
+        return np.full(len(entries), name not in self._plan.left)
+
+    # -- what takes its place
+
+    def write(self, work: Work, part: Part) -> Target | None:
+        """Chains that lead through kept chunks alone, in packs that stay."""
+        if work is not self._work:
+            self._work, self._fresh, self._old = work, {}, {}
+        table, packs = part.manifest.table, part.manifest.header.pack_names
+        rows = rows_of(table, part.stale)
+        chains = list(chains_of(table, packs, rows, self._plan.kept))
+        self._encode_anew(work, part.manifest, rows, chains)
+        changed = [self._resolved(chain) for chain in chains]
+        moved = self._move_all(work, changed)
+        changed = [[_sent(link, moved) for link in chain] for chain in changed]
+        return _target(part.manifest, rows, changed) if changed != chains else None
+
+    def published(self, work: Work) -> None:
+        """Others may build on what was made, and on how chunks are rebuilt now."""
+        super().published(work)
+        places = work.places | work.made()
+        for digest, chain in self._fresh.items():
+            self._chains[digest] = [
+                replace(link, place=places[link.name], name=b"") if link.name else link for link in chain
+            ]
+
+    def _known(self, digest: bytes) -> Chain | None:
+        return self._fresh.get(digest) or self._chains.get(digest)
+
+    def _resolved(self, chain: Chain) -> Chain:
+        """A chain with everything in it that is rebuilt otherwise by now."""
+        edge = edge_of(chain)
+        if edge is None:
+            return chain
+        at, behind = edge
+        known = self._known(chain[at].digest)
+        if known is not None:
+            return chain[:at] + known
+        return chain[:behind] + (self._resolved(chain[behind:]) if behind < len(chain) else [])
+
+    # -- chunks anew
+
+    def _encode_anew(self, work: Work, m: Manifest, rows: Column, chains: Sequence[Chain]) -> None:
+        """Of every chunk at an edge, a chain that leads through kept chunks alone; if that is worth it."""
+        wanted: dict[bytes, _Job] = {}
+        sizes, layouts = _kinds(m)
+        for row, chain in zip(rows.tolist(), chains, strict=True):
+            while (edge := edge_of(chain)) is not None:
+                at, behind = edge
+                wanted.setdefault(
+                    chain[at].digest, _Job(chain[at:], chain[behind:], int(sizes[row]), int(layouts[row]))
+                )
+                chain = chain[behind:]
+        wanted = {digest: job for digest, job in wanted.items() if digest in self._plan.cuts}
+        roots = {digest: self._root_of(digest) for digest in wanted}
+        self._recall(work, {*wanted, *(root for root in roots.values() if root)})
+        wanted = {digest: job for digest, job in wanted.items() if self._known(digest) is None}
+        self._old.update({digest: job.chain for digest, job in wanted.items()})
+        for digest in wanted:
+            cut = self._plan.cuts[digest]
+            if len(cut.edges) > 1 and cut.is_worth_it is None:
+                cut.is_worth_it = self._is_worth_it(work, cut)
+        self._add(work, [job for digest, job in wanted.items() if not roots[digest]])
+        self._add(work, [self._upon(roots[digest], job) for digest, job in wanted.items() if roots[digest]])
+
+    def _root_of(self, digest: bytes) -> bytes:
+        """The chunk at another edge that one may become a delta to, when no kept chunk is behind its own; else none."""
+        cut = self._plan.cuts[digest]
+        return b"" if cut.root is None or cut.root is cut.edges[digest] or cut.edges[digest].behind else cut.root.digest
+
+    def _upon(self, root: bytes, job: _Job) -> _Job:
+        """With the root of its cut as a base, if that is rebuilt anew by now and the chain grows no longer by it."""
+        known = self._known(root) or []
+        fits = 0 < len(known) < len(job.chain) and all(link.digest != job.digest for link in known)
+        return replace(job, base=self._old.get(root) or known) if fits else job
+
+    def _recall(self, work: Work, wanted: Iterable[bytes]) -> None:
+        """Chains that are there already, in snapshots that this run or one that died has published, as far as safe."""
+        for digest in wanted:
+            found = self._plan.cuts[digest].edges[digest].chain
+            if digest not in self._chains and found:
+                with suppress(*DAMAGE, CapabilityError):
+                    self._rebuild([found], np.empty(found[0].size, np.uint8), np.zeros(1, np.int64))
+                    self._chains[digest] = found
+        packs = {link.place.pack for digest in wanted for link in self._chains.get(digest, []) if link.place}
+        safe = self.safe(work, packs)
+        for digest in wanted:
+            if any(link.place and link.place.pack not in safe for link in self._chains.get(digest, [])):
+                del self._chains[digest]
+
+    def _is_worth_it(self, work: Work, cut: Cut) -> bool:
+        """Whether all edges of a cut together take less than what they free: each is encoded, and dropped again."""
+        jobs: list[_Job] = []
+        try:
+            for edge in cut.edges.values():
+                if edge.chain:
+                    continue
+                ref, row = edge.source
+                m = manifest.read(self.store, ref)
+                (chain,) = chains_of(m.table, m.header.pack_names, np.array([row]), self._plan.kept)
+                at = next(i for i, link in enumerate(chain) if link.digest == edge.digest)
+                behind = next((i for i in range(at + 1, len(chain)) if chain[i].is_kept), len(chain))
+                base = chain[behind:] or (jobs[0].chain if jobs and edge is not cut.root else [])
+                sizes, layouts = _kinds(m)
+                jobs.append(_Job(chain[at:], base, int(sizes[row]), int(layouts[row])))
+            needed = sum(
+                int(room(made.entries["length"].astype(np.int64)).sum()) for _, made in self._encoded(work, jobs)
+            )
+        except (*DAMAGE, CapabilityError) as error:
+            log.warning("chunks that share bases stay as they are: %s", error)
+            return False
+        return needed <= worth(cut.freed_bytes)
+
+    def _add(self, work: Work, jobs: Sequence[_Job]) -> None:
+        """Encode chunks; pack those that take less than they free, and note how they are rebuilt."""
+        jobs = [job for job in jobs if self._plan.cuts[job.digest].is_worth_it is not False]
+        done: list[tuple[_Job, Link]] = []
+        try:
+            for own, made in self._encoded(work, jobs):
+                names, rooms = names_of(made.entries), room(made.entries["length"].astype(np.int64)).tolist()
+                rows = self._worthwhile(own, rooms)
+                self.reuse(work, [names[i] for i in rows])
+                new = [i for i in rows if not work.has(names[i])]
+                if new:
+                    lengths = [own[i].length for i in new]
+                    work.add(made.take(np.array(new)), [names[i] for i in new], lengths, self.engine)
+                    self.anew.update(names[i] for i in new)
+                    self.spent += sum(lengths_of(made.entries[new]))
+                for i in rows:
+                    kind = int(made.entries["transform"][i])
+                    done.append((own[i], Link(kind, own[i].digest, own[i].size, None, names[i])))
+        except CapabilityError as error:
+            log.warning("chunks that cannot be decoded here stay as they are: %s", error)
+        for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # what is behind comes first
+            rest: Chain = []
+            if link.kind == XOR:
+                root = self._known(job.base[0].digest)
+                rest = root if root is not None else self._resolved(job.base)
+            self._fresh[job.digest] = [link, *rest]
+
+    def _worthwhile(self, jobs: Sequence[_Job], needed: Sequence[int]) -> list[int]:
+        """Which of some chunks take less than they free, and fit into what may be written."""
+        rows, left = [], float("inf") if self._max_bytes is None else self._max_bytes - self.spent - self._to_move
+        for i, job in enumerate(jobs):
+            cut = self._plan.cuts[job.digest]
+            if needed[i] <= left and (len(cut.edges) > 1 or needed[i] <= worth(cut.freed_bytes)):
+                left -= needed[i]
+                rows.append(i)
+        return rows
+
+    def _encoded(self, work: Work, jobs: Sequence[_Job]) -> Iterator[tuple[list[_Job], Stored]]:
+        """Rebuild chunks and their bases, encode the chunks, decode them again and compare; in batches.
+
+        Raises:
+            IntegrityError, FormatError: a chunk or its base is damaged, or the encoder lies.
+        """
+        for batch in batches(np.array([2 * job.size for job in jobs]), self.engine):
+            own = [jobs[i] for i in batch.tolist()]
+            sizes = np.array([job.size for job in own])
+            based = np.array([bool(job.base) for job in own])
+            rooms = sizes + -sizes % 256
+            ends = np.cumsum(np.concatenate([rooms, rooms]))
+            starts, base_starts = np.split(ends - np.concatenate([rooms, rooms]), 2)
+            plain = np.empty(int(ends[-1]), np.uint8)
+            bases = [job.base for job in own if job.base]
+            self._rebuild([*(job.chain for job in own), *bases], plain, np.concatenate([starts, base_starts[based]]))
+            work.claim.heartbeat()
+            zero = np.zeros(len(own), np.int64)
+            encode = EncodeBatch(
+                Chunks([plain], zero, starts, sizes), _joined([job.digest for job in own]),
+                np.array([job.element_size for job in own], np.uint8), np.array([job.layout for job in own], np.uint8),
+                Chunks([plain], np.where(based, 0, -1), base_starts, sizes),
+                _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
+                np.array([sum(link.place.length for link in job.base if link.place) for job in own], np.int64),
+            )  # fmt: skip
+            made = self.engine.start_encode(encode)()
+            stored = gathered(made)
+            self.engine.recycle(made)
+            self._check(encode, stored)
+            yield own, stored
+
+    def _check(self, batch: EncodeBatch, made: Stored) -> None:
+        """Decode what was encoded.
+
+        Raises:
+            IntegrityError: it is not what was given.
+        """
+        entries, sizes = made.entries, batch.chunks.lengths
+        outs = Chunks(
+            [np.empty(int(sizes.sum()), np.uint8)], np.zeros(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes
+        )
+        is_delta = entries["transform"] == XOR
+        bases = replace(batch.bases, which=np.where(is_delta, batch.bases.which, -1))
+        decode = DecodeBatch(
+            made.blobs, entries["offset"].astype(np.int64), entries["length"].astype(np.int64),
+            np.ones(len(sizes), np.int64), batch.digests, outs, lambda i: f"new blob {i} of {len(sizes)}", bases,
+        )  # fmt: skip
+        try:
+            self.engine.start_decode(decode)()
+        except DAMAGE as error:
+            raise IntegrityError(
+                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
+                "and test the memory of this machine"
+            ) from error
+
+    def _rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
+        """Chunks into memory, each compared with its digest."""
+        numbers: dict[str, int] = {}
+        table = table_of(chains, numbers)
+        wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)
+        for _ in Fetcher(self.store, self._engines).rebuild([wanted]):
+            pass
+        self.bytes_read += int(table.ref_lengths.sum())
+
+    # -- blobs as they are
+
+    def _move_all(self, work: Work, chains: Sequence[Chain]) -> dict[Place, bytes]:
+        """Move blobs out of packs that are left: which one each place held."""
+        leaving = {
+            link.place for chain in chains for link in chain if link.place and link.place.pack in self._plan.left
+        }
+        places = sorted(leaving, key=lambda place: (place.pack, place.offset))
+        if not places:
+            return {}
+        packs = [place.pack for place in places]
+        entries = np.zeros(len(places), ENTRY)
+        for i, place in enumerate(places):
+            entries[i : i + 1] = self.entries_at(place.pack, np.array([place.offset], np.uint64))
+        names = names_of(entries)
+        self.reuse(work, names)
+        rows: list[int] = []
+        begun: set[bytes] = set()  # one blob may lie in two packs
+        for i, (name, length) in enumerate(zip(names, lengths_of(entries), strict=True)):
+            if name in begun or work.has(name):
+                continue
+            if self._max_bytes is None or self.spent + length <= self._max_bytes:
+                rows.append(i)
+                begun.add(name)
+                self.spent += length
+                self._to_move -= length
+        self.move(work, [names[i] for i in rows], [packs[i] for i in rows], entries[rows])
+        return {place: name for place, name in zip(places, names, strict=True) if work.has(name)}
+
+
+def _sent(link: Link, moved: Mapping[Place, bytes]) -> Link:
+    """A link whose blob moves: where to is known once its pack is durable."""
+    return replace(link, place=None, name=moved[link.place]) if link.place in moved else link
+
+
+def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
+    """A manifest's table with other chains in some rows."""
+    numbers = {name: number for number, name in enumerate(m.header.pack_names)}
+    rest = np.setdiff1d(np.arange(len(m.table)), rows)
+    joined = ChunkTable.concatenate([m.table.take(rest), table_of(chains, numbers)])
+    order = np.argsort(np.concatenate([rest, rows]))
+    links = [link for chain in chains for link in chain]
+    which = np.full(len(joined.ref_kinds), -1, np.int64)  # of every reference, which of the links
+    which[len(which) - len(links) :] = np.arange(len(links))
+    which[len(which) - len(links) :][[link.place is not None for link in links]] = -1
+    which = which[joined.refs_of(order)]
+    stale = np.flatnonzero(which >= 0)
+    return Target(joined.take(order), list(numbers), stale, [links[i].name for i in which[stale].tolist()])
+
+
+def _kinds(m: Manifest) -> tuple[Column, Column]:
+    """(element size, layout of planes) of every chunk of a manifest."""
+    sizes, layouts = np.ones(len(m.table), np.uint8), np.full(len(m.table), planes.BYTES, np.uint8)
+    for entry in m.tensors:
+        spec = spec_of(entry)
+        for box in entry.boxes:
+            own = slice(box.first_chunk, box.first_chunk + box.chunks)
+            sizes[own], layouts[own] = spec.element_size, planes.ROTATED if spec.is_float else planes.BYTES
+    return sizes, layouts
+
+
+def _joined(digests: Sequence[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)

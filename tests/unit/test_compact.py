@@ -1,0 +1,451 @@
+"""compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
+
+import faults
+import foreign
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapstore import (
+    InvalidInputError,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    SaveOptions,
+    SnapshotManager,
+    StorageError,
+    blob,
+    manifest,
+    records,
+    survey,
+)
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request, tmp_path):
+    made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "r", create=True)
+    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
+    return made
+
+
+@pytest.fixture
+def repo(store):
+    """a@0 to a@9, of which the last three stay: their chains lead through what is forgotten."""
+    with faults.opened(store) as repository:
+        for step in range(10):
+            faults.save(repository, "a", step, step)
+        repository.forget([KeepLast(3)], run="a")
+        repository.gc()
+        yield repository
+
+
+def needed(repository):
+    """What gc leaves [bytes]."""
+    stats = repository.stats()
+    return stats.stored_bytes - stats.unneeded_bytes
+
+
+def chains(repository, ref):
+    """(digest, [digest of every link]) of every chunk."""
+    for part in repository.snapshot(ref).manifests:
+        table = manifest.read(repository.store, part).table
+        for row in range(len(table)):
+            links = slice(table.starts[row], table.starts[row + 1])
+            yield table.digests[row].tobytes(), [digest.tobytes() for digest in table.ref_digests[links]]
+
+
+def test_all_of_it(repo):
+    before, size = repo.snapshots(), needed(repo)
+    assert repo.stats().base_only_bytes > 0
+    old = {ref: [digest for digest, _ in chains(repo, ref)] for ref in ("a@7", "a@8", "a@9")}
+    report = repo.compact()
+    assert (report.failed, report.skipped) == ([], [])
+    assert [s.id for s in report.rewritten] == [s.id for s in before]
+    assert report.bytes_before == size
+    assert report.encoded > 0
+    assert report.moved > 0
+    assert report.bytes_read >= report.bytes_written > 0
+    faults.check_restores(repo)
+    deleted = repo.gc().deleted_bytes
+    assert needed(repo) == report.bytes_after == repo.stats().stored_bytes
+    assert deleted >= report.freed_bytes > 0.1 * size
+    assert repo.stats().base_only_bytes == 0
+    heads = {digest for digests in old.values() for digest in digests}
+    for ref, digests in old.items():
+        found = list(chains(repo, ref))
+        assert [digest for digest, _ in found] == digests
+        assert all(heads.issuperset(links) for _, links in found)
+    for snapshot, was in zip(repo.snapshots(), before, strict=True):
+        assert snapshot.revision == was.revision + 1
+        for name in ("id", "seq", "state", "parent", "bases", "tags", "created", "generation", "chunks", "metrics"):
+            assert repr(getattr(snapshot, name)) == repr(getattr(was, name))
+        depths = [len(links) - 1 for _, links in chains(repo, snapshot.ref)]
+        assert snapshot.depth == max(depths) <= was.depth
+    faults.check_clean(repo.store)
+
+
+def test_what_is_dead_is_little_afterwards(repo):
+    repo.compact()
+    repo.gc()
+    live = {}
+    for snapshot in repo.snapshots():
+        for ref in snapshot.manifests:
+            m = manifest.read(repo.store, ref)
+            names = m.header.pack_names
+            for number, offset, length in zip(
+                m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
+            ):
+                live[names[number], offset] = length
+    packs = sum(info.size_bytes for info in repo.store.list("packs/"))
+    rooms = int(survey.room(np.array(list(live.values()))).sum())
+    count = len(list(repo.store.list("packs/")))
+    assert packs - rooms <= survey.MAX_DEAD_SHARE * rooms + 2 * survey._FRAME * count
+
+
+def test_nothing_to_do_writes_nothing(repo):
+    repo.compact()
+    repo.gc()
+    keys = faults.keys_of(repo.store)
+    report = repo.compact()
+    assert (report.rewritten, report.bytes_written, report.freed_bytes, len(report.skipped)) == ([], 0, 0, 3)
+    assert faults.keys_of(repo.store) == keys
+    with Repository.create(MemoryStore()) as empty:
+        assert empty.compact().rewritten == []
+
+
+def test_a_dry_run_changes_nothing_and_is_about_right(repo):
+    keys = faults.keys_of(repo.store)
+    dry = repo.compact(dry_run=True)
+    assert faults.keys_of(repo.store) == keys
+    real = repo.compact()
+    assert dry.dry_run
+    assert (dry.encoded, [s.id for s in dry.rewritten]) == (real.encoded, [s.id for s in real.rewritten])
+    assert dry.bytes_written == pytest.approx(real.bytes_written, rel=0.2)
+    assert dry.bytes_after == pytest.approx(real.bytes_after, rel=0.1)
+
+
+def test_only_what_is_named(repo):
+    size = needed(repo)
+    others = {s.ref: s for s in repo.snapshots() if s.ref != "a@7"}
+    report = repo.compact(["a@7", "a@7"])
+    assert {s.ref for s in report.rewritten} <= {"a@7"}
+    assert all(repo.snapshot(ref) == snapshot for ref, snapshot in others.items())
+    faults.check_restores(repo)
+    repo.gc()
+    assert needed(repo) <= size
+    repo.compact()
+    repo.gc()
+    assert repo.stats().base_only_bytes == 0
+    faults.check_clean(repo.store)
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.3, 0.6, 1.0])
+def test_no_more_is_written_than_allowed(repo, share):
+    dry, size = repo.compact(dry_run=True), needed(repo)
+    limit = int(share * dry.bytes_written)
+    report = repo.compact(max_repack_bytes=limit)
+    assert report.bytes_written <= limit
+    faults.check_restores(repo)
+    repo.gc()
+    assert needed(repo) <= size
+    for _ in range(30):  # in small steps it comes to the same end
+        if not repo.compact(max_repack_bytes=max(20_000, limit)).rewritten:
+            break
+        repo.gc()
+    assert needed(repo) <= 1.1 * dry.bytes_after
+    faults.check_clean(repo.store)
+
+
+def test_the_most_profitable_comes_first(repo):
+    """Per byte written, a little of it frees more than all."""
+    every = repo.compact(dry_run=True)
+    some = repo.compact(max_repack_bytes=every.bytes_written // 4)
+    assert some.freed_bytes / some.bytes_written >= every.freed_bytes / every.bytes_written
+
+
+def test_saves_go_on_from_a_compacted_parent(repo):
+    repo.compact()
+    repo.gc()
+    snapshot = faults.save(repo, "a", 10, 10)
+    assert snapshot.bases
+    assert snapshot.new_chunks < snapshot.chunks
+    faults.check_restores(repo)
+
+
+def test_a_manager_goes_on_over_a_compacted_parent(tmp_path):
+    """Its next save takes deltas to bytes that it holds, of a parent whose blobs were rewritten and collected."""
+    rng = np.random.default_rng(0)
+    state = {"w": rng.standard_normal(100_000).astype(np.float32)}
+    expected = {}
+    with SnapshotManager(tmp_path / "r", run="a", async_save=False) as manager:
+        for step in range(12):
+            state["w"][:: 7 + step] *= np.float32(1.01)
+            expected[step] = state["w"].copy()
+            saved = manager.save(step, state).result()
+            with Repository.open(tmp_path / "r") as other:
+                other.forget([KeepLast(2)], run="a")
+                other.gc()
+                assert other.compact().failed == []
+                other.gc()
+        assert saved.depth > 0
+        with Repository.open(tmp_path / "r") as other:
+            for step in (10, 11):
+                assert (other.restore(f"a@{step}")["w"] == expected[step]).all()
+            assert other.check("restore").ok
+            assert other.stats().unneeded_bytes == 0
+
+
+def test_forgotten_ones_are_left_alone_and_come_back(repo):
+    repo.forget_snapshots(["a@7"])
+    forgotten = repo.view().resolve("a@7", ("forgotten",))
+    assert {s.ref for s in repo.compact().rewritten} <= {"a@8", "a@9"}
+    assert repo.view().get(forgotten.id) == forgotten
+    repo.unforget("a@7")
+    faults.check_restores(repo)
+    repo.compact()
+    repo.gc()
+    assert repo.stats().base_only_bytes == 0
+    faults.check_clean(repo.store)
+
+
+def test_bad_arguments(repo):
+    for wrong in (-1, 1.5, "10G", True):
+        with pytest.raises(InvalidInputError, match=r"max_repack_bytes .*expected an int of 0 or more"):
+            repo.compact(max_repack_bytes=wrong)
+    with pytest.raises(InvalidInputError, match="got one str"):
+        repo.compact("a@7")
+    with pytest.raises(NotFoundError):
+        repo.compact(["a@99"])
+    assert repo.compact([]).rewritten == []
+
+
+# --- bases that several chunks share ---------------------------------------------------------------------------------
+
+
+def forked(count, scale=1):
+    """A base that is forgotten, and `count` runs that went on from it."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=16384, options=SaveOptions(pack_bytes=65536, threads=1)).close()
+    rng = np.random.default_rng(3)
+    base = rng.standard_normal(16384).astype(np.float32)
+    states = {}
+    with faults.opened(store) as repository:
+        repository.save({"w": base}, run="base", step=0)
+        for number in range(count):
+            state = base.copy()
+            state[:: 40 * scale] += np.float32(number + 1)
+            states[f"r{number}@0"] = state
+            repository.save({"w": state}, run=f"r{number}", step=0, parent="base@0")
+        repository.forget_snapshots(["base@0"], force=True)
+        repository.gc()
+    return store, states
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_forks_of_a_base_that_is_gone(count):
+    """One of them becomes full, the others deltas to it."""
+    store, states = forked(count)
+    with faults.opened(store) as repository:
+        size = needed(repository)
+        assert repository.stats().base_only_bytes > 0
+        report = repository.compact()
+        repository.gc()
+        assert needed(repository) == report.bytes_after <= size
+        assert repository.stats().base_only_bytes == 0
+        depths = [repository.snapshot(ref).depth for ref in states]
+        assert sorted(depths) == [0] + [1] * (count - 1)
+        for ref, state in states.items():
+            assert (repository.restore(ref)["w"] == state).all()
+        assert repository.check("restore").ok
+
+
+def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():
+    """Zeros, and noise upon them in two runs: full, the noise takes as much again, and the base is next to nothing."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=4096, options=faults.OPTIONS).close()
+    rng = np.random.default_rng(5)
+    with faults.opened(store) as repository:
+        zeros = np.zeros(16384, np.uint8)
+        repository.save({"w": zeros}, run="a", step=0)
+        noise = zeros.copy()
+        noise[::2] = rng.integers(0, 256, 8192, np.uint8)
+        repository.save({"w": noise}, run="a", step=1)
+        repository.forget([KeepLast(1)], run="a")
+        repository.gc()
+        size = needed(repository)
+        repository.compact()
+        repository.gc()
+        assert needed(repository) <= size
+        assert (repository.restore("a@1")["w"] == noise).all()
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def alter(store, key, at):
+    data = bytearray(store.get(key))
+    data[at] ^= 1
+    store._objects[key] = bytes(data), store._objects[key][1]
+
+
+@pytest.fixture
+def in_memory():
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(made) as repository:
+        for step in range(10):
+            faults.save(repository, "a", step, step)
+        repository.forget([KeepLast(3)], run="a")
+        repository.gc()
+        yield repository
+
+
+@pytest.mark.parametrize("harm", ["pack missing", "footer", "blobs", "manifest", "manifest missing"])
+def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
+    repo, store = in_memory, in_memory.store
+    ref = repo.snapshot("a@7").manifests[1]
+    header = manifest.read(store, ref).header
+    key = ref.key if "manifest" in harm else records.pack_key(header.pack_names[-1])
+    if "missing" in harm:
+        store.delete([key])
+    elif harm == "blobs":
+        for at in range(100, store.stat(key).size_bytes - 2000, 97):
+            alter(store, key, at)
+    else:
+        alter(store, key, -40 if harm == "footer" else 60)
+    before = {s.id: s for s in repo.snapshots()}
+    sound = {s.id for s in before.values() if not _fails(repo, s)}
+    report = repo.compact()
+    for snapshot, message in report.failed:
+        assert message.startswith(f"{snapshot.ref}: ")
+        assert repo.view().get(snapshot.id) == before[snapshot.id]
+        assert snapshot.id not in sound or harm in ("footer", "pack missing")
+    assert {s.id for s, _ in report.failed} | {s.id for s in report.rewritten + report.skipped} == before.keys()
+    assert report.failed
+    for snapshot in before.values():
+        assert _fails(repo, snapshot) == (snapshot.id not in sound)
+    assert faults.keys_of(store, "sessions/") == []
+
+
+def _fails(repo, snapshot):
+    try:
+        return not faults.same(repo.restore(f"id:{snapshot.id}"), faults.values(*faults.version_of(snapshot)))
+    except Exception:  # noqa: BLE001
+        return True
+
+
+def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):
+    repo, real = in_memory, blob.encode
+
+    def encode(source, *rest):
+        wrong = source.copy()
+        wrong[7] ^= 4
+        return real(wrong, *rest)
+
+    keys = faults.keys_of(repo.store, "snapshots/")
+    with monkeypatch.context() as patch:
+        patch.setattr(blob, "encode", encode)
+        report = repo.compact()
+    assert report.failed
+    assert all("does not decode to what it was made of" in message for _, message in report.failed)
+    faults.check_restores(repo)
+    assert len(faults.keys_of(repo.store, "snapshots/")) == len(keys) + len(report.rewritten)
+    assert repo.compact().failed == []
+    repo.gc()
+    faults.check_clean(repo.store)
+
+
+def test_a_store_that_fails_ends_it(in_memory, monkeypatch):
+    repo = in_memory
+
+    def put(key, data):
+        raise StorageError("503")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repo.store, "put", put)
+        with pytest.raises(StorageError, match="503"):
+            repo.compact()
+    assert repo.compact().failed == []
+    repo.gc()
+    faults.check_clean(repo.store)
+
+
+def test_blobs_that_only_a_gpu_decodes_move_and_are_not_encoded_anew(monkeypatch):
+    """nvCOMP's ANS without nvCOMP: chains stay, packs are left all the same."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(store) as repo:
+        with monkeypatch.context() as patch:
+            foreign.readable(patch)
+            with foreign.written():
+                for step in range(8):
+                    faults.save(repo, "a", step, step)
+        repo.forget([KeepLast(2)], run="a")
+        repo.gc()
+        size = needed(repo)
+        report = repo.compact()
+        assert (report.encoded, report.failed) == (0, [])
+        repo.gc()
+        assert needed(repo) <= size
+        foreign.readable(monkeypatch)
+        faults.check_restores(repo)
+
+
+# --- any history -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_history(data):
+    """Runs, forks, twin chunks, values that come back, any of it forgotten: nothing grows, all that stays restores."""
+    draw = data.draw
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=512, options=faults.OPTIONS).close()
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    states = []
+    with faults.opened(store) as repo:
+        for number in range(draw(st.integers(1, 9))):
+            again = draw(st.integers(0, len(states) - 1)) if states and draw(st.booleans()) else len(states) - 1
+            base = dict(states[again][1]) if states else {}
+            for name in draw(st.sets(st.sampled_from("uvw"), min_size=1)):
+                kind = draw(st.sampled_from([np.float32, np.uint8, np.float16]))
+                size = draw(st.sampled_from([4096, 5120])) // np.dtype(kind).itemsize
+                value = base.get(name)
+                if value is None or draw(st.integers(0, 3)) == 0:
+                    value = (rng.standard_normal(size) * 3).astype(kind)
+                    if draw(st.booleans()):
+                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                else:
+                    value = value.copy()
+                    value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
+                base[name] = value
+            run = draw(st.sampled_from("ab"))
+            others = [s.ref for s in repo.snapshots()]
+            parent = draw(st.sampled_from(others)) if others and draw(st.booleans()) else None
+            repo.save(base, run=run, step=number, parent=parent, full=draw(st.integers(0, 4)) == 0)
+            states.append((f"{run}@{number}", base))
+        gone = draw(st.sets(st.sampled_from([ref for ref, _ in states]), max_size=len(states) - 1))
+        repo.forget_snapshots(sorted(gone), force=True)
+        if draw(st.booleans()):
+            repo.gc()
+        size = needed(repo)
+        limit = draw(st.sampled_from([None, None, None, 0, 3000, 20_000]))
+        some = draw(st.sets(st.sampled_from([s.ref for s in repo.snapshots()]))) if draw(st.booleans()) else None
+        report = repo.compact(some, max_repack_bytes=limit)
+        assert report.failed == []
+        assert report.bytes_before == size
+        assert limit is None or report.bytes_written <= limit
+        assert report.bytes_after <= size
+        repo.gc()
+        assert needed(repo) == report.bytes_after
+        before = repo.stats().stored_bytes
+        final = repo.compact()
+        repo.gc()
+        assert repo.stats().stored_bytes == final.bytes_after <= before
+        for ref, state in states:
+            if ref not in gone:
+                assert faults.same(repo.restore(ref), state)
+        assert repo.check("restore").ok

@@ -2,37 +2,44 @@
 
 Three levels, each with all of the one before:
 
-    metadata   every record and manifest reads and is what its name says; every pack needed is there, of its size; the
-               index agrees
+    metadata   every small object and every manifest reads and is what its name says; every pack needed is there, of its
+               size; the index agrees
     data       every byte of the packs is what their SHA-256 says; else, blob by blob, what is lost
     restore    every chunk of every snapshot is rebuilt and its digest compared
 
-Reads only. Reports everything it finds; a problem names the snapshots that suffer from it.
+Reads only. Reports everything it finds; a problem names the snapshots that suffer from it and the command that helps.
+One manifest is in memory at a time. `Survey` is what repair.py acts upon.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from . import blob, manifest, records
+from . import manifest, policies, records
+from .blob import Column
+from .damage import DAMAGE, DamagedPacks, check_tree, lost_rows, unbuilt
 from .engine import Engines
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from .fetch import Fetcher, Wanted, whole
 from .gc import OBJECT_NAME
-from .index import Index
+from .index import Index, View
 from .manifest import Manifest
-from .records import COMMITTED, FORGOTTEN, Snapshot
-from .storage import ObjectStore
+from .records import COMMITTED, FORGOTTEN, Done, Mark, Quarantine, Session, Snapshot, Wait
+from .session import MARK_LIMIT_BYTES
+from .storage import ObjectInfo, ObjectStore
 
 LEVELS = ("metadata", "data", "restore")
-_DAMAGE = (IntegrityError, FormatError, NotFoundError)
 #: So many damaged chunks of one snapshot are named; the rest is counted.
 CHUNKS_NAMED = 20
+REPAIR = "snapstore repair"
+#: State of the stand-in for a snapshot whose record cannot be read: its key names it.
+UNREADABLE = "unreadable"
+_NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +47,18 @@ class Problem:
     """One finding.
 
     Attributes:
-        kind: "record", "index", "manifest", "pack" or "chunk".
+        kind: "config", "record", "index", "manifest", "pack", "chunk", "policy", "session" or "gc".
         key: the object it lies in.
-        message: what is wrong, and what to do.
+        message: what is wrong.
         snapshots: ids of the snapshots that cannot be restored because of it.
+        command: what to run; empty where there is nothing to be done.
     """
 
     kind: str
     key: str
     message: str
     snapshots: tuple[str, ...] = ()
+    command: str = ""
 
 
 @dataclass(slots=True)
@@ -58,225 +67,378 @@ class CheckResult:
 
     Attributes:
         problems: everything wrong.
+        notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
         restorable: committed and forgotten snapshots without a finding against them, in order.
+        damaged: the others; of one whose record cannot be read a stand-in of state "unreadable".
         unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them.
     """
 
     level: str
     problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
     restorable: list[Snapshot] = field(default_factory=list)
     damaged: list[Snapshot] = field(default_factory=list)
     unneeded_bytes: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no problem was found."""
         return not self.problems
 
 
 def check(
     store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
-    subset: tuple[int, int] = (1, 1),
+    subset: tuple[int, int] = (1, 1), config: str = "",
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
 
     Args:
         share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
         subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
+        config: what is wrong with the config, if anything is.
+
+    Raises:
+        StorageError: the store cannot be listed; a single object that cannot be read is a finding.
     """
-    if level not in LEVELS:
-        raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
     if not 0 < share <= 1:
         raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
     if not 1 <= subset[0] <= subset[1]:
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
-    return _Check(store, index, engines, CheckResult(level), share, subset).run()
+    survey = Survey(store, index, engines, level, share, subset, config)
+    survey.read_records()
+    return survey.read_rest()
 
 
-class _Check:
-    """One run over a repository."""
+class Survey:
+    """One look over a repository.
+
+    Attributes:
+        packs: those that are damaged.
+        quarantined: keys of the packs that an earlier repair has found damaged.
+        recovered: those of them that are as they should be, or gone and missed by nobody.
+        ruling: the ruling revision of every snapshot whose record reads, by id.
+        unreadable: key -> why, of the ruling records that do not.
+        vanished: keys of records that the index knows and the store does not list.
+        small: keys of damaged sessions and of damaged objects of gcs.
+        sizes: of packs and manifests, by key [bytes].
+        need: damaged pack -> ids of all snapshots that refer to it.
+        affected: id -> SHA-256 of those of its manifests that refer to damaged packs.
+        without_manifest: id -> why, of snapshots that lack a manifest, or whose manifests do not fit together.
+    """
 
     def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, result: CheckResult, share: float,
-        subset: tuple[int, int],
+        self, store: ObjectStore, index: Index, engines: Engines, level: str, share: float = 1.0,
+        subset: tuple[int, int] = (1, 1), config: str = "",
     ) -> None:  # fmt: skip
-        self._store, self._index, self._engines, self._result, self._share = store, index, engines, result, share
-        self._subset = subset
-        self._bad: set[str] = set()  # ids of snapshots that are not restorable
-        self._sizes: dict[str, int] = {}
+        if level not in LEVELS:
+            raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
+        self._store, self._index, self._engines = store, index, engines
+        self._share, self._subset = share, subset
+        self.result = CheckResult(level)
+        self.packs = DamagedPacks(store)
+        self.quarantined: set[str] = set()
+        self.recovered: set[str] = set()
+        self.ruling: dict[str, Snapshot] = {}
+        self.unreadable: dict[str, str] = {}
+        self.vanished: list[str] = []
+        self.small: list[str] = []
+        self.affected: dict[str, list[str]] = {}
+        self.without_manifest: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self._suffer: dict[str, set[str]] = {}  # pack -> ids of the snapshots that lose by it
+        self.need: dict[str, set[str]] = {}
+        if config:
+            self._report("config", "config", config)
 
-    def run(self) -> CheckResult:
-        """All levels up to the one asked for."""
-        result = self._result
+    def read_records(self) -> None:
+        """Everything but packs and manifests, which are only listed."""
         for prefix in ("packs/", "manifests/"):
             for info in self._store.list(prefix):
                 if OBJECT_NAME.fullmatch(info.key):
-                    self._sizes[info.key] = info.size_bytes
+                    self.sizes[info.key] = info.size_bytes
                 else:
-                    self._report(prefix[:-2], info.key, f"{info.key}: no name of an object; it does not belong here")
-        snapshots = self._records()
-        manifests = {s.id: self._manifests(s) for s in snapshots}
-        needed = {ref.key for s in snapshots if s.state == COMMITTED for ref in s.manifests}
+                    self._stray(prefix[:-2], info.key)
+        self._small_objects()
+        self._policies()
+        self._records()
+
+    def read_rest(self) -> CheckResult:
+        """Packs and manifests, by the records in `ruling`; what was found in all."""
+        result = self.result
+        self._read_packs()
+        snapshots = View(self.ruling.values(), {}, []).snapshots(states=(COMMITTED, FORGOTTEN))
+        needed = set(self.quarantined)
+        seen: set[tuple[str, int, bytes]] = set()
         for snapshot in snapshots:
+            keys = self._snapshot(snapshot, seen)
             if snapshot.state == COMMITTED:
-                needed.update(records.pack_key(name) for m in manifests[snapshot.id] for name in m.header.pack_names)
-        result.unneeded_bytes = sum(size for key, size in self._sizes.items() if key not in needed)
-        if result.level != "metadata":
-            self._packs(snapshots, manifests)
-        if result.level == "restore":
-            seen: set[tuple[str, int, bytes]] = set()
-            for snapshot in snapshots:
-                if snapshot.id not in self._bad:
-                    self._rebuild(snapshot, manifests[snapshot.id], seen)
-        result.restorable = [s for s in snapshots if s.id not in self._bad]
-        result.damaged = [s for s in snapshots if s.id in self._bad]
+                needed |= keys
+        self._report_packs()
+        result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
+        bad = {name for problem in result.problems for name in problem.snapshots}
+        result.restorable = [s for s in snapshots if s.id not in bad]
+        named = {s.id for s in result.damaged}
+        result.damaged += [s for s in snapshots if s.id in bad - named]
         return result
 
-    def _report(self, kind: str, key: str, message: str, suffer: Iterable[str] = ()) -> None:
-        ids = tuple(suffer)
-        self._bad.update(ids)
-        self._result.problems.append(Problem(kind, key, message, ids))
+    def _report(
+        self, kind: str, key: str, message: str, suffer: Iterable[str] = (), *, command: str = REPAIR
+    ) -> None:  # fmt: skip
+        self.result.problems.append(Problem(kind, key, message, tuple(suffer), command))
 
-    def _records(self) -> list[Snapshot]:
-        """Every record, read from the store itself; committed and forgotten snapshots."""
-        view = self._index.refresh()
-        for key in view.vanished:
-            self._report("index", key, f"{key}: known to the index, not in the store; run 'snapstore index rebuild'")
-        for info in list(self._store.list("snapshots/")):
-            if records.parse_record_key(info.key) is None:
-                self._report("record", info.key, f"{info.key}: no name of a record; it does not belong here")
+    def _note(self, kind: str, key: str, message: str, command: str = "") -> None:
+        self.result.notes.append(Problem(kind, key, message, (), command))
+
+    def _stray(self, kind: str, key: str) -> None:
+        self._report(kind, key, f"{key}: no name of an object; it does not belong here, remove it", command="")
+
+    def _get(self, info: ObjectInfo, limit_bytes: int = records.MAX_OBJECT_BYTES) -> bytes:
+        """A listed object.
+
+        Raises:
+            IntegrityError: or it cannot be read, though the store answers.
+        """
+        try:
+            return self._store.get(info.key, limit_bytes=limit_bytes)
+        except StorageError as error:
+            raise self._unreadable(info.key, error) from error
+
+    def _unreadable(self, key: str, error: StorageError) -> IntegrityError:
+        """What it means that one object cannot be read; a store that cannot be reached is no damage."""
+        for _ in self._store.list("gc/"):
+            break
+        return IntegrityError(f"{key}: cannot be read: {error}")
+
+    # -- small objects
+
+    def _small_objects(self) -> None:
+        """Sessions, and what gcs have left."""
+        infos = list(self._store.list("gc/"))
+        self.quarantined = records.quarantined(info.key for info in infos)
+        for kind, info in [("gc", info) for info in infos] + [("session", i) for i in self._store.list("sessions/")]:
+            suffix = "." + info.key.rpartition(".")[2]
+            if kind == "gc" and suffix not in _NOTES:
+                self._stray(kind, info.key)
                 continue
+            kind_of: Any = _NOTES[suffix] if kind == "gc" else Session
             try:
-                data = self._store.get(info.key, limit_bytes=records.MAX_OBJECT_BYTES)
-                found = records.decode(data, Snapshot, info.key)
-                if found.key != info.key:
-                    raise IntegrityError(f"{info.key}: holds the record of {found.key}")
-                known = view.get(found.id)
-                if (
-                    known is not None
-                    and known.revision == found.revision
-                    and records.encode(known) != records.encode(found)  # not known != found: metrics may be NaN
-                ):
-                    raise IntegrityError(f"{info.key}: differs from the index; run 'snapstore index rebuild'")
+                found = records.decode(self._get(info, MARK_LIMIT_BYTES), kind_of, info.key)
+                name = found.pack if isinstance(found, Quarantine) else found.id
+                if name != info.key.partition("/")[2].removesuffix(suffix):
+                    raise IntegrityError(f"{info.key}: holds the object of {name}; it was moved or altered")
+                if isinstance(found, Quarantine):
+                    for offset in found.blobs:
+                        self.packs.give_up(records.pack_key(found.pack), offset)
+            except NotFoundError:
+                continue  # it ended while we look
+            except DAMAGE as error:
+                self.small.append(info.key)
+                self._report(kind, info.key, str(error))
+
+    def _policies(self) -> None:
+        """Retention policies; nobody reads those that newer ones replace."""
+        newest: dict[str, int] = {}
+        found: list[tuple[str, int, ObjectInfo]] = []
+        for info in self._store.list("policies/"):
+            run, _, revision = info.key.removeprefix("policies/").rpartition(".")
+            if not records.NAME.fullmatch(run) or not revision.isdecimal():
+                self._stray("policy", info.key)
+                continue
+            found.append((run, int(revision), info))
+            newest[run] = max(newest.get(run, 0), int(revision))
+        for run, number, info in found:
+            try:
+                policies.decode(self._get(info), run, info.key)
+            except NotFoundError:
+                continue
+            except DAMAGE as error:
+                if number < newest[run]:
+                    self._note("policy", info.key, f"{error}; newer policies rule, nothing is lost")
+                    continue
+                message = f"{error}; what run {run!r} is to keep has to be said again"
+                self._report("policy", info.key, message, command=f"snapstore forget --run {run} --keep-...")
+
+    # -- records
+
+    def _records(self) -> None:
+        """Every record, read from the store itself, and compared with the index."""
+        view: View | None = None
+        try:
+            view = self._index.refresh()
+            self.vanished = view.vanished
+        except StorageError as error:
+            raised = self._unreadable("snapshots/", error)  # one record, which is found again below
+            self._note("index", "snapshots/", f"not compared with the index: {raised}")
+        listed: dict[str, ObjectInfo] = {}
+        highest: dict[str, tuple[int, str]] = {}
+        for info in self._store.list("snapshots/"):
+            parsed = records.parse_record_key(info.key)
+            if parsed is None:
+                self._stray("record", info.key)
+                continue
+            listed[info.key] = info
+            highest[parsed[2]] = max(highest.get(parsed[2], (-1, "")), (parsed[3], info.key))
+        for key in self.vanished:
+            self._report("index", key, f"{key}: known to the index, not in the store", self._misses(key, highest))
+        for key, info in sorted(listed.items()):
+            name = key.rpartition("-")[2].split(".")[0]
+            rules = highest[name][1] == key
+            try:
+                found = records.decode(self._get(info), Snapshot, key)
+                if found.key != key:
+                    raise IntegrityError(f"{key}: holds the record of {found.key}")
             except NotFoundError:
                 continue  # removed while we look
-            except _DAMAGE as error:
-                suffers = info.key.rpartition("-")[2].split(".")[0]
-                ruling = view.get(suffers)  # a later revision that reads stands, whatever happened to this one
-                self._report(
-                    "record", info.key, str(error), [suffers] if ruling is None or ruling.key == info.key else []
-                )
-        return view.snapshots(states=(COMMITTED, FORGOTTEN))
-
-    def _manifests(self, snapshot: Snapshot) -> list[Manifest]:
-        """A snapshot's manifests, those that read; and whether the packs they need are there."""
-        found = []
-        for ref in snapshot.manifests:
-            try:
-                read = manifest.read(self._store, ref)
-                _check_entries(read, ref.key)
-            except _DAMAGE as error:
-                self._report("manifest", ref.key, f"{snapshot.ref}: {error}", [snapshot.id])
+            except DAMAGE as error:
+                if rules:
+                    self.unreadable[key] = str(error)
+                    self._report("record", key, str(error), [name])
+                    self.result.damaged.append(stand_in(key))
+                else:
+                    self._note("record", key, f"{error}; a later revision rules, nothing is lost")
                 continue
-            found.append(read)
-            for number, (name, size) in enumerate(zip(read.header.pack_names, read.header.pack_size_list, strict=True)):
-                key = records.pack_key(name)
-                if key not in self._sizes:
-                    self._report("pack", key, f"{snapshot.ref}: {key} is missing", [snapshot.id])
-                elif self._sizes[key] != size:
-                    message = (
-                        f"{snapshot.ref}: {key} has {self._sizes[key]} bytes, expected {size}: cut short or altered"
-                    )
-                    self._report("pack", key, message, [snapshot.id] if _beyond(read, number, self._sizes[key]) else [])
-        if len(found) == len(snapshot.manifests):
-            self._tree(snapshot, found)
-        return found
+            if not rules:
+                continue
+            self.ruling[found.id] = found
+            known = view.get(found.id) if view else None
+            if (
+                known is not None
+                and known.revision == found.revision
+                and records.encode(known) != records.encode(found)  # not known != found: metrics may be NaN
+            ):
+                self._report("index", key, f"{key}: differs from the index", command="snapstore index rebuild")
 
-    def _tree(self, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
-        """The trees, the tensors and the parts belong together."""
-        from .restore import spec_of
-        from .state.tensors import StoredPart
-        from .state.tree import decode
+    def _misses(self, key: str, highest: dict[str, tuple[int, str]]) -> list[str]:
+        """Who suffers as a record is gone: its snapshot, if it was restorable, and no later revision rules."""
+        gone = self._index.cached(key)
+        if gone is None or gone.state not in (COMMITTED, FORGOTTEN):
+            return []
+        rules = highest.get(gone.id, (-1, ""))[0] < gone.revision
+        if rules and gone.id not in highest:
+            self.result.damaged.append(stand_in(key))
+        return [gone.id] if rules else []
 
-        try:
-            decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
-        except FormatError as error:
-            self._report("manifest", snapshot.key, f"{snapshot.ref}: {error}", [snapshot.id])
+    # -- packs
 
-    # -- data
-
-    def _packs(self, snapshots: Sequence[Snapshot], manifests: dict[str, list[Manifest]]) -> None:
-        """Read packs whole; of a damaged one, find out which snapshots lose a blob."""
-        needed: dict[str, list[tuple[Snapshot, Manifest, int]]] = {}
-        for snapshot in snapshots:
-            for m in manifests[snapshot.id]:
-                for number, name in enumerate(m.header.pack_names):
-                    needed.setdefault(records.pack_key(name), []).append((snapshot, m, number))
-        number, count = self._subset
-        keys = sorted(
-            key for key in self._sizes if key.startswith("packs/") and int(key[-8:], 16) % count == number - 1
-        )
-        if self._share < 1:
-            keys = random.sample(keys, max(1, round(self._share * len(keys)))) if keys else []
-        for key in keys:
+    def _read_packs(self) -> None:
+        """Read packs whole, as many as the level says, and those that are known to be damaged."""
+        keys: list[str] = []
+        if self.result.level != "metadata":
+            number, count = self._subset
+            keys = sorted(k for k in self.sizes if k.startswith("packs/") and int(k[-8:], 16) % count == number - 1)
+            if self._share < 1:
+                keys = random.sample(keys, max(1, round(self._share * len(keys)))) if keys else []
+        for key in sorted(self.quarantined.union(keys)):
             try:
-                data = self._store.get(key, limit_bytes=self._sizes[key])
+                data = self._store.get(key, limit_bytes=self.sizes.get(key, 0))
             except NotFoundError:
+                continue  # its manifests tell whether that matters
+            except DAMAGE as error:
+                self.packs.why[key] = str(error)
                 continue
-            except (*_DAMAGE, StorageError) as error:
-                self._report("pack", key, f"{key}: cannot be read: {error}", {s.id for s, _, _ in needed.get(key, [])})
+            except StorageError as error:
+                self.packs.why[key] = str(self._unreadable(key, error))
                 continue
             got = hashlib.sha256(data).hexdigest()
             if not key.endswith(got):
-                lost = {s.id for s, m, number in needed.get(key, []) if _loses(memoryview(data), m, number, key)}
-                message = f"{key}: SHA-256 is {got}: altered; {len(lost)} snapshots lose chunks by it"
-                self._report("pack", key, message, sorted(lost))
+                self.packs.why[key] = f"{key}: SHA-256 is {got}: altered"
+
+    def _report_packs(self) -> None:
+        """One finding a pack, whoever suffers by it."""
+        for key, why in sorted(self.packs.why.items()):
+            lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
+            message = f"{why}; {len(lost)} of {len(need)} snapshots that need it lose chunks"
+            if need or key not in self.quarantined:
+                self._report("pack", key, message, lost, command=REPAIR if need else "snapstore gc")
+            else:
+                self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
+        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt
+        for key in sorted(self.recovered):
+            self._note("pack", key, f"{key}: is in quarantine for nothing: it is whole, or gone and not missed", REPAIR)
+
+    # -- manifests
+
+    def _snapshot(self, snapshot: Snapshot, seen: set[tuple[str, int, bytes]]) -> set[str]:
+        """Look at a snapshot's manifests and all that they refer to; the keys it needs."""
+        needed = {ref.key for ref in snapshot.manifests}
+        found = []
+        for ref in snapshot.manifests:
+            try:
+                read = self._manifest(snapshot, ref)
+            except DAMAGE as error:
+                self._without_manifest(snapshot, ref.key, str(error))
+                continue
+            found.append(read)
+            keys = [records.pack_key(name) for name in read.header.pack_names]
+            needed.update(keys)
+            for key, size in zip(keys, read.header.pack_size_list, strict=True):
+                if key not in self.sizes:
+                    self.packs.why.setdefault(key, f"{key} is missing")
+                elif self.sizes[key] != size:
+                    self.packs.why.setdefault(
+                        key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
+                    )
+            lost = self.packs.lost(read)
+            for key in (key for key in keys if key in self.packs):
+                self.need.setdefault(key, set()).add(snapshot.id)
+            for number in np.unique(read.table.ref_packs[lost]).tolist():
+                self._suffer.setdefault(keys[number], set()).add(snapshot.id)
+            if self.result.level == "restore":
+                self._rebuild(snapshot, read, lost, seen)
+            if self.packs.within(read).any():
+                self.affected.setdefault(snapshot.id, []).append(ref.sha256)
+        if len(found) == len(snapshot.manifests):
+            self._tree(snapshot, found)
+        return needed
+
+    def _manifest(self, snapshot: Snapshot, ref: records.ManifestRef) -> Manifest:
+        from .restore import check_layout
+
+        try:
+            read = manifest.read(self._store, ref)
+        except StorageError as error:
+            raise self._unreadable(ref.key, error) from error
+        for entry in read.tensors:  # every tensor has as many chunks as its bytes need
+            check_layout(read, entry, ref.key)
+        return read
+
+    def _without_manifest(self, snapshot: Snapshot, key: str, why: str) -> None:
+        self.without_manifest[snapshot.id] = f"{snapshot.ref}: {why}"
+        self._report("manifest", key, f"{snapshot.ref}: {why}", [snapshot.id])
+
+    def _tree(self, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
+        """The trees, the tensors and the parts belong together."""
+        try:
+            check_tree(manifests)
+        except FormatError as error:
+            self._without_manifest(snapshot, snapshot.key, str(error))
 
     # -- restore
 
-    def _rebuild(self, snapshot: Snapshot, manifests: Sequence[Manifest], seen: set[tuple[str, int, bytes]]) -> None:
-        """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once."""
-        for m in manifests:
-            rows = [row for row in range(len(m.table)) if _chain(m, row) not in seen]
-            try:
-                for _ in Fetcher(self._store, self._engines).rebuild(_scratch(m, rows)):
-                    pass
-            except _DAMAGE:
-                self._rebuild_singly(snapshot, m, rows)
-            else:
-                seen.update(_chain(m, row) for row in rows)
-
-    def _rebuild_singly(self, snapshot: Snapshot, m: Manifest, rows: Sequence[int]) -> None:
-        """Name the chunks that are lost."""
-        lost = 0
-        for row in rows:
-            try:
-                for _ in Fetcher(self._store, self._engines).rebuild(_scratch(m, [row])):
-                    pass
-            except _DAMAGE as error:
-                lost += 1
-                if lost <= CHUNKS_NAMED:
-                    where = _tensor_of(m, row)
-                    self._report("chunk", m.header.part, f"{snapshot.ref}: {where}: {error}", [snapshot.id])
-        if lost > CHUNKS_NAMED:
-            message = f"{snapshot.ref}: {lost - CHUNKS_NAMED} more chunks are lost"
+    def _rebuild(self, snapshot: Snapshot, m: Manifest, lost: Column, seen: set[tuple[str, int, bytes]]) -> None:
+        """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once, lost ones not at all."""
+        rows = [row for row in np.setdiff1d(np.arange(len(m.table)), lost_rows(m, lost)) if _chain(m, row) not in seen]
+        failed = unbuilt(self._store, self._engines, m, rows)
+        seen.update(_chain(m, row) for row in rows if row not in failed)
+        for row, error in list(failed.items())[:CHUNKS_NAMED]:
+            self._report(
+                "chunk", m.header.part, f"{snapshot.ref}: {_tensor_of(m, row)}: {error}", [snapshot.id]
+            )  # fmt: skip
+        if len(failed) > CHUNKS_NAMED:
+            message = f"{snapshot.ref}: {len(failed) - CHUNKS_NAMED} more chunks are lost"
             self._report("chunk", m.header.part, message, [snapshot.id])
+        for row in failed:
+            ref = int(m.table.starts[row])
+            key = records.pack_key(m.header.pack_names[m.table.ref_packs[ref]])
+            self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 
 
-def _check_entries(m: Manifest, where: str) -> None:
-    """Every tensor has as many chunks as its bytes need."""
-    from .restore import check_layout
-
-    for entry in m.tensors:
-        check_layout(m, entry, where)
-
-
-def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
-    """Rows to rebuild into memory that nobody looks at."""
-    packs = m.header.pack_names
-    lengths = m.table.lengths
-    for row in rows:
-        yield whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8))
+def stand_in(key: str) -> Snapshot:
+    """What the key of a record that cannot be read says of its snapshot."""
+    parsed = records.parse_record_key(key)
+    assert parsed is not None
+    run, step, name, revision = parsed
+    return Snapshot(id=name, run=run, step=step, seq=0, state=UNREADABLE, write_id="", revision=revision)
 
 
 def _chain(m: Manifest, row: int) -> tuple[str, int, bytes]:
@@ -292,23 +454,3 @@ def _tensor_of(m: Manifest, row: int) -> str:
             if box.first_chunk <= row < box.first_chunk + box.chunks:
                 return f"{'.'.join(map(str, entry.path))}, chunk {row - box.first_chunk}"
     return f"chunk {row}"
-
-
-def _beyond(m: Manifest, number: int, size_bytes: int) -> bool:
-    """Whether a manifest uses bytes of a pack beyond this size."""
-    refs = m.table.ref_packs == number
-    return bool((m.table.ref_offsets[refs] + m.table.ref_lengths[refs] > size_bytes).any())
-
-
-def _loses(data: memoryview, m: Manifest, number: int, key: str) -> bool:
-    """Whether a blob that a manifest uses is damaged in these bytes of its pack."""
-    refs = np.flatnonzero(m.table.ref_packs == number)
-    for offset, length, wanted in zip(
-        m.table.ref_offsets[refs].tolist(), m.table.ref_lengths[refs].tolist(), m.table.ref_digests[refs], strict=True
-    ):
-        try:
-            if blob.parse(data[offset : offset + length], f"{key} at {offset}").digest != wanted.tobytes():
-                return True
-        except _DAMAGE:
-            return True
-    return False

@@ -419,7 +419,9 @@ class _Compacting(Rewriting):
 
 def _sent(link: Link, moved: Mapping[Place, bytes]) -> Link:
     """A link whose blob moves: where to is known once its pack is durable."""
-    return replace(link, place=None, name=moved[link.place]) if link.place in moved else link
+    if link.place is None or link.place not in moved:
+        return link
+    return replace(link, place=None, name=moved[link.place])
 
 
 def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:

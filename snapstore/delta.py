@@ -8,7 +8,7 @@ its base, if the chain stays short enough.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,17 @@ class Base:
 class Bases:
     """All that a save may reference, as one chunk table over one list of packs.
 
+    Args:
+        damaged: names of packs that nothing is to be built upon.
+
     Attributes:
         table: the chunks of all base snapshots; `ref_packs` counts in `packs`.
+        usable: (n,) bool, which of them need no pack that is missing or damaged.
         packs, pack_sizes: hex names and sizes [bytes].
         snapshot: the first base: the one whose plain bytes a caller may still hold in memory.
     """
 
-    def __init__(self, bases: Sequence[Base] = ()) -> None:
+    def __init__(self, bases: Sequence[Base] = (), damaged: Collection[str] = ()) -> None:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
         self.snapshot = bases[0].snapshot if bases else None
@@ -83,8 +87,10 @@ class Bases:
         self.depths = self.table.depths
         self.lengths = self.table.lengths
         self.chain_bytes = self.table.chain_bytes
-        keys = self._keys(self.table.digests)
-        self._order = np.argsort(keys, kind="stable")
+        bad = np.isin(self.table.ref_packs, [number for name, number in known.items() if name in damaged])
+        self.usable = ~np.logical_or.reduceat(bad, self.table.starts[:-1]) if rows else np.zeros(0, bool)
+        keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable)
+        self._order = usable[np.argsort(keys[usable], kind="stable")]
         self._sorted = keys[self._order]
 
     def _adopt(self, manifest: Manifest, known: dict[str, int]) -> ChunkTable:
@@ -106,7 +112,7 @@ class Bases:
 
     def find(self, digests: Bytes) -> npt.NDArray[np.int64]:
         """The row of every digest (n, 16) among all bases, -1 where unknown."""
-        if not len(self.table) or not len(digests):
+        if not len(self._sorted) or not len(digests):
             return np.full(len(digests), -1, np.int64)
         at = np.minimum(np.searchsorted(self._sorted, self._keys(digests)), len(self._sorted) - 1)
         rows = self._order[at]

@@ -139,13 +139,20 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
         if isinstance(keys, SnapstoreError):
             raise keys
         live |= keys
-    missing = [key for key in sorted(live.difference(present)) if not _exists(store, key)]
+    absent = live.difference(present)
+    absent -= in_quarantine(store) if absent else set()  # known to be lost, and to whom: no reason to stop
+    missing = [key for key in sorted(absent) if not _exists(store, key)]
     if missing:
         raise IntegrityError(
             f"gc: {missing[0]} and {len(missing) - 1} more live objects are missing; nothing was deleted; "
             "run 'snapstore check'"
         )
     return live
+
+
+def in_quarantine(store: ObjectStore) -> set[str]:
+    """Keys of the packs that a repair has found damaged: whatever they still hold stays until a person says so."""
+    return records.quarantined(info.key for info in store.list("gc/"))
 
 
 def _exists(store: ObjectStore, key: str) -> bool:
@@ -184,7 +191,7 @@ def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, i
     """(keys that nothing live needs, sizes of all): objects are listed before records."""
     sizes = _sizes(store)
     _, live = _live(store, index, sizes)
-    return sizes.keys() - live, sizes
+    return sizes.keys() - live - in_quarantine(store), sizes
 
 
 def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
@@ -213,7 +220,7 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
-        except NotFoundError:  # the gc that wrote it is done; our own list is as good
+        except (NotFoundError, IntegrityError, FormatError):  # its gc is done, or it is damaged: ours is as good
             return wait
     except StorageFullError:
         return wait  # any list made behind the mark will do, and deleting makes room
@@ -231,7 +238,7 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
     doomed = mark.keys() & sizes.keys()
     while True:  # until no un-forget has slipped in between
         view, live = _live(store, index, sizes)
-        doomed -= live
+        doomed -= live | in_quarantine(store)
         if _write_swept(store, index, view, doomed):
             break
     try:
@@ -269,6 +276,9 @@ def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: Gc
         session = records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
     except NotFoundError:
         return True
+    except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
+        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", error)
+        return False
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
     held = store.is_held(key) if same_boot else None
     over = session_id in LEFT_OVER or held is False

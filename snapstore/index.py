@@ -254,6 +254,11 @@ class Index:
             raise IntegrityError(f"{key}: holds the record of {snapshot.key}; it was moved or altered")
         return snapshot
 
+    def cached(self, key: str) -> Snapshot | None:
+        """The record of a key as it was last read or made, whatever the store shows by now."""
+        record = self._records.get(key)
+        return record.snapshot if record else None
+
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)

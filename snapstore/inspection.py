@@ -19,6 +19,7 @@ from . import codecs, manifest, pack, records
 from .digest import Bytes
 from .engine import Engines
 from .fetch import Fetcher, Wanted, whole
+from .gc import in_quarantine
 from .index import Index
 from .manifest import Manifest, TensorEntry
 from .records import Snapshot
@@ -97,9 +98,10 @@ def stats(store: ObjectStore, index: Index) -> Stats:
             needed.update(map(records.pack_key, read.header.pack_names))
             tally.add(read)
     tally.finish()
-    result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed)
+    kept = in_quarantine(store)
+    result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
     by_codec: Counter[str] = Counter()
-    for key in sorted(key for key in sizes if key.startswith("packs/")):
+    for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
         by_codec.update(_codec_bytes(pack.read_listing(store, key, sizes[key]).entries))
     result.codecs = dict(by_codec)
     return result

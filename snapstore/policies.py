@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from . import records, retention
 from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError
@@ -24,7 +25,7 @@ def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
         IntegrityError, FormatError: they are damaged, or of a kind that this release does not know.
     """
     newest = _newest(objects, run)
-    return [retention.from_dict(policy) for policy in _decode(objects, newest[1]).policies] if newest else []
+    return [retention.from_dict(policy) for policy in _read(objects, run, newest[1])] if newest else []
 
 
 def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> None:
@@ -33,7 +34,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
     for _ in range(ATTEMPTS):
         newest = _newest(objects, run)
         try:
-            if newest is not None and _decode(objects, newest[1]).policies == stored:
+            if newest is not None and _read(objects, run, newest[1]) == stored:
                 return
         except (IntegrityError, FormatError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
@@ -46,8 +47,20 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
     raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
 
 
-def _decode(objects: ObjectStore, key: str) -> Policy:
-    return records.decode(objects.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Policy, key)
+def decode(data: bytes, run: str, key: str) -> list[dict[str, Any]]:
+    """The policies of a run, of which this is a revision.
+
+    Raises:
+        IntegrityError, FormatError: they are damaged, or another run's.
+    """
+    found = records.decode(data, Policy, key)
+    if found.run != run:
+        raise IntegrityError(f"{key}: holds the policies of run {found.run!r}; it was moved or altered")
+    return found.policies
+
+
+def _read(objects: ObjectStore, run: str, key: str) -> list[dict[str, Any]]:
+    return decode(objects.get(key, limit_bytes=records.MAX_OBJECT_BYTES), run, key)
 
 
 def _newest(objects: ObjectStore, run: str) -> tuple[int, str] | None:

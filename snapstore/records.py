@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -29,6 +29,7 @@ MAX_METADATA_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})\.quarantine")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
 #: Names that become parts of keys and paths: a forged one is refused before anything is made of it.
@@ -199,12 +200,32 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     deleted_bytes: int
 
 
-_KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7}
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
+    """A pack that a repair has found damaged. Its key says what counts for saves and gcs.
+
+    Attributes:
+        found: when [s since the epoch].
+        reason: what is wrong with it, for people.
+        blobs: offsets of blobs that are as they were written and do not give their chunks.
+    """
+
+    pack: Sha256
+    found: float
+    reason: str
+    blobs: list[Count] = []
+
+    @property
+    def key(self) -> str:
+        """The note's key in the store."""
+        return f"gc/{self.pack}.quarantine"
+
+
+_KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8}
 _ENCODER = msgspec.msgpack.Encoder()
-T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done)
+T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine)
 
 
-def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done) -> bytes:
+def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine) -> bytes:
     """The object's bytes as stored."""
     payload = _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
@@ -239,6 +260,12 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+
+
+def is_intact(data: bytes) -> bool:
+    """Whether the checksum of a small object holds, whatever it says."""
+    checksum = int.from_bytes(data[16 : ENVELOPE.size], "little")
+    return xxhash.xxh3_64_intdigest(data[:16] + data[ENVELOPE.size :]) == checksum
 
 
 def new_id() -> str:
@@ -332,6 +359,11 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
     """(run, step, id, revision) of a record's key, None for any other key."""
     match = _RECORD_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3], int(match[4])) if match else None
+
+
+def quarantined(keys: Iterable[str]) -> set[str]:
+    """Keys of the packs that the notes among these keys keep in quarantine."""
+    return {pack_key(match[1]) for match in map(_QUARANTINE_KEY.fullmatch, keys) if match}
 
 
 def sha256_names(joined: bytes) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 import weakref
@@ -29,6 +30,7 @@ from .errors import (
     InvalidInputError,
     NotFoundError,
     SnapstoreError,
+    StorageError,
 )
 from .gc import GcResult
 from .index import Index, View
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from .inspection import Diff, Stats
     from .manifest import Manifest
     from .recode import RecodeResult
+    from .repair import RepairReport
     from .staging import Staging
     from .state.arrays import Memory
     from .state.flatten import Part
@@ -112,11 +115,15 @@ class _Lineage:
 class Repository:
     """All data under one URL. Make one with `create` or `open`, close it with `close` or a `with` block."""
 
-    def __init__(self, store: ObjectStore, config: Config, options: SaveOptions) -> None:
-        self.store, self.config, self.options = store, config, options
+    def __init__(
+        self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = ""
+    ) -> None:  # fmt: skip
+        self.store, self.config, self.options, self.config_problem = store, config, options, config_problem
         self.url = store.url
         self.engines = Engines(options.threads, options.codec, required=options.codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
+        if config_problem:  # its uuid is made up: the index that is there stays as it is
+            temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
         cached = cache_folder() in folder.parents
         self._index = Index(store, config.uuid, folder, limit_bytes=index.CACHED_BYTES if cached else index.MAP_BYTES)
         if cached:
@@ -158,8 +165,13 @@ class Repository:
         return cls(store, config, options or SaveOptions())
 
     @classmethod
-    def open(cls, url: str | Path | ObjectStore, *, options: SaveOptions | None = None) -> Repository:
+    def open(
+        cls, url: str | Path | ObjectStore, *, options: SaveOptions | None = None, damaged: bool = False
+    ) -> Repository:  # fmt: skip
         """Open the repository under a URL.
+
+        Args:
+            damaged: even if its config is damaged or gone, to `check` and `repair` it.
 
         Raises:
             NotFoundError: there is none.
@@ -168,12 +180,32 @@ class Repository:
         """
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
         try:
-            config = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
+            config = cls._config(store)
+        except (NotFoundError, IntegrityError, StorageError) as error:
+            from .repair import salvaged_config
+
+            made_up = salvaged_config(store) if damaged else None
+            if made_up is None:
+                raise
+            return cls(store, made_up, options or SaveOptions(), config_problem=str(error))
+        return cls(store, config, options or SaveOptions())
+
+    @staticmethod
+    def _config(store: ObjectStore) -> Config:
+        """What makes it a repository, if this release can read it."""
+        data = b""
+        try:
+            data = store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
+            config = records.decode(data, Config, "config")
         except NotFoundError as error:
             raise NotFoundError(
                 f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
-                "or Repository.create"
+                "or Repository.create; if there was one, run 'snapstore repair'"
             ) from error
+        except FormatError as error:
+            if records.is_intact(data):
+                raise
+            raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {error}") from error
         unknown = sorted(set(config.features) - KNOWN_FEATURES)
         if config.version != records.FORMAT_VERSION or unknown:
             raise FormatError(
@@ -184,7 +216,7 @@ class Repository:
             raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")
         if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
             raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
-        return cls(store, config, options or SaveOptions())
+        return config
 
     def close(self) -> None:
         """Let go of threads, index and temporary files. Closing twice is fine."""
@@ -570,7 +602,32 @@ class Repository:
         """
         from .check import check
 
-        return check(self.store, self._index, self.engines, level=level, share=share, subset=subset)
+        return check(
+            self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem
+        )
+
+    def repair(
+        self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
+    ) -> RepairReport:  # fmt: skip
+        """Say what can be mended, and with `apply` do it. Safe beside saves, forgets and gcs; can be repeated any time.
+
+        Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, and builds the
+        index anew. Deletes no pack and no manifest.
+
+        Args:
+            level: how closely to look first, as `check`.
+            drop: forget the snapshots that stay damaged, unless they are tagged; `gc` then deletes what only they need.
+            purge: let `gc` delete damaged packs that nobody needs any more.
+
+        Raises:
+            StorageError: the store failed; what was done is whole, repair again.
+        """
+        from .repair import repair
+
+        return repair(
+            self.store, self._index, self.engines, level=level, apply=apply, drop=drop, purge=purge,
+            config=self.config, config_problem=self.config_problem, pack_bytes=self.options.pack_bytes,
+        )  # fmt: skip
 
     def rebuild_index(self) -> int:
         """Build the index anew from the objects; the number of records read."""

@@ -49,7 +49,11 @@ HEARTBEAT_S = 60.0
 
 def mark_keys(store: ObjectStore) -> list[str]:
     """Keys of the gc marks there are."""
-    return [info.key for info in store.list("gc/") if info.key.endswith(".mark")]
+    return [info.key for info in store.list("gc/") if _is_mark(info.key)]
+
+
+def _is_mark(key: str) -> bool:
+    return key.endswith(".mark")
 
 
 def read_mark(store: ObjectStore, key: str) -> Mark | None:
@@ -73,6 +77,7 @@ class Claim:
     Attributes:
         id: of the session; names what is put meanwhile.
         key: of the record to be.
+        quarantined: packs that are known to be damaged, once `marked` has looked.
     """
 
     verb, doing = "recode", "recoding"
@@ -86,6 +91,7 @@ class Claim:
         self._session_key = f"sessions/{self.id}"
         self._last_beat = time.monotonic()
         self._unclear = False
+        self.quarantined: set[str] = set()
         try:
             store.hold(self._session_key, records.encode(records.this_session(self.id, key)))
         except BaseException:
@@ -95,8 +101,10 @@ class Claim:
     def marked(self) -> set[str] | None:
         """What gcs want to delete; None if that cannot be told."""
         marked: set[str] = set()
+        keys = [info.key for info in self.store.list("gc/")]
+        self.quarantined = records.quarantined(keys)
         try:
-            for key in mark_keys(self.store):
+            for key in filter(_is_mark, keys):
                 mark = read_mark(self.store, key)
                 marked |= mark.keys() if mark else set()
         except (IntegrityError, FormatError) as error:

@@ -384,7 +384,7 @@ class _Chunks:
         rows = np.where(first >= 0, first + index, 0)
         tensor = np.array([run.tensor for run in runs])[which]
         allowed = (first >= 0) & (self.bases.depths[rows] < self._plan.max_depth)
-        allowed &= self.bases.lengths[rows] == lengths
+        allowed &= self.bases.usable[rows] & (self.bases.lengths[rows] == lengths)
         allowed &= ~delta.is_keyframe(self.bases.generation, tensor + index, self._plan.max_depth)
         return np.where(allowed, rows, -1)
 
@@ -554,13 +554,12 @@ class _Chunks:
 
 
 def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest]) -> Bases:
-    """The manifests of the session's base snapshots; a base that cannot be read, or lacks a pack, is none."""
+    """The manifests of the session's base snapshots; one that cannot be read is none, nor is what a bad pack holds."""
 
     def readable() -> Iterator[Base]:
         for snapshot in session.bases:
             try:
                 manifests = [cache.get(ref.sha256) or manifest.read(store, ref) for ref in snapshot.manifests]
-                _check_packs(store, manifests)
             except DAMAGE as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
@@ -568,19 +567,26 @@ def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifes
 
     bases = list(readable())
     session.bases = [base.snapshot for base in bases]
-    return Bases(bases)
+    return Bases(bases, _damaged_packs(store, session, bases))
 
 
-def _check_packs(store: ObjectStore, manifests: Sequence[manifest.Manifest]) -> None:
-    """Every pack is there, of its size: a chunk that is known is referenced unread, and would be lost again."""
+def _damaged_packs(store: ObjectStore, session: Session, bases: Sequence[Base]) -> set[str]:
+    """Packs that are missing, of another size, or in quarantine: a chunk that is known is referenced unread."""
     expected = {
-        pack_key(name): size
-        for m in manifests
+        name: size
+        for base in bases
+        for m in base.manifests
         for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True)
     }
-    sizes = store.sizes(expected.keys())
-    for key, size in expected.items():
-        if key not in sizes:
-            raise NotFoundError(f"{key} in {store.url}: expected a pack, found none; run 'snapstore check'")
-        if sizes[key] != size:
-            raise IntegrityError(f"{key}: {sizes[key]} bytes, expected {size}; run 'snapstore check'")
+    sizes = store.sizes([pack_key(name) for name in expected])
+    damaged = {
+        name
+        for name, size in expected.items()
+        if sizes.get(pack_key(name)) != size or pack_key(name) in session.quarantined
+    }
+    if damaged:
+        log.warning(
+            "run=%s %d packs of the bases are damaged, what they hold is stored anew; run 'snapstore repair': first %s",
+            session.run, len(damaged), pack_key(min(damaged)),
+        )  # fmt: skip
+    return damaged

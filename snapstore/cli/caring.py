@@ -1,10 +1,11 @@
-"""check, recode, index, doctor, demo: whether all is well, here and elsewhere."""
+"""check, repair, recode, index, doctor, demo: whether all is well, here and elsewhere."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +17,9 @@ from .output import line, note, print_json, spinner
 from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
-    from ..check import CheckResult
+    from ..check import CheckResult, Problem
     from ..recode import RecodeResult
+    from ..repair import RepairReport
 
 ALL = "100%"
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
@@ -46,16 +48,23 @@ def check(
     """Verify the repository and say which snapshots stay restorable."""
     share, subset = _portion(ALL if read_data is None else read_data)
     level = "restore" if restore else "metadata" if read_data is None else "data"
-    with shell.repository() as repository, spinner(f"checking, level {level}"):
+    with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset)
     if shell.as_json:
-        problems = [
-            {"kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots} for p in result.problems
-        ]
-        print_json({"ok": result.ok, "problems": problems, "restorable": [s.id for s in result.restorable]})
+        print_json({
+            "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
+            "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
+        })  # fmt: skip
     else:
         _print_check(result)
     return None if result.ok else CORRUPT
+
+
+def _as_json(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    return [
+        {"kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots, "command": p.command}
+        for p in problems
+    ]
 
 
 def _portion(text: str) -> tuple[float, tuple[int, int]]:
@@ -72,12 +81,74 @@ def _print_check(result: CheckResult) -> None:
 
     for problem in result.problems:
         line(f"{problem.kind}: {problem.message}")
+    for found in result.notes:
+        line(f"note, {found.kind}: {found.message}")
     line(f"{len(result.restorable)} snapshots are restorable, as far as level {result.level!r} shows")
     if result.damaged:
         line(f"{len(result.damaged)} are not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
     if result.unneeded_bytes:
         line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
     line("no problems" if result.ok else f"{len(result.problems)} problems")
+    for command in sorted({problem.command for problem in result.problems} - {""}):
+        line(f"what helps: {command}")
+
+
+class Level(StrEnum):
+    """How closely to look, as `check` does."""
+
+    METADATA = "metadata"
+    DATA = "data"
+    RESTORE = "restore"
+
+
+@verb()
+def repair(
+    shell: Shell,
+    apply: Annotated[bool, typer.Option("--apply", help="Do it; otherwise only say what would be done.")] = False,
+    level: Annotated[
+        Level, typer.Option(help="Look at names and sizes, read all packs too, or rebuild every chunk too.")
+    ] = Level.DATA,
+    drop: Annotated[bool, typer.Option("--drop", help="Forget what cannot be healed.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Leave damaged packs that nobody needs to gc.")] = False,
+) -> int | None:
+    """Mend what is damaged; without --apply, say how. Deletes no data.
+
+    Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, rebuilds the index.
+    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something has to wait, run it again later.
+    """
+    with shell.repository(damaged=True) as repository, spinner(f"looking, level {level.value}"):
+        report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
+    if shell.as_json:
+        print_json({
+            "applied": report.applied, "ok": report.ok, "problems": _as_json(report.found.problems),
+            "actions": [{"kind": a.kind, "key": a.key, "message": a.message} for a in report.actions],
+            "healed": [s.id for s in report.healed],
+            "lost": [{"id": s.id, "message": why} for s, why in report.lost],
+            "dropped": [s.id for s in report.dropped], "open": report.open,
+        })  # fmt: skip
+    else:
+        _print_repair(report)
+    dropped = {s.id for s in report.dropped}
+    if any(s.id not in dropped for s, _ in report.lost) or not (report.applied or report.found.ok):
+        return CORRUPT
+    return PARTIAL if report.open else None
+
+
+def _print_repair(report: RepairReport) -> None:
+    for problem in report.found.problems:
+        line(f"found, {problem.kind}: {problem.message}")
+    for action in report.actions:
+        line(f"{'done' if report.applied else 'would do'}, {action.kind}: {action.message}")
+    for message in report.open:
+        line(f"left open: {message}")
+    for snapshot, why in report.lost:
+        line(f"lost: {why} (id:{snapshot.id[:12]})")
+    healed = ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in report.healed) or "none"
+    line(f"{'healed' if report.applied else 'would be whole again'}: {healed}")
+    if report.lost:
+        note("a later save of the same content heals what is lost: save, then repair again; or forget it with --drop")
+    if not report.applied:
+        note("nothing was done; pass --apply to do it")
 
 
 class Codec(StrEnum):

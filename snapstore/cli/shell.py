@@ -33,8 +33,8 @@ DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what wou
 Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
 
 VERBS = (
-    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "recode",
-    "stats", "index", "doctor", "demo",
+    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "repair",
+    "recode", "stats", "index", "doctor", "demo",
 )  # fmt: skip
 
 
@@ -73,13 +73,13 @@ class Shell:
     verbose: bool
 
     @contextmanager
-    def repository(self) -> Iterator[Repository]:
-        """The open repository."""
+    def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
+        """The open repository; `damaged`: even if its config is."""
         from ..errors import NotFoundError
         from ..repository import Repository
 
         try:
-            opened = Repository.open(self.need_url())
+            opened = Repository.open(self.need_url(), damaged=damaged)
         except NotFoundError as error:
             raise _NoRepositoryError from error
         with opened as repository:

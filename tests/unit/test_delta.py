@@ -153,3 +153,14 @@ def test_keyframes_are_spread(max_depth):
 )
 def test_pays(delta_bytes, full_bytes, chain_bytes, expected):
     assert delta.pays(delta_bytes, full_bytes, chain_bytes) is expected
+
+
+def test_chunks_of_damaged_packs_are_unknown():
+    bases = Bases(
+        [a_base(a_manifest([n << 64 for n in range(4)], packs=(7, 3))), a_base(a_manifest([1 << 64], packs=(9,)))],
+        [pack_name(3)],
+    )
+    assert bases.usable.tolist() == [True, False, True, False, True]
+    assert bases.find(np.array([wide(n << 64) for n in range(4)])).tolist() == [0, 4, 2, -1]
+    nothing = Bases([a_base(a_manifest([1, 2], packs=(3,), depth=2))], [pack_name(3)])
+    assert nothing.find(np.array([wide(1)])).tolist() == [-1]

@@ -1,0 +1,115 @@
+"""Damage: which packs are not what they should be, which of their blobs still are, and which chunks that costs.
+
+In: manifests. Out: columns over their references. What check.py reports and repair.py mends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from . import blob, records
+from .blob import Column
+from .engine import Engines
+from .errors import FormatError, IntegrityError, NotFoundError, StorageError
+from .fetch import Fetcher, Wanted, whole
+from .manifest import Manifest
+from .storage import ObjectStore
+
+#: What reading a damaged repository raises.
+DAMAGE = (IntegrityError, FormatError, NotFoundError)
+
+
+class DamagedPacks:
+    """Packs that are not what they should be, and which of their blobs still are.
+
+    Attributes:
+        why: by key, what is wrong with a pack.
+        misbuilt: packs whose bytes are as written, and hold a blob that does not give its chunk.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.why: dict[str, str] = {}
+        self.misbuilt: set[str] = set()
+        self._found: dict[tuple[str, int], bytes] = {}  # (key, offset) -> digest of the blob there; empty: none intact
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.why or key in self.misbuilt
+
+    def give_up(self, key: str, offset: int) -> None:
+        """A blob does not give its chunk."""
+        self.misbuilt.add(key)
+        self._found[key, offset] = b""
+
+    def misbuilt_blobs(self, key: str) -> list[int]:
+        """Offsets of the blobs of a pack that were given up."""
+        if key not in self.misbuilt:
+            return []
+        return sorted(offset for (found, offset), digest in self._found.items() if found == key and not digest)
+
+    def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
+        """Whether the blob of a chunk is intact there."""
+        if (key, offset) not in self._found:
+            try:
+                (data,) = self._store.get_ranges(key, [(offset, length)])
+                self._found[key, offset] = blob.parse(data, key).digest
+            except (*DAMAGE, StorageError):
+                self._found[key, offset] = b""
+        return self._found[key, offset] == digest
+
+    def within(self, m: Manifest) -> Column:
+        """Which references of a manifest point into damaged packs, (k,) bool."""
+        numbers = [number for number, name in enumerate(m.header.pack_names) if records.pack_key(name) in self]
+        return np.isin(m.table.ref_packs, numbers)
+
+    def lost(self, m: Manifest) -> Column:
+        """Which references of a manifest point at blobs that are not intact, (k,) bool."""
+        lost, table = self.within(m), m.table
+        keys = [records.pack_key(name) for name in m.header.pack_names]
+        for ref in np.flatnonzero(lost).tolist():
+            place = keys[table.ref_packs[ref]], int(table.ref_offsets[ref]), int(table.ref_lengths[ref])
+            lost[ref] = not self.holds(*place, table.ref_digests[ref].tobytes())
+        return lost
+
+
+def lost_rows(m: Manifest, lost: Column) -> Column:
+    """The chunks of a manifest that need a lost reference."""
+    rows = np.repeat(np.arange(len(m.table)), m.table.ref_counts)
+    return np.unique(rows[lost])
+
+
+def check_tree(manifests: Sequence[Manifest]) -> None:
+    """Raise FormatError unless the manifests are those of one whole state."""
+    from .restore import spec_of
+    from .state.tensors import StoredPart
+    from .state.tree import decode
+
+    decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
+
+
+def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, str]:
+    """Rebuild chunks; row -> why, of those that cannot be."""
+    try:
+        for _ in Fetcher(store, engines).rebuild(_scratch(m, rows)):
+            pass
+        return {}
+    except (*DAMAGE, StorageError):
+        pass
+    failed: dict[int, str] = {}
+    for row in rows:
+        try:
+            for _ in Fetcher(store, engines).rebuild(_scratch(m, [row])):
+                pass
+        except (*DAMAGE, StorageError) as error:
+            failed[row] = str(error)
+    return failed
+
+
+def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
+    """Rows to rebuild into memory that nobody looks at."""
+    packs = m.header.pack_names
+    lengths = m.table.lengths
+    for row in rows:
+        yield whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8))

@@ -1,0 +1,425 @@
+"""repair: make the best of damage: what is lost is named, what is stored elsewhere is used, and nothing gets worse.
+
+In: what a Survey (check.py) finds. Out: a report; with `apply`, in this order, each step whole by itself:
+
+    records      the next revision of a record that cannot be read: from the index, the one before, or the manifests
+    notes        damaged sessions that nobody keeps alive, and damaged notes of gcs, are removed
+    quarantine   PUT gc/<sha256>.quarantine for every damaged pack that somebody needs: from now on no save builds on
+                 it, and no gc deletes it. Not a byte of it moves
+    heal         snapshots that need such a pack (heal.py), as the next revision of their records
+    drop         only if asked for: what stays damaged is forgotten
+    purge        only if asked for: packs in quarantine that nobody needs are left to gc
+    index        is built anew
+
+A crash anywhere leaves less to do for the next repair.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from . import gc, manifest, records
+from .check import CheckResult, Survey, stand_in
+from .chunking import DEFAULT_CHUNK_BYTES
+from .damage import DAMAGE, check_tree
+from .engine import Engines
+from .errors import AlreadyExistsError, ConflictError, NotFoundError, SnapstoreError
+from .heal import Healer
+from .index import Index, View
+from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
+from .session import all_needed_keys, needed_keys
+from .storage import ObjectStore
+
+log = logging.getLogger("snapstore")
+_STATES = (COMMITTED, FORGOTTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing done, or of a dry run: that would be.
+
+    Attributes:
+        kind: "config", "record", "remove", "quarantine", "release", "heal", "drop", "purge" or "index".
+        key: the object that it is about.
+    """
+
+    kind: str
+    key: str
+    message: str
+
+
+@dataclass(slots=True)
+class RepairReport:
+    """What a repair did, or would do.
+
+    Attributes:
+        found: what was wrong before.
+        applied: whether anything was done.
+        actions: in their order.
+        healed: snapshots that are whole again.
+        lost: (snapshot, what is lost) of those that stay damaged, dropped ones included; where the record cannot be
+            read, a stand-in of state "unreadable".
+        dropped: those of them that were forgotten.
+        open: what could not be done now, and why.
+    """
+
+    found: CheckResult
+    applied: bool
+    actions: list[Action] = field(default_factory=list)
+    healed: list[Snapshot] = field(default_factory=list)
+    lost: list[tuple[Snapshot, str]] = field(default_factory=list)
+    dropped: list[Snapshot] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that counts is damaged any more."""
+        return not self.open and {s.id for s, _ in self.lost} <= {s.id for s in self.dropped}
+
+
+def repair(
+    store: ObjectStore, index: Index, engines: Engines, *, level: str, apply: bool, drop: bool, purge: bool,
+    config: Config, config_problem: str, pack_bytes: int, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S,
+) -> RepairReport:  # fmt: skip
+    """Look at everything up to a level of `check`, and mend what can be mended.
+
+    Args:
+        drop: forget what stays damaged, unless it is tagged.
+        purge: let gc delete the packs in quarantine that nobody needs.
+        config: of the repository, made up if there is a `config_problem`.
+        fence_after_s: a damaged session that was silent for so long is removed [s].
+
+    Raises:
+        StorageError: the store failed; what was done is whole.
+    """
+    survey = Survey(store, index, engines, level, config=config_problem)
+    report = RepairReport(survey.result, apply)
+    one = _Repair(store, index, engines, survey, report, pack_bytes, fence_after_s)
+    one.run(config if config_problem else None, drop=drop, purge=purge)
+    return report
+
+
+class _Repair:
+    """One run."""
+
+    def __init__(
+        self, store: ObjectStore, index: Index, engines: Engines, survey: Survey, report: RepairReport,
+        pack_bytes: int, fence_after_s: float,
+    ) -> None:  # fmt: skip
+        self._store, self._index, self._engines, self._survey, self._report = store, index, engines, survey, report
+        self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
+        self._gone: dict[str, tuple[Snapshot, str]] = {}  # snapshots whose record vanished, and what they need as well
+
+    def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
+        """Everything, in the order of this module's first lines."""
+        if config is not None:
+            message = f"config: written anew, chunks of {config.chunk_bytes} bytes"
+            self._do("config", "config", message, partial(self._replace, "config", records.encode(config)))
+        self._survey.read_records()
+        self._records(drop)
+        self._survey.read_rest()
+        self._small_objects()
+        self._quarantine()
+        self._heal()
+        if drop:
+            self._drop()
+        if purge:
+            self._purge()
+        self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
+
+    def _do(self, kind: str, key: str, message: str, effect: Callable[[], object]) -> bool:
+        """Do it, if anything is to be done at all; whether nobody was in the way."""
+        if self._report.applied:
+            try:
+                effect()
+            except (ConflictError, AlreadyExistsError) as error:
+                self._report.open.append(f"{message}: another process was first, repair again: {error}")
+                return False
+            log.info("repair: %s", message)
+        self._report.actions.append(Action(kind, key, message))
+        return True
+
+    def _replace(self, key: str, data: bytes) -> None:
+        """Put a damaged object anew that no two processes decide anything by."""
+        self._store.delete([key])
+        self._store.put(key, data)
+
+    # -- records
+
+    def _records(self, drop: bool) -> None:
+        """The next revision of every record that cannot be read, and records that vanished, from what is known."""
+        survey = self._survey
+        for key, why in list(survey.unreadable.items()):
+            found = self._record_for(key)
+            if found is not None:
+                record, whence = found
+                if self._do("record", record.key, f"{record.ref}: {whence}", partial(self._put, record)):
+                    survey.ruling[record.id] = record
+                    del survey.unreadable[key]
+            elif drop:
+                lost = stand_in(key)
+                reason = f"dropped by a repair: {why}"[:500]
+                record = msgspec.structs.replace(lost, state=ABORTED).revised(reason=reason)
+                message = f"{lost.ref}: is given up, nothing tells what it held: {why}"
+                if self._do("drop", record.key, message, partial(self._put, record)):
+                    self._report.dropped.append(lost)
+        for key in survey.vanished:
+            cached = self._index.cached(key)
+            rules = survey.ruling.get(cached.id) if cached else None
+            if cached is None or (rules is not None and rules.revision >= cached.revision):
+                continue
+            if cached.state in _STATES and not self._is_there(cached):
+                why = "its record is gone, and so is what it needs"
+                self._gone[cached.id] = cached, f"{cached.ref}: {why}"
+                continue
+            message = f"{cached.ref}: its record is put back from the index"
+            if self._do("record", key, message, partial(self._put, cached)):
+                survey.ruling[cached.id] = cached
+
+    def _put(self, record: Snapshot) -> None:
+        """Create a record; one that is there already must be this one."""
+        try:
+            self._store.put(record.key, records.encode(record))
+        except AlreadyExistsError:
+            found = records.decode(self._store.get(record.key), Snapshot, record.key)
+            if found.write_id != record.write_id:
+                raise
+        self._index.add(record)
+
+    def _record_for(self, key: str) -> tuple[Snapshot, str] | None:
+        """The revision to follow one that cannot be read, and where it comes from."""
+        cached = self._index.cached(key)
+        if cached is not None:
+            return cached.revised(), f"its record is written again, from the index, as revision {cached.revision + 1}"
+        parsed = records.parse_record_key(key)
+        assert parsed is not None
+        run, step, name, revision = parsed
+        for before in range(revision - 1, -1, -1):
+            earlier_key = records.record_key(run, step, name, before)
+            with suppress(*DAMAGE):
+                earlier = records.decode(self._store.get(earlier_key), Snapshot, earlier_key)
+                return self._after(earlier, revision)
+        return None if revision else self._made_up(key)
+
+    def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str]:
+        """What follows a revision that reads and one that does not.
+
+        Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
+        back, if it is all there, and no policy forgets it before somebody has looked.
+        """
+        kept = msgspec.structs.replace(earlier, revision=revision)
+        whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
+        if earlier.state not in _STATES or not self._is_there(earlier):
+            return kept.revised(), whence
+        tags = sorted({*kept.tags, _tag(earlier.id)})
+        return kept.revised(state=COMMITTED, tags=tags), f"{whence}, and it is tagged {_tag(earlier.id)!r}: look at it"
+
+    def _made_up(self, key: str) -> tuple[Snapshot, str] | None:
+        """The record of a snapshot of which only manifests and packs are left."""
+        stand = stand_in(key)
+        refs = self._manifests_of(stand.id)
+        if not refs:
+            return None
+        try:
+            manifests = [manifest.read(self._store, ref) for ref in refs]
+            check_tree(manifests)
+        except DAMAGE:
+            return None
+        tags = [_tag(stand.id)]
+        record = msgspec.structs.replace(
+            stand, state=COMMITTED, seq=self._free_seq(key), manifests=refs, tags=tags,
+            created=self._store.stat(key).modified_s, depth=max(m.header.depth for m in manifests),
+            chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
+            stored_bytes=sum(ref.size_bytes for ref in refs), reason="made up from its manifests by a repair",
+        ).revised()  # fmt: skip
+        if not self._is_there(record):
+            return None
+        whence = "its record is made up from its manifests, without parent, metrics, metadata and tags"
+        return record, f"{whence}, and it is tagged {tags[0]!r}: look at it"
+
+    def _manifests_of(self, name: str) -> list[ManifestRef]:
+        """The manifests that a save has written, in its order, by the id in their headers."""
+        known = {ref.key for snapshot in self._survey.ruling.values() for ref in snapshot.manifests}
+        found: list[tuple[int, int, ManifestRef]] = []
+        for key, size in self._survey.sizes.items():
+            if not key.startswith("manifests/") or key in known:
+                continue
+            ref = ManifestRef(part="", rank=0, sha256=key[-64:], size_bytes=size, logical_bytes=0)
+            with suppress(*DAMAGE):
+                header = manifest.decode_header(manifest.read_header(self._store, ref), key)
+                if header.save_id.hex() == name:
+                    ref = msgspec.structs.replace(
+                        ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
+                    )
+                    found.append((header.rank, header.sequence, ref))
+        return [ref for _, _, ref in sorted(found, key=lambda entry: entry[:2])]
+
+    def _free_seq(self, key: str) -> int:
+        """The order of a snapshot whose record is lost: of the numbers that its run lacks, by their ages."""
+        prefix = key.rpartition("/")[0] + "/"
+        taken = {s.seq for s in self._survey.ruling.values() if s.key.startswith(prefix)}
+        infos = [info for info in self._store.list(prefix) if info.key in self._survey.unreadable]
+        ages = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
+        free = (number for number in itertools.count() if number not in taken)
+        return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
+
+    def _is_there(self, snapshot: Snapshot) -> bool:
+        """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
+        try:
+            return needed_keys(self._index, snapshot) <= self._survey.sizes.keys()
+        except DAMAGE:
+            return False
+
+    # -- small objects, quarantine
+
+    def _small_objects(self) -> None:
+        """Damaged sessions that nobody keeps alive, and damaged notes of gcs: those begin anew without them."""
+        for key in sorted(self._survey.small, key=lambda key: (not key.endswith(".mark"), key)):
+            if packs := records.quarantined([key]):
+                note = self._note(packs.pop(), "")
+                message = f"{key}: is damaged and written anew"
+                self._do("quarantine", key, message, partial(self._replace, key, records.encode(note)))
+                continue
+            try:
+                silent_s = self._store.now_s() - self._store.stat(key).modified_s
+            except NotFoundError:
+                continue
+            if key.startswith("sessions/") and (self._store.is_held(key) or silent_s < self._fence_after_s):
+                self._report.open.append(
+                    f"{key}: is damaged, and its save may be running; repair again once it was silent for "
+                    f"{self._fence_after_s:.0f} s"
+                )
+                continue
+            self._do("remove", key, f"{key}: is damaged and removed", partial(self._store.delete, [key]))
+
+    def _note(self, key: str, why: str) -> Quarantine:
+        blobs = self._survey.packs.misbuilt_blobs(key)
+        return Quarantine(pack=key.rpartition("/")[2], found=time.time(), reason=why[:500], blobs=blobs)
+
+    def _quarantine(self) -> None:
+        """Tell saves and gcs of the packs that are damaged, and of those that no longer are."""
+        survey = self._survey
+        fresh = sorted(survey.need.keys() - survey.quarantined)
+        for key in fresh:
+            note = self._note(key, survey.packs.why.get(key, "a blob does not give its chunk"))
+            message = f"{key}: goes into quarantine: no save builds on it, no gc deletes it"
+            self._do("quarantine", note.key, message, partial(self._put_note, note))
+        running = [info.key for info in self._store.list("sessions/")] if fresh else []
+        if running:
+            self._report.open.append(
+                f"{len(running)} saves are running and may have built on what is damaged; repair again once they end"
+            )
+        for key in sorted(survey.recovered):
+            self._let_out("release", key, f"{key}: leaves the quarantine: it is whole, or gone and not missed")
+
+    def _put_note(self, note: Quarantine) -> None:
+        with suppress(AlreadyExistsError):  # another repair has found the same
+            self._store.put(note.key, records.encode(note))
+
+    def _let_out(self, kind: str, key: str, message: str) -> None:
+        note_key = Quarantine(pack=key.rpartition("/")[2], found=0, reason="").key
+        self._do(kind, note_key, message, partial(self._store.delete, [note_key]))
+
+    # -- heal
+
+    def _heal(self) -> None:
+        """Every snapshot that needs a damaged pack, committed ones first: what they need is safe from gcs."""
+        survey, report = self._survey, self._report
+        healer = Healer(self._store, self._index, self._engines, survey.packs, survey.affected, self._pack_bytes)
+        view = View(survey.ruling.values(), {}, [])
+        chosen = sorted(
+            (survey.ruling[name] for name in survey.affected), key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id)
+        )
+        healer.find_chains(chosen, view)
+        suffered = {name for problem in survey.result.problems for name in problem.snapshots}
+        lost = {name: (survey.ruling[name], why) for name, why in survey.without_manifest.items()}
+        for key, why in survey.unreadable.items():
+            lost[stand_in(key).id] = stand_in(key), why
+        lost |= self._gone
+        for snapshot in chosen:
+            try:
+                done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
+            except (*DAMAGE, ConflictError) as error:
+                report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {error}")
+                lost.setdefault(snapshot.id, (snapshot, str(error)))
+                continue
+            if done is None:
+                suffered.discard(snapshot.id)
+                continue
+            survey.ruling[snapshot.id] = done.snapshot
+            if done.changes:
+                message = (
+                    f"{snapshot.ref}: {done.elsewhere} chunks are read from where else they are stored, "
+                    f"{done.copied} blobs are copied out of damaged packs"
+                )
+                report.actions.append(Action("heal", done.snapshot.key, message))
+                log.info("repair: %s", message)
+            if done.lost:
+                lost.setdefault(snapshot.id, (done.snapshot, f"{snapshot.ref}: {done.lost}"))
+        report.lost = [lost[name] for name in sorted(lost)]
+        whole = [survey.ruling[name] for name in suffered - lost.keys() if name in survey.ruling]
+        report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
+
+    # -- drop, purge
+
+    def _drop(self) -> None:
+        """Forget what stays damaged."""
+        for snapshot, why in self._report.lost:
+            if snapshot.state != COMMITTED:
+                continue
+            if snapshot.tags:
+                self._report.open.append(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it to drop it")
+            elif self._do("drop", snapshot.key, f"{snapshot.ref}: is forgotten: {why}",
+                          partial(self._forget, snapshot, why)):  # fmt: skip
+                self._report.dropped.append(snapshot)
+
+    def _forget(self, snapshot: Snapshot, why: str) -> None:
+        reason = f"damaged: {why}"[:500]
+        if not gc.forget(self._store, self._index, [snapshot], policy="", reason=reason):
+            raise ConflictError("it was tagged, forgotten or revised")
+
+    def _purge(self) -> None:
+        """Let gc have what is in quarantine and needed by nobody."""
+        applied, survey = self._report.applied, self._survey
+        view = self._index.refresh() if applied else View(survey.ruling.values(), {}, [])
+        unneeded = records.quarantined(info.key for info in self._store.list("gc/"))
+        if not applied:
+            unneeded |= survey.need.keys()
+        whole = {s.id for s in self._report.healed} if not applied else set()
+        for snapshot, keys in all_needed_keys(self._index, view.snapshots(states=_STATES)):
+            if isinstance(keys, SnapstoreError):
+                self._report.open.append(f"nothing is purged: what {snapshot.ref} needs cannot be told: {keys}")
+                return
+            if snapshot.id not in whole:
+                unneeded -= keys
+        for key in sorted(unneeded - survey.recovered):
+            self._let_out("purge", key, f"{key}: leaves the quarantine: nobody needs it, the next gc deletes it")
+
+
+def _tag(snapshot_id: str) -> str:
+    """Of a snapshot whose record had to be guessed at; no other snapshot of its run takes it away."""
+    return f"repaired-{snapshot_id[:8]}"
+
+
+def salvaged_config(store: ObjectStore) -> Config | None:
+    """A config for a repository whose own is damaged or gone, by its manifests; None if nothing of one is there."""
+    chunk_bytes = None
+    for info in store.list("manifests/"):
+        ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
+        with suppress(*DAMAGE):
+            chunk_bytes = manifest.decode_header(manifest.read_header(store, ref), info.key).chunk_bytes
+            break
+    if chunk_bytes is None and not any(True for _ in store.list("snapshots/")):
+        return None
+    return Config(
+        uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes or DEFAULT_CHUNK_BYTES,
+        features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
+    )  # fmt: skip

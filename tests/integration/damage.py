@@ -1,0 +1,194 @@
+"""A small repository that holds an object of every class, and every way to damage one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from faults import CHUNK_BYTES, OPTIONS, Crash, FaultStore, clone, keys_of, opened, same, save, values, version_of
+
+from snapstore import KeepLast, Repository, blob, pack, records
+from snapstore.errors import SnapstoreError, StorageError
+from snapstore.records import Snapshot
+from snapstore.storage.memory import MemoryStore
+
+
+def twin(repository: Repository, run: str, version: int, **options: Any) -> Snapshot:
+    """The state of a version of run a, saved into a run without bases: every chunk of it is stored once more."""
+    return repository.save(values("a", version), run=run, step=version, metadata=["a", version], **options)
+
+
+@cache
+def repository() -> MemoryStore:
+    """a@0 to a@3 on each other, a@2 forgotten, a@1 tagged; twin@1 holds what a@1 holds, in packs of its own.
+
+    Two revisions of policies, a session of a dead save, and a mark with its wait list of a dead gc.
+    """
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=CHUNK_BYTES, options=OPTIONS).close()
+    with opened(store) as found:
+        for step in range(4):
+            save(found, "a", step, step)
+        twin(found, "twin", 1)
+        found.tag("a@1", "good")
+        found.set_policies("a", [KeepLast(5)])
+        found.set_policies("a", [KeepLast(7)])
+        found.forget_snapshots(["a@2"])
+    dead = FaultStore(store)
+    with opened(dead) as found:
+        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
+        with pytest.raises(Crash):
+            save(found, "a", 7, 7)
+    dry = FaultStore(clone(store))
+    with opened(dry) as found:
+        found.gc()
+    number = next(i for i, (operation, key) in enumerate(dry.log) if operation == "put" and ".wait" in key)
+    dead = FaultStore(store)
+    with opened(dead) as found:
+        dead.at, dead.mode = number, "crash-after"
+        with pytest.raises(Crash):
+            found.gc()
+    return store
+
+
+@cache
+def everyone(store: MemoryStore) -> dict[str, Snapshot]:
+    """ref -> snapshot, of all that a whole repository restores."""
+    with opened(store) as found:
+        return {s.ref: s for s in found.view().snapshots(states=("committed", "forgotten"))}
+
+
+def restoring(store: Any, wanted: dict[str, Snapshot]) -> set[str]:
+    """The truth: references of those snapshots that restore bit by bit."""
+    whole = set()
+    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        for ref, snapshot in wanted.items():
+            try:
+                state = found.restore(f"id:{snapshot.id}")
+            except SnapstoreError:
+                continue
+            assert same(state, values(*version_of(snapshot))), f"{ref}: other bits were handed out"
+            whole.add(ref)
+    return whole
+
+
+def packs_of(store: MemoryStore, snapshot: Snapshot) -> list[str]:
+    """Keys of the packs that a save has written, in order."""
+    found = {}
+    for key in keys_of(store, "packs/"):
+        header = pack.read_header(store, key)
+        if header.save_id.hex() == snapshot.id:
+            found[header.sequence] = key
+    return [found[number] for number in sorted(found)]
+
+
+def _record(ref: str, revision: int) -> Callable[[MemoryStore], str]:
+    def key(store: MemoryStore) -> str:
+        s = everyone(repository())[ref]
+        return records.record_key(s.run, s.step, s.id, revision)
+
+    return key
+
+
+def _part(ref: str, number: int) -> Callable[[MemoryStore], str]:
+    return lambda store: everyone(repository())[ref].manifests[number].key
+
+
+def _pack(ref: str, number: int) -> Callable[[MemoryStore], str]:
+    return lambda store: packs_of(repository(), everyone(repository())[ref])[number]
+
+
+def _only(prefix: str, suffix: str = "") -> Callable[[MemoryStore], str]:
+    return lambda store: next(key for key in keys_of(repository(), prefix) if key.endswith(suffix))
+
+
+#: class of object -> (kind that check gives it, its key)
+CLASSES: dict[str, tuple[str, Callable[[MemoryStore], str]]] = {
+    "config": ("config", lambda store: "config"),
+    "record": ("record", _record("a@0", 0)),
+    "record of the newest": ("record", _record("a@3", 0)),
+    "record, tagged": ("record", _record("a@1", 1)),
+    "record, forgotten": ("record", _record("a@2", 1)),
+    "record, an old revision": ("record", _record("a@1", 0)),
+    "manifest of a root": ("manifest", _part("a@1", 0)),
+    "manifest of a part": ("manifest", _part("a@0", -1)),
+    "pack that all build on": ("pack", _pack("a@0", 0)),
+    "pack of a delta": ("pack", _pack("a@1", 0)),
+    "pack of the newest": ("pack", _pack("a@3", -1)),
+    "pack of the twin": ("pack", _pack("twin@1", -1)),
+    "policy": ("policy", lambda store: "policies/a.1"),
+    "policy, an old revision": ("policy", lambda store: "policies/a.0"),
+    "session": ("session", _only("sessions/")),
+    "mark": ("gc", _only("gc/", ".mark")),
+    "wait list": ("gc", _only("gc/", ".wait")),
+}
+#: Where a pack's bit flips, and whether a blob is hit.
+PLACES: dict[str, tuple[int, bool]] = {
+    "flip in the header": (20, False),
+    "flip in a blob's header": (pack.HEADER.size + 50, True),
+    "flip in a payload": (pack.HEADER.size + blob.HEADER.size + 90, True),
+    "flip in the footer": (-60, False),
+    "flip in the trailer": (-3, False),
+}
+DAMAGES = ("flip", "truncated", "empty", "missing", "replaced", "unreadable")
+
+
+def cases() -> list[tuple[str, str]]:
+    """(class, damage) of all there are."""
+    found = [(name, how) for name in CLASSES for how in DAMAGES if not (how == "flip" and name.startswith("pack"))]
+    return found + [(name, how) for name in CLASSES if name.startswith("pack") for how in PLACES]
+
+
+class Unreadable(FaultStore):
+    """One object of a store cannot be read: a bad sector, or no permission."""
+
+    def __init__(self, inner: MemoryStore, key: str) -> None:
+        super().__init__(inner)
+        self.bad = key
+
+    def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
+        if key == self.bad and name in ("get", "get_ranges"):
+            raise StorageError(f"{key}: Input/output error (injected)")
+        if key == self.bad and name == "delete":
+            self.bad = ""
+        return super()._act(name, key, effect)
+
+
+def damaged(name: str, how: str) -> tuple[MemoryStore, Any, str]:
+    """(what holds the objects, the store to use, the key) of a copy of `repository` with one object damaged."""
+    store = clone(repository())
+    key = CLASSES[name][1](store)
+    data = store.get(key)
+    if how == "unreadable":
+        return store, Unreadable(store, key), key
+    store.delete([key])
+    if how in PLACES or how == "flip":
+        at = PLACES[how][0] if how in PLACES else len(data) // 2
+        changed = bytearray(data)
+        changed[at] ^= 4
+        store.put(key, bytes(changed))
+    elif how == "replaced":
+        store.put(key, _another(name, key))
+    elif how != "missing":
+        store.put(key, data[: len(data) // 2] if how == "truncated" else b"")
+    return store, store, key
+
+
+def _another(name: str, key: str) -> bytes:
+    """A valid object of the same class."""
+    if name == "config":
+        other = MemoryStore()
+        Repository.create(other, chunk_bytes=2048, options=OPTIONS).close()
+        return other.get("config")
+    if name.startswith("policy"):
+        return records.encode(records.Policy(run="another", policies=[]))
+    if name == "session":
+        return records.encode(records.this_session(records.new_id(), records.record_key("b", 1, records.new_id(), 0)))
+    if name == "mark":
+        return records.encode(records.Mark(id=records.new_id(), started=0.0, packs=b"", manifests=b""))
+    if name == "wait list":
+        return records.encode(records.Wait(id=records.new_id(), sessions=[]))
+    prefix = key.partition("/")[0] + "/"
+    return repository().get(next(other for other in keys_of(repository(), prefix) if other != key))

@@ -80,7 +80,8 @@ def history() -> History:
         do("forget", verb(lambda r: r.forget([KeepLast(1)], run="a")))
         do("gc", verb(lambda r: r.gc()))
         do("save again", verb(lambda r: save(r, "a", 3, 0)))  # content that gc has deleted
-        do("unforget", verb(lambda r: (r.forget_snapshots(["a@2"]), r.unforget("a@2"))))
+        do("forget one", verb(lambda r: r.forget_snapshots(["a@2"])))
+        do("unforget", verb(lambda r: r.unforget("a@2")))
         do("forget more", verb(lambda r: r.forget_snapshots(["a@2", "b@0"], force=True)))
         do("second gc", verb(lambda r: r.gc()))
         do("last save", verb(lambda r: save(r, "b", 1, 51)))

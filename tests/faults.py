@@ -43,7 +43,11 @@ CRASHES = ("crash-before", "crash-after")
 #: fail: once, before the effect. lost: the effect, then the error, once. outage: every operation from k on, before the
 #: effect. lost-outage: as outage, but the k-th has its effect. full: every put from k on.
 FAILURES = ("fail", "lost", "outage", "lost-outage", "full")
-MODES = (*CRASHES, *FAILURES)
+#: torn: the process dies in a put that has left the first half of its bytes. late: the operation fails, and has its
+#: effect some operations later, or once the fault is over: a request that was on its way.
+MODES = (*CRASHES, *FAILURES, "torn", "late")
+#: How many operations of the same store later.
+LATE_BY = 4
 
 
 class Crash(BaseException):
@@ -70,10 +74,18 @@ class FaultStore:
         self.fired = self.dead = False
         self._held: set[str] = set()
         self._lock = threading.RLock()
+        self._late: Callable[[], Any] | None = None
 
     def heal(self) -> None:
         """The fault is over."""
         self.at = None
+        self._land()
+
+    def _land(self) -> None:
+        effect, self._late = self._late, None
+        if effect is not None:
+            with suppress(SnapstoreError):
+                effect()
 
     def die(self) -> None:
         """The process of this store ends: its locks with it."""
@@ -88,6 +100,8 @@ class FaultStore:
                 raise Crash(f"{name} {key}: after the crash")
             number = len(self.log)
             self.log.append((name, key))
+        if self.at is not None and number >= self.at + LATE_BY:
+            self._land()
         if self.at is None or number < self.at:
             return effect()
         persistent = self.mode in ("outage", "lost-outage", "full")
@@ -102,12 +116,17 @@ class FaultStore:
         if self.mode in ("crash-after", "lost") or (self.mode == "lost-outage" and number == self.at):
             with suppress(SnapstoreError):
                 effect()
-        if self.mode in CRASHES:
+        if self.mode == "late":
+            self._late = effect
+        if self.mode in CRASHES or self.mode == "torn":
             self.die()
             raise Crash(f"{self.mode} {name} {key}")
         raise StorageError(f"{key}: {name} failed (injected: {self.mode})")
 
     def put(self, key: str, data: Buffer) -> None:
+        data = bytes(data)  # a late one is read when its owner has gone on
+        if self.mode == "torn" and self.at == len(self.log):
+            self.inner.put(key, data[: len(data) // 2])
         self._act("put", key, lambda: self.inner.put(key, data))
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
@@ -140,7 +159,9 @@ class FaultStore:
 
     def hold(self, key: str, data: Buffer) -> None:
         self._held.add(key)
-        self._act("hold", key, lambda: self.inner.hold(key, data))
+        data, late = bytes(data), self.mode == "late" and self.at == len(self.log)
+        # one that lands late is held by nobody: its caller was told that it had failed
+        self._act("hold", key, lambda: (self.inner.put if late else self.inner.hold)(key, data))
 
     def touch(self, key: str) -> None:
         self._act("touch", key, lambda: self.inner.touch(key))

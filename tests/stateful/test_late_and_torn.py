@@ -1,0 +1,150 @@
+"""Requests that are done after they have failed, and objects of which half is there.
+
+No store of ours tears an object, and S3 does not; a file system that loses power, or is copied, may.
+"""
+
+from __future__ import annotations
+
+import foreign
+import pytest
+from faults import (
+    Crash,
+    FaultStore,
+    check_clean,
+    clone,
+    committed,
+    one_thread,
+    opened,
+    same,
+    sampled,
+    save,
+    values,
+    version_of,
+)
+from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
+
+from snapstore import KeepLast, SnapstoreError
+
+pytestmark = pytest.mark.no_cover
+#: Verbs that put or delete.
+WRITING = [verb for verb in VERBS if verb not in ("rebuild", "restore")]
+
+
+@pytest.fixture(autouse=True)
+def _readable(monkeypatch):
+    foreign.readable(monkeypatch)
+
+
+@pytest.mark.parametrize("verb", WRITING)
+def test_late(verb, monkeypatch):
+    """The process lives on, and never learns that its request was done in the end."""
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    for k in sampled(total, 6):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, "late")
+        about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
+        store.heal()
+        with repository:
+            check_outcome(verb, before, inner, outcome, about)
+            save(repository, "a", 800, 800)
+            repository.gc()
+            result = repository.gc()
+            assert result.waiting_for == [], about
+        check_clean(inner, about)
+
+
+@pytest.mark.parametrize("verb", WRITING)
+def test_late_after_a_gc(verb, monkeypatch):
+    """Another process collects before the request is done."""
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    for k in sampled(total, 6):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, "late")
+        about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
+        with opened(inner) as other:
+            other.gc()
+            other.gc()
+        store.heal()
+        repository.close()
+        store.die()
+        check_outcome(verb, before, inner, outcome, about)
+        with opened(inner) as other:
+            save(other, "a", 800, 800)
+            other.gc()
+            assert other.gc().waiting_for == [], about
+        check_clean(inner, about)
+
+
+@pytest.mark.parametrize("verb", WRITING)
+def test_torn(verb, monkeypatch):
+    """Snapshots that were there restore; check names what is torn; repair mends it, and space comes back."""
+    one_thread(monkeypatch, index=False)
+    prepare = VERBS[verb][0]
+    before = committed(clone(prepare()))
+    store = FaultStore(clone(prepare()))
+    with opened(store) as repository:
+        begin = len(store.log)
+        VERBS[verb][1](repository)
+    puts = [k for k, (name, _) in enumerate(store.log[begin:]) if name == "put"]
+    for k in (puts[i] for i in sampled(len(puts), 3)):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, "torn")
+        about = f"{verb}, torn at {k}: {store.log[-1]}, {outcome}"
+        assert isinstance(outcome, Crash), about
+        repository.close()
+        torn = store.log[-1][1]
+        with opened(inner) as repository:
+            said = "".join(repository.view().damaged) or None  # a record is torn: its snapshot is not listed
+        try:
+            if said is None:
+                _check_whole(inner, before, verb, about)
+        except SnapstoreError as error:
+            said = str(error)
+        if said is not None:
+            assert torn in said, f"{about}: {said}"
+            with opened(inner) as repository:
+                problems = repository.check("data").problems
+                assert any(torn in str(problem) for problem in problems), f"{about}: {problems}"
+                assert repository.repair(apply=True, drop=True, purge=True).ok, about
+            _check_whole(inner, before, verb, about)
+        with opened(inner) as repository:
+            repository.repair(apply=True, drop=True, purge=True)
+            if torn.startswith("policies/"):  # nobody but the user knows them
+                repository.set_policies("a", [KeepLast(2)])
+            for snapshot in repository.snapshots():
+                if snapshot.metadata is None:  # whose record was torn: made anew from its manifests
+                    repository.restore(f"id:{snapshot.id}")
+                    for tag in snapshot.tags:
+                        repository.untag(f"id:{snapshot.id}", tag)
+                    repository.forget_snapshots([f"id:{snapshot.id}"], force=True)
+            repository.gc()
+            repository.repair(apply=True, drop=True, purge=True)
+            repository.gc()
+        _check_torn_is_gone(inner, torn, about)
+
+
+def _check_torn_is_gone(inner, torn, about):
+    with opened(inner) as repository:
+        if any(snapshot.metadata is None for snapshot in repository.view().snapshots(states=("forgotten",))):
+            found = repository.check("restore")
+            assert found.problems == [], about
+            return
+    check_clean(inner, about)
+
+
+def _check_whole(inner, before, verb, about):
+    """What was committed restores, a save and a gc work."""
+    with opened(inner) as repository:
+        for snapshot in repository.snapshots():
+            if snapshot.id in before:
+                assert same(repository.restore(f"id:{snapshot.id}"), values(*version_of(snapshot))), about
+        there = {snapshot.id for snapshot in repository.snapshots()}
+        assert verb in MAY_FORGET or before.keys() <= there, about
+        save(repository, "a", 900, 900)
+        repository.gc()

@@ -382,9 +382,8 @@ class _Repair:
                 self._report.dropped.append(snapshot)
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
-        reason = f"damaged: {why}"[:500]
-        if not gc.forget(self._store, self._index, [snapshot], policy="", reason=reason):
-            raise ConflictError("it was tagged, forgotten or revised")
+        # This revision, and no later one: that may have been healed.
+        gc.revise(self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"damaged: {why}"[:500])
 
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""

@@ -346,7 +346,9 @@ class Survey:
 
     def _report_packs(self) -> None:
         """One finding a pack, whoever suffers by it."""
-        for key, why in sorted(self.packs.why.items()):
+        misbuilt = {key: f"{key}: holds blobs that do not give their chunks" for key in self.packs.misbuilt}
+        known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
+        for key, why in sorted((known | self.packs.why).items()):
             lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
             message = f"{why}; {len(lost)} of {len(need)} snapshots that need it lose chunks"
             if need or key not in self.quarantined:
@@ -414,12 +416,12 @@ class Survey:
                         key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
                     )
             lost = self.packs.lost(read)
-            for key in (key for key in keys if key in self.packs):
-                self.need.setdefault(key, set()).add(snapshot.id)
             for number in np.unique(read.table.ref_packs[lost]).tolist():
                 self._suffer.setdefault(keys[number], set()).add(snapshot.id)
             if self.result.level == "restore":
                 self._rebuild(snapshot, read, lost, seen)
+            for key in (key for key in keys if key in self.packs):
+                self.need.setdefault(key, set()).add(snapshot.id)
             if self.packs.within(read).any():
                 self.affected.setdefault(snapshot.id, []).append(ref.sha256)
         if len(found) == len(snapshot.manifests):

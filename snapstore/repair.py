@@ -80,9 +80,15 @@ class RepairReport:
     open: list[str] = field(default_factory=list)
 
     @property
+    def left(self) -> list[Snapshot]:
+        """Snapshots that stay damaged; those that are forgotten only wait for a gc."""
+        dropped = {snapshot.id for snapshot in self.dropped}
+        return [s for s, _ in self.lost if s.state != FORGOTTEN and s.id not in dropped]
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing that counts is damaged any more."""
-        return not self.open and {s.id for s, _ in self.lost} <= {s.id for s in self.dropped}
+        """Whether nothing stays damaged, and nothing was left open."""
+        return not self.left and not self.open
 
 
 def repair(

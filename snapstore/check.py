@@ -29,7 +29,7 @@ from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundErro
 from .gc import OBJECT_NAME
 from .index import Index, View
 from .manifest import Manifest
-from .records import COMMITTED, FORGOTTEN, Done, Mark, Quarantine, Session, Snapshot, Wait
+from .records import COMMITTED, FORGOTTEN, Done, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from .session import MARK_LIMIT_BYTES
 from .storage import ObjectInfo, ObjectStore
 
@@ -176,6 +176,7 @@ class Survey:
         self._report_packs()
         result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
         bad = {name for problem in result.problems for name in problem.snapshots}
+        snapshots = [now for s in snapshots if (now := self.ruling[s.id]).state in (COMMITTED, FORGOTTEN)]
         result.restorable = [s for s in snapshots if s.id not in bad]
         named = {s.id for s in result.damaged}
         result.damaged += [s for s in snapshots if s.id in bad - named]
@@ -345,7 +346,9 @@ class Survey:
 
     def _report_packs(self) -> None:
         """One finding a pack, whoever suffers by it."""
-        for key, why in sorted(self.packs.why.items()):
+        misbuilt = {key: f"{key}: holds blobs that do not give their chunks" for key in self.packs.misbuilt}
+        known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
+        for key, why in sorted((known | self.packs.why).items()):
             lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
             message = f"{why}; {len(lost)} of {len(need)} snapshots that need it lose chunks"
             if need or key not in self.quarantined:
@@ -358,40 +361,74 @@ class Survey:
 
     # -- manifests
 
-    def _snapshot(self, snapshot: Snapshot, seen: set[tuple[str, int, bytes]]) -> set[str]:
-        """Look at a snapshot's manifests and all that they refer to; the keys it needs."""
-        needed = {ref.key for ref in snapshot.manifests}
-        found = []
+    def _now(self, snapshot: Snapshot) -> Snapshot:
+        """The revision that rules by now; a recode, a repair or a gc may have been at it while we look."""
+        while True:
+            key = records.record_key(snapshot.run, snapshot.step, snapshot.id, snapshot.revision + 1)
+            try:
+                snapshot = records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, key)
+            except (*DAMAGE, StorageError):
+                return snapshot
+
+    def _is_there(self, key: str) -> bool:
+        """Whether an object is listed, or has been put since."""
+        if key not in self.sizes:
+            try:
+                self.sizes[key] = self._store.stat(key).size_bytes
+            except NotFoundError:
+                return False
+        return True
+
+    def _manifests(self, snapshot: Snapshot) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, str]]:
+        """A snapshot's manifests, those that read; and by key what is wrong with the others, and with lost packs."""
+        found, wrong = [], {}
         for ref in snapshot.manifests:
             try:
-                read = self._manifest(snapshot, ref)
+                read = self._manifest(ref)
             except DAMAGE as error:
-                self._without_manifest(snapshot, ref.key, str(error))
+                wrong[ref.key] = str(error)
                 continue
-            found.append(read)
+            found.append((ref, read))
+            keys = map(records.pack_key, read.header.pack_names)
+            wrong.update({key: f"{key} is missing" for key in keys if not self._is_there(key)})
+        return found, wrong
+
+    def _snapshot(self, snapshot: Snapshot, seen: set[tuple[str, int, bytes]]) -> set[str]:
+        """Look at a snapshot's manifests and all that they refer to; the keys it needs."""
+        found, wrong = self._manifests(snapshot)
+        while wrong and (now := self._now(snapshot)).key != snapshot.key:
+            self.ruling[snapshot.id] = snapshot = now
+            if snapshot.state not in (COMMITTED, FORGOTTEN):
+                return set()
+            found, wrong = self._manifests(snapshot)
+        needed = {ref.key for ref in snapshot.manifests}
+        for ref in snapshot.manifests:
+            if ref.key in wrong:
+                self._without_manifest(snapshot, ref.key, wrong[ref.key])
+        for ref, read in found:
             keys = [records.pack_key(name) for name in read.header.pack_names]
             needed.update(keys)
             for key, size in zip(keys, read.header.pack_size_list, strict=True):
-                if key not in self.sizes:
-                    self.packs.why.setdefault(key, f"{key} is missing")
+                if key in wrong:
+                    self.packs.why.setdefault(key, wrong[key])
                 elif self.sizes[key] != size:
                     self.packs.why.setdefault(
                         key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
                     )
             lost = self.packs.lost(read)
-            for key in (key for key in keys if key in self.packs):
-                self.need.setdefault(key, set()).add(snapshot.id)
             for number in np.unique(read.table.ref_packs[lost]).tolist():
                 self._suffer.setdefault(keys[number], set()).add(snapshot.id)
             if self.result.level == "restore":
                 self._rebuild(snapshot, read, lost, seen)
+            for key in (key for key in keys if key in self.packs):
+                self.need.setdefault(key, set()).add(snapshot.id)
             if self.packs.within(read).any():
                 self.affected.setdefault(snapshot.id, []).append(ref.sha256)
         if len(found) == len(snapshot.manifests):
-            self._tree(snapshot, found)
+            self._tree(snapshot, [read for _, read in found])
         return needed
 
-    def _manifest(self, snapshot: Snapshot, ref: records.ManifestRef) -> Manifest:
+    def _manifest(self, ref: ManifestRef) -> Manifest:
         from .restore import check_layout
 
         try:

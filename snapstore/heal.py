@@ -108,10 +108,11 @@ class Healer:
         """Look for chains of committed snapshots that give what some snapshots have lost."""
         wanted: set[bytes] = set()
         for snapshot in snapshots:
-            for part in self._parts(snapshot):
-                table = part.manifest.table
-                refs = table.refs_of(lost_rows(part.manifest, self._packs.lost(part.manifest)))
-                wanted.update(digest.tobytes() for digest in table.ref_digests[refs])
+            with suppress(*DAMAGE):  # revised meanwhile, and collected
+                for part in self._parts(snapshot):
+                    table = part.manifest.table
+                    refs = table.refs_of(lost_rows(part.manifest, self._packs.lost(part.manifest)))
+                    wanted.update(digest.tobytes() for digest in table.ref_digests[refs])
         if not wanted:
             return
         names = np.frombuffer(b"".join(sorted(wanted)), "V16")

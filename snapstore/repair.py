@@ -80,9 +80,15 @@ class RepairReport:
     open: list[str] = field(default_factory=list)
 
     @property
+    def left(self) -> list[Snapshot]:
+        """Snapshots that stay damaged; those that are forgotten only wait for a gc."""
+        dropped = {snapshot.id for snapshot in self.dropped}
+        return [s for s, _ in self.lost if s.state != FORGOTTEN and s.id not in dropped]
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing that counts is damaged any more."""
-        return not self.open and {s.id for s, _ in self.lost} <= {s.id for s in self.dropped}
+        """Whether nothing stays damaged, and nothing was left open."""
+        return not self.left and not self.open
 
 
 def repair(
@@ -382,9 +388,8 @@ class _Repair:
                 self._report.dropped.append(snapshot)
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
-        reason = f"damaged: {why}"[:500]
-        if not gc.forget(self._store, self._index, [snapshot], policy="", reason=reason):
-            raise ConflictError("it was tagged, forgotten or revised")
+        # This revision, and no later one: that may have been healed.
+        gc.revise(self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"damaged: {why}"[:500])
 
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""

@@ -114,7 +114,7 @@ def repair(
     """Mend what is damaged; without --apply, say how. Deletes no data.
 
     Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, rebuilds the index.
-    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something has to wait, run it again later.
+    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something has to wait, run it again.
     """
     with shell.repository(damaged=True) as repository, spinner(f"looking, level {level.value}"):
         report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
@@ -128,8 +128,7 @@ def repair(
         })  # fmt: skip
     else:
         _print_repair(report)
-    dropped = {s.id for s in report.dropped}
-    if any(s.id not in dropped for s, _ in report.lost) or not (report.applied or report.found.ok):
+    if report.left or not (report.applied or report.found.ok):
         return CORRUPT
     return PARTIAL if report.open else None
 

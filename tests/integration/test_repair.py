@@ -1,0 +1,433 @@
+"""repair from end to end: what a later save brings back, what the index knows, what an operator asks for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import xxhash
+from damage import packs_of, repository, restoring
+from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
+from typer.testing import CliRunner
+
+from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, blob, cli, pack, records
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    one_thread(monkeypatch, index=False)
+
+
+@pytest.fixture
+def store():
+    """a@0 to a@2 on each other."""
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(made) as found:
+        for step in range(3):
+            save(found, "a", step, step)
+    return made
+
+
+def flip(store, key, at):
+    data = bytearray(store.get(key))
+    data[at] ^= 1
+    store.delete([key])
+    store.put(key, bytes(data))
+
+
+def refs(snapshots):
+    return {s.ref for s in snapshots}
+
+
+def wound(store, ref="a@0", number=0):
+    """A bit flips in the first blob of a pack that a save has written; its key."""
+    with opened(store) as found:
+        key = packs_of(store, found.snapshot(ref))[number]
+    flip(store, key, pack.HEADER.size + 50)
+    return key
+
+
+def snapshots_of(store):
+    with opened(store) as found:
+        return {s.ref: s for s in found.view().snapshots(states=("committed", "forgotten"))}
+
+
+# --- healing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_save_heals(store):
+    """Nothing holds the lost chunk until the state is saved again, upon the damaged snapshots: they are whole then."""
+    key = wound(store)
+    wanted = snapshots_of(store)
+    assert restoring(store, wanted) == set()
+    with opened(store) as found:
+        report = found.repair(apply=True)
+        assert refs(s for s, _ in report.lost) == {"a@0", "a@1", "a@2"}
+        assert report.healed == []
+        assert not report.ok
+        assert found.repair(apply=True).actions[0].kind == "index", "nothing more can be done"
+        again = found.save(values("a", 0), run="a", step=3, metadata=["a", 0])
+        assert again.bases, "what is whole is shared"
+        assert 0 < again.new_chunks < again.chunks
+        assert key not in _needed(found, again)
+        report = found.repair(apply=True)
+        assert refs(report.healed) == {"a@0", "a@1", "a@2"}
+        assert (report.lost, report.open) == ([], [])
+        assert found.check("restore").ok
+    wanted = snapshots_of(store)
+    assert restoring(store, wanted) == {"a@0", "a@1", "a@2", "a@3"}
+
+
+def _needed(found, snapshot):
+    return {
+        records.pack_key(name) for ref in snapshot.manifests for name in found._index.header(ref).pack_names
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_saves_inherit_damage_only_while_nobody_knows(store, known):
+    key = wound(store, number=-1)
+    with opened(store) as found:
+        if known:
+            found.repair(apply=True)
+        after = found.save(values("a", 2), run="a", step=3, metadata=["a", 2])
+        assert (key in _needed(found, after)) == (not known)
+
+
+def test_a_manager_goes_on_training_through_it(store):
+    """Saves, retention and gc of a running job before and after a repair that could not heal everything."""
+    wound(store, "a@1", -1)
+    with opened(store) as found:
+        manager = SnapshotManager(found, run="a", keep=[KeepLast(10)], async_save=False)
+        manager.save(3, values("a", 3))
+        with opened(store) as other:
+            other.repair(apply=True)
+        for step in range(4, 8):
+            manager.save(step, values("a", step))
+        found.forget_snapshots(["a@3"])
+        found.gc()
+        assert same(manager.restore(7), values("a", 7))
+        manager.close()
+
+
+def test_a_lost_pack_stops_no_gc_once_it_is_known(store):
+    key = wound(store)
+    store.delete([key])
+    with opened(store) as found:
+        save(found, "b", 0, 5)
+        save(found, "b", 1, 6)
+        found.forget_snapshots(["b@0"])
+        with pytest.raises(IntegrityError, match="missing"):
+            found.gc()
+        found.repair(apply=True)
+        assert found.gc().deleted_objects > 0
+        assert "b@1" in refs(found.check("restore").restorable)
+
+
+def test_a_pack_that_comes_back_leaves_the_quarantine(store):
+    key = wound(store)
+    good = bytearray(store.get(key))
+    good[pack.HEADER.size + 50] ^= 1
+    with opened(store) as found:
+        found.repair(apply=True)
+        found.gc()
+        assert keys_of(store, "gc/")[0].endswith(".quarantine")
+        store.delete([key])
+        store.put(key, bytes(good))
+        report = found.repair(apply=True)
+        assert {a.kind for a in report.actions} == {"release", "index"}
+        assert found.check("restore").ok
+    assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
+
+
+def test_quarantine_stays_until_somebody_says_so(store):
+    key = wound(store, "a@2", -1)
+    with opened(store) as found:
+        found.save(values("a", 2), run="twin", step=2, metadata=["a", 2])
+        assert refs(found.repair(apply=True).healed) == {"a@2"}
+        for _ in range(2):
+            found.gc()
+        assert key in keys_of(store, "packs/")
+        assert [note.key for note in found.check("data").notes] == [key]
+        assert found.stats().unneeded_bytes == 0
+        planned = found.repair(purge=True)
+        assert [a.kind for a in planned.actions] == ["purge", "index"]
+        found.repair(apply=True, purge=True)
+        found.gc()
+        assert key not in keys_of(store, "packs/")
+        assert found.check("restore").notes == []
+
+
+def test_drop_forgets_what_is_lost_and_nothing_else(store):
+    wound(store, "a@1", -1)
+    with opened(store) as found:
+        found.tag("a@1", "precious")
+        lost = refs(found.check("data").damaged)
+        assert "a@0" not in lost
+        planned = found.repair(drop=True)
+        report = found.repair(apply=True, drop=True)
+        assert refs(planned.dropped) == refs(report.dropped) == lost - {"a@1"}
+        assert any("precious" in line for line in report.open)
+        assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"} - refs(report.dropped)
+        found.untag("a@1", "precious")
+        assert found.repair(apply=True, drop=True).ok
+        found.gc()
+        found.repair(apply=True, purge=True)
+        found.gc()
+        assert found.check("restore").ok
+
+
+def test_a_lost_manifest_stops_gc_until_it_is_dropped(store):
+    with opened(store) as found:
+        ref = found.snapshot("a@0").manifests[0]
+        store.delete([ref.key])
+        report = found.repair(apply=True)
+        assert [(s.ref, "manifest is missing" in why) for s, why in report.lost] == [("a@0", True)]
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            found.gc()
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@0"}
+        found.gc()
+        assert found.check("restore").ok
+        assert refs(found.snapshots()) == {"a@1", "a@2"}
+
+
+def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeypatch):
+    """Its bytes are as written, their SHA-256 holds; only rebuilding tells. A copy elsewhere heals it."""
+    data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
+    encode = blob.encode
+
+    def wrong(source, *args):
+        changed = source.copy()
+        changed[7] ^= 1
+        return encode(changed, *args)
+
+    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    with Repository.open(store, options=options) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", wrong)
+            found.save({"w": data}, run="c", step=0)
+        assert found.check("data").ok
+        assert refs(found.check("restore").damaged) == {"c@0"}
+        report = found.repair(apply=True, level="restore")
+        assert refs(s for s, _ in report.lost) == {"c@0"}
+        assert {a.kind for a in found.repair(apply=True).actions} == {"index"}, "its SHA-256 is no reason to let it out"
+        found.save({"w": data}, run="c", step=1)
+        assert refs(found.repair(apply=True).healed) == {"c@0"}
+        assert np.array_equal(found.restore("c@0")["w"], data)
+        assert found.check("restore").ok
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """The repository of damage.py in a folder, with an index."""
+    inner = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(repository()):
+        inner.put(key, repository().get(key))
+    Repository.open(inner, options=OPTIONS).close()
+    return inner
+
+
+def break_record(inner, ref):
+    with opened(inner) as found:
+        key = found.snapshot(ref).key
+        assert found.snapshots()
+    flip(inner, key, 60)
+    return key
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_record_comes_back_from_the_index_as_it_was(disk, index, monkeypatch):
+    monkeypatch.undo()
+    with opened(disk) as found:
+        before = found.snapshot("a@1")
+    break_record(disk, "a@1")
+    if not index:
+        shutil.rmtree(disk.root / "index")
+    with opened(disk) as found:
+        found.repair(apply=True)
+        after = found.snapshot(f"id:{before.id}")
+        assert (after.seq, after.manifests, after.state) == (before.seq, before.manifests, "committed")
+        assert set(after.tags) == (set(before.tags) if index else {f"repaired-{before.id[:8]}"})
+        assert same(found.restore("a@1"), values("a", 1))
+
+
+def test_records_that_were_never_revised_come_back_in_their_order(store):
+    """No index: all that is known is in their keys and manifests."""
+    wanted = snapshots_of(store)
+    for ref in ("a@1", "a@2"):
+        flip(store, wanted[ref].key, 60)
+    with opened(store) as found:
+        report = found.repair(apply=True)
+        assert refs(report.healed) == {"a@1", "a@2"}
+        for ref, snapshot in wanted.items():
+            again = found.snapshot(ref)
+            assert (again.id, again.seq, again.manifests) == (snapshot.id, snapshot.seq, snapshot.manifests)
+            assert (again.logical_bytes, again.depth, again.chunks) == (
+                snapshot.logical_bytes, snapshot.depth, snapshot.chunks,
+            )  # fmt: skip
+        assert found.snapshot("a@latest").step == 2
+        found.forget([KeepLast(1)], run="a", force=True)
+        assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until somebody has looked"
+
+
+def test_a_record_that_somebody_removed_is_put_back(store):
+    with opened(store) as found:
+        record = found.snapshot("a@2")
+        store.delete([record.key])
+        report = found.repair(apply=True)
+        assert [a.kind for a in report.actions] == ["record", "index"]
+        assert found.snapshot("a@2") == record or found.snapshot("a@2").write_id == record.write_id
+        for ref in record.manifests:
+            store.delete([ref.key])
+        store.delete([record.key])
+        assert found.view().vanished
+        report = found.repair(apply=True)
+        assert [s.id for s, _ in report.lost] == [record.id]
+        assert found.view().vanished == []
+
+
+def test_of_an_aborted_save_nothing_comes_back(store):
+    """Its record says so, its manifests are gone: given up for good, if somebody asks for that."""
+    key = records.record_key("a", 9, records.new_id(), 0)
+    store.put(key, b"SNAP and no more")
+    with opened(store) as found:
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            found.gc()
+        report = found.repair(apply=True)
+        assert [s.ref for s, _ in report.lost] == ["a@9"]
+        report = found.repair(apply=True, drop=True)
+        assert report.ok
+        assert refs(report.dropped) == {"a@9"}
+        found.gc()
+        assert found.check("restore").ok
+        assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
+
+
+# --- sessions, config ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_session_is_removed_once_it_was_silent(store):
+    store.put("sessions/" + records.new_id(), b"")
+    with opened(store) as found:
+        assert found.gc().waiting_for == []  # nothing to sweep, nothing waited for
+        found.forget_snapshots(["a@0"])
+        assert len(found.gc().waiting_for) <= 1
+        report = found.repair(apply=True)
+        assert "may be running" in report.open[0]
+        later = store.clock() + 3601
+        store.clock = lambda: later
+        assert found.repair(apply=True).ok
+        found.gc()
+    assert keys_of(store, "sessions/") == []
+
+
+def test_a_held_session_stays_however_silent(store):
+    store.hold("sessions/" + records.new_id(), b"")
+    later = store.clock() + 7200
+    store.clock = lambda: later
+    with opened(store) as found:
+        assert "may be running" in found.repair(apply=True).open[0]
+    assert keys_of(store, "sessions/")
+
+
+@pytest.mark.parametrize("how", ["flip", "missing"])
+def test_a_config_is_made_up(store, how):
+    old = store.get("config")
+    flip(store, "config", 5) if how == "flip" else store.delete(["config"])
+    with pytest.raises(Exception, match="snapstore repair"):
+        Repository.open(store)
+    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        assert [p.kind for p in found.check().problems] == ["config"]
+        found.repair(apply=True)
+    with opened(store) as found:
+        assert found.config.chunk_bytes == 1024
+        assert found.check("restore").ok
+        save(found, "a", 3, 3)
+    assert store.get("config") != old
+
+
+def test_nothing_is_made_up_where_there_is_no_repository():
+    with pytest.raises(KeyError, match="no snapstore repository"):
+        Repository.open(MemoryStore(), damaged=True)
+
+
+def test_a_newer_format_is_not_taken_for_damage(store):
+    data = bytearray(store.get("config"))
+    data[4 + 1] = 2
+    data[16:24] = xxhash.xxh3_64_intdigest(bytes(data[:16] + data[24:])).to_bytes(8, "little")
+    store.delete(["config"])
+    store.put("config", bytes(data))
+    with pytest.raises(Exception, match="version 2"):
+        Repository.open(store, damaged=True)
+
+
+# --- the shell -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(disk, monkeypatch):
+    monkeypatch.undo()
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        return result.exit_code, result.stdout
+
+    return run
+
+
+def test_the_shell(shell, disk):
+    with opened(disk) as found:
+        key = packs_of(disk, found.snapshot("a@1"))[0]
+    flip(disk, key, pack.HEADER.size + 50)
+    assert shell("gc")[0] == 0  # the dead save of the repository is no save that may build on damage
+    code, out = shell("check", "--read-data")
+    assert code == 20
+    assert "what helps: snapstore repair" in out
+    code, out = shell("repair")
+    assert code == 20
+    assert "would do, quarantine" in out
+    assert not [k for k in keys_of(disk, "gc/") if k.endswith(".quarantine")]
+    code, planned = shell("repair", "--json")
+    code, out = shell("repair", "--apply", "--json")
+    assert code == 0
+    done, plan = json.loads(out), json.loads(planned)
+    assert [a["kind"] for a in done["actions"]] == [a["kind"] for a in plan["actions"]]
+    assert done["healed"] == plan["healed"] != []
+    assert (done["applied"], plan["applied"], done["lost"]) == (True, False, [])
+    code, out = shell("check", "--restore")
+    assert code == 0
+    assert "in quarantine" in out
+    assert shell("repair")[0] == 0
+    assert shell("repair", "--apply", "--purge", "--level", "metadata")[0] == 0
+    assert shell("gc")[0] == 0
+    assert key not in keys_of(disk, "packs/")
+
+
+def test_the_shell_with_a_broken_config(shell, disk):
+    flip(disk, "config", 30)
+    code, out = shell("check", "--json")
+    assert code == 20
+    assert [p["kind"] for p in json.loads(out)["problems"]] == ["config"]
+    assert shell("log")[0] == 20
+    assert shell("repair", "--apply")[0] == 0
+    assert shell("log")[0] == 0
+
+
+def test_the_shell_says_what_stays_lost(shell, disk):
+    with opened(disk) as found:
+        key = packs_of(disk, found.snapshot("a@3"))[-1]
+    disk.delete([key])
+    code, out = shell("repair", "--apply")
+    assert code == 20
+    assert "lost: a@3" in out
+    code, out = shell("repair", "--apply", "--drop")
+    assert code == 0
+    assert "a@3: is forgotten" in out

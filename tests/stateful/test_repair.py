@@ -1,0 +1,255 @@
+"""repair that dies, fails or takes turns with saves, forgets and gcs: nothing gets worse, and the next one finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+from faults import (
+    CRASHES,
+    MODES,
+    OPTIONS,
+    Actor,
+    Crash,
+    FaultStore,
+    check_clean,
+    check_restores,
+    clone,
+    keys_of,
+    one_thread,
+    opened,
+    run_randomly,
+    same,
+    save,
+    values,
+    version_of,
+)
+from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
+
+from snapstore import IntegrityError, Repository, SnapstoreError, StorageError, pack
+from snapstore.storage import ObjectStore
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+
+@cache
+def wounded() -> MemoryStore:
+    """A bit is flipped in a blob that a@0 to a@3 build on; twin@0 holds what a@0 holds, a@1 is forgotten.
+
+    A record of a@2 cannot be read either: it was tagged.
+    """
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(store) as repository:
+        for step in range(4):
+            save(repository, "a", step, step)
+        repository.save(values("a", 0), run="twin", step=0, metadata=["a", 0])
+        repository.forget_snapshots(["a@1"])
+        tagged = repository.tag("a@2", "good")
+        first = repository.snapshot("a@0").id
+    (key,) = (
+        key
+        for key in keys_of(store, "packs/")
+        if (head := pack.read_header(store, key)).save_id.hex() == first and head.sequence == 0
+    )
+    for damaged, at in ((key, pack.HEADER.size + 200), (tagged.key, 60)):
+        data = bytearray(store.get(damaged))
+        data[at] ^= 1
+        store.delete([damaged])
+        store.put(damaged, bytes(data))
+    return store
+
+
+def whole(store: ObjectStore) -> set[str]:
+    """Ids of the snapshots that restore, bit by bit."""
+    found = set()
+    with opened(store) as repository:
+        for snapshot in repository.view().snapshots(states=("committed", "forgotten")):
+            try:
+                state = repository.restore(f"id:{snapshot.id}")
+            except SnapstoreError:
+                continue
+            assert same(state, values(*version_of(snapshot))), snapshot.ref
+            found.add(snapshot.id)
+    return found
+
+
+def repairing(**options: Any) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.repair(apply=True, **options)
+
+    return body
+
+
+def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5) -> None:
+    """Another repair mends what is left, and no trace of the damage stays."""
+    with opened(store) as repository:
+        report = repository.repair(apply=True)
+        assert (report.lost, report.open) == ([], []), about
+        there = check_restores(repository, about)
+        assert committed is None or len(there) == committed - 1, about
+        repository.repair(apply=True, purge=True)
+        repository.gc(), repository.gc()
+    check_clean(store, about)
+
+
+def test_the_wound():
+    assert len(whole(wounded())) == 1  # the twin
+
+
+@cache
+def operations() -> tuple[list[int], list[int]]:
+    """(operations of a repair that change the store, the others), counted from where it begins."""
+    store = FaultStore(clone(wounded()))
+    with opened(store) as repository:
+        begin = len(store.log)
+        report = repository.repair(apply=True)
+        assert len(report.healed) == 4
+    changing = ("put", "hold", "release", "delete")
+    changes = [operation in changing for operation, _ in store.log[begin:]]
+    return [i for i, is_one in enumerate(changes) if is_one], [i for i, is_one in enumerate(changes) if not is_one]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_fault(mode, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    writes, reads = operations()
+    for k in sorted(writes + reads[:: 29 if mode in CRASHES else 17]):
+        inner = clone(wounded())
+        store = FaultStore(inner)
+        repository = Repository.open(store, options=OPTIONS)
+        store.at, store.mode = len(store.log) + k, mode
+        try:
+            outcome: Any = repository.repair(apply=True)
+        except (Crash, SnapstoreError) as error:
+            outcome = error
+        about = f"{mode} at {k}: {store.log[-1]}, {outcome}"
+        assert isinstance(outcome, Crash) == (mode in CRASHES), about
+        if isinstance(outcome, SnapstoreError):
+            assert isinstance(outcome, StorageError), about
+        repository.close()
+        store.die()
+        assert set(keys_of(wounded(), "packs/")) <= set(keys_of(inner, "packs/")), about
+        assert whole(wounded()) <= whole(inner), about
+        _unless_damaged(collecting(), inner)  # takes nothing that the next repair needs
+        finish(inner, about)
+
+
+@pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost"])
+def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
+    one_thread(monkeypatch)
+    writes, _ = operations()
+    for k in writes[::3]:
+        inner = LocalStore(tmp_path / str(k), create=True)
+        for key in keys_of(wounded()):
+            inner.put(key, wounded().get(key))
+        store = FaultStore(inner)
+        repository = Repository.open(store, options=OPTIONS)
+        store.at, store.mode = len(store.log) + k, mode
+        with suppress(Crash, StorageError):
+            repository.repair(apply=True)
+        repository.close()
+        store.die()
+        finish(inner, f"{mode} at {k}: {store.log[-1]}")
+
+
+# --- beside others ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def actors(monkeypatch) -> Iterator[list[Actor]]:
+    """Whom to stop at the end."""
+    one_thread(monkeypatch, index=False)
+    found: list[Actor] = []
+    yield found
+    for actor in found:
+        actor.stop()
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
+def test_random_schedules(first, actors):
+    for seed in range(first, min(first + PER_TEST, SCHEDULES // 4)):
+        random = Random(seed)
+        store = clone(wounded())
+        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
+        gc = several(collecting(0.0 if impatient else 3600.0))
+        cast = {
+            "R": several(repairing(), repairing()),
+            "Q": several(repairing()),
+            "S": several(saving("a", 10, 10), saving("a", 11, 0)),
+            "F": several(forgetting("a@0"), unforgetting("a@0"), forgetting("a@3")),
+            "G": lambda inner, gc=gc: _unless_damaged(gc, inner),
+        }
+        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
+        actors.extend(playing)
+        trace = run_randomly(playing, random)
+        about = f"seed {seed}: " + " | ".join(" ".join(t) for t in trace[-60:])
+        for actor in playing:
+            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
+        store.drop_holds()
+        with opened(store) as repository:
+            repository.gc()
+        finish(store, about, committed=None)
+
+
+def _unless_damaged(gc: Any, store: ObjectStore) -> None:
+    """A gc stops at a record that cannot be read, until it is repaired."""
+    for _ in range(2):
+        try:
+            gc(store)
+        except IntegrityError as error:
+            assert "nothing was deleted" in str(error)  # noqa: PT017
+
+
+STANDS = ["hold", "list gc/", "list snapshots/", "get_ranges packs/", "put packs/", "put manifests/", "put snapshots/a"]
+
+
+@pytest.mark.parametrize("stand", STANDS)
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_heals_is_forgotten_and_collected_meanwhile(stand, marked, actors):
+    """The chains that were found go away under the repair: what it calls healed is, and the rest is as it was."""
+    store = clone(wounded())
+    with opened(store) as repository:
+        key = repository.repair().actions[0].key
+        repository.repair(apply=True, level="metadata")  # the record, so that gcs can run
+        assert any(part in key for part in ("snapshots/",))
+        save(repository, "twin", 1, 60)
+    operation, _, part = stand.partition(" ")
+    twin = "twin@0"
+    gc = Actor("G", store, collecting())
+    actors.append(gc)
+    if marked:
+        forgetting(twin)(store)
+        gc.until("put", ".wait")
+        unforgetting(twin)(store)
+    repair = Actor("R", store, repairing())
+    actors.append(repair)
+    repair.until("put", ".quarantine").until("hold").until(operation, part)
+    forgetting(twin)(store)
+    gc.finish()
+    collecting()(store)
+    report = repair.finish()
+    assert {s.id for s in report.healed} <= whole(store)
+    collecting()(store)
+    assert {s.id for s in report.healed} <= whole(store)
+
+
+@pytest.mark.parametrize("stand", ["hold", "put packs/", "put manifests/", "put snapshots/a"])
+def test_a_repair_paused_past_its_fence_does_not_publish(stand, actors):
+    store = clone(wounded())
+    repairing(level="metadata")(store)
+    operation, _, part = stand.partition(" ")
+    repair = Actor("R", store, repairing())
+    actors.append(repair)
+    repair.until("put", ".quarantine").until("hold").until(operation, part)
+    gc = Actor("G", store, collecting(0.0), seen_dead=True)
+    actors.append(gc)
+    fenced = gc.finish().fenced
+    assert len(fenced) == (stand != "hold")
+    repair.finish()
+    finish(store, stand)

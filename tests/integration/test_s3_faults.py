@@ -184,7 +184,7 @@ def test_412_because_a_gc_was_first(world):
     """Another process has created our record as aborted: nothing of this save is a snapshot."""
 
     def fence() -> None:
-        key = world.proxy.requests[-1][1].split("?")[0].split(f"{world.straight._prefix}")[1]
+        key = world.proxy.requests[-1][1].split("?")[0].split(f"{world.straight._requests.prefix}")[1]
         run, step, name, _ = parse_record_key(key)
         world.straight.put(key, encode(Snapshot(id=name, run=run, step=step, seq=0, state=ABORTED, write_id="0" * 32)))
 

@@ -33,8 +33,8 @@ DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what wou
 Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
 
 VERBS = (
-    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "recode",
-    "stats", "index", "doctor", "demo",
+    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "compact",
+    "recode", "stats", "index", "doctor", "demo",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""check, repair, recode, index, doctor, demo: whether all is well, here and elsewhere."""
+"""check, repair, compact, recode, index, doctor, demo: whether all is well, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
     from ..check import CheckResult, Problem
+    from ..compact import CompactReport
     from ..recode import RecodeResult
+    from ..records import Snapshot
     from ..repair import RepairReport
 
 ALL = "100%"
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
@@ -150,6 +153,62 @@ def _print_repair(report: RepairReport) -> None:
         note("nothing was done; pass --apply to do it")
 
 
+@verb()
+def compact(
+    shell: Shell,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite no others; else all.")] = None,
+    max_repack_size: Annotated[
+        str | None,
+        typer.Option("--max-repack-size", metavar="SIZE", help="Write no more, such as 10G; the best first."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> int | None:
+    """Rewrite packs that are mostly dead and chunks that hang on forgotten ones; gc then frees the old bytes.
+
+    Safe beside running saves; exit code 3 says that some snapshots could not be read, and stay as they were.
+    """
+    limit = None if max_repack_size is None else _size(max_repack_size)
+    with shell.repository() as repository, spinner("compacting"):
+        report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
+    if shell.as_json:
+        print_json({
+            "rewritten": [s.id for s in report.rewritten], "skipped": [s.id for s in report.skipped],
+            "failed": [{"id": s.id, "message": message} for s, message in report.failed], "encoded": report.encoded,
+            "moved": report.moved, "bytes_read": report.bytes_read, "bytes_written": report.bytes_written,
+            "bytes_before": report.bytes_before, "bytes_after": report.bytes_after, "dry_run": dry_run,
+        })  # fmt: skip
+    else:
+        _print_compact(report)
+    return PARTIAL if report.failed else None
+
+
+def _size(text: str) -> int:
+    """Bytes of `10G`; K, M, G and T are powers of 1024."""
+    if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
+        return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+    raise UsageError(f"--max-repack-size {text}: expected a number of bytes, or one such as 500M or 10G")
+
+
+def _print_compact(report: CompactReport) -> None:
+    from ..records import human_bytes
+
+    _print_failed(report.failed)
+    would = "would be " if report.dry_run else ""
+    line(
+        f"{len(report.rewritten)} snapshots {would}rewritten, {len(report.skipped)} need nothing, "
+        f"{len(report.failed)} failed; {report.encoded} chunks encoded anew, {report.moved} blobs moved, "
+        f"{human_bytes(report.bytes_written)} {would}written; "
+        f"needed: {human_bytes(report.bytes_before)} -> {human_bytes(report.bytes_after)}"
+    )
+    if report.rewritten and not report.dry_run:
+        note("'snapstore gc' frees the old bytes")
+
+
+def _print_failed(failed: Sequence[tuple[Snapshot, str]]) -> None:
+    for snapshot, message in failed:
+        line(f"failed: {message} (id:{snapshot.id[:12]})")
+
+
 class Codec(StrEnum):
     """What can be recoded to."""
 
@@ -187,8 +246,7 @@ def recode(
 def _print_recode(result: RecodeResult) -> None:
     from ..records import human_bytes
 
-    for snapshot, message in result.failed:
-        line(f"failed: {message} (id:{snapshot.id[:12]})")
+    _print_failed(result.failed)
     after = "" if result.dry_run else f" -> {human_bytes(result.bytes_after)}"
     line(
         f"{len(result.recoded)} snapshots {'would be recoded' if result.dry_run else 'recoded'} to {result.codec}, "

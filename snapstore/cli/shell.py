@@ -34,7 +34,7 @@ Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, r
 
 VERBS = (
     "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "repair",
-    "recode", "stats", "index", "doctor", "demo",
+    "compact", "recode", "stats", "index", "doctor", "demo",
 )  # fmt: skip
 
 

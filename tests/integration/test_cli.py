@@ -743,6 +743,50 @@ def test_check_names_what_gc_frees(series):
     assert series("check").stdout.splitlines()[-1] == "no problems"
 
 
+# --- compact
+
+
+def test_compact(sh):
+    weight = torch.randn(200, 200, generator=torch.Generator().manual_seed(7))
+    for step in range(8):
+        sh.save({"model": {"w": weight + step * 1e-3}}, step)
+    sh("forget", "--run", "exp", "--keep-last", "2")
+    sh("gc")
+    keys = sorted(path for path in (sh.folder / "repo").rglob("?" * 64))
+    dry = sh.json("compact", "-n")
+    assert dry["dry_run"]
+    assert sorted(path for path in (sh.folder / "repo").rglob("?" * 64)) == keys
+    assert "would be rewritten" in sh("compact", "--dry-run").stdout
+    none = sh.json("compact", "--max-repack-size", "0")
+    assert (none["rewritten"], none["bytes_written"]) == ([], 0)
+    done = sh.json("compact", "--max-repack-size", "10G")
+    assert set(done) == {
+        "rewritten", "skipped", "failed", "encoded", "moved", "bytes_read", "bytes_written", "bytes_before",
+        "bytes_after", "dry_run",
+    }  # fmt: skip
+    assert done["rewritten"] == dry["rewritten"]
+    assert done["bytes_after"] < done["bytes_before"]
+    sh("gc")
+    again = sh("compact")
+    assert again.stdout.startswith("0 snapshots rewritten, 2 need nothing, 0 failed; ")
+    assert again.stderr == ""
+    assert sh.json("stats")["stored_bytes"] == done["bytes_after"]
+    assert sh.json("check", "--restore")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", 0), ("17", 17), ("3k", 3072), ("10G", 10 * 2**30), ("2MiB", 2**21)]
+)
+def test_sizes(text, expected):
+    assert caring._size(text) == expected
+
+
+def test_compact_usage(series):
+    for wrong in ("G", "-1", "1.5G", "10X"):
+        assert "expected a number of bytes" in series.fails("compact", f"--max-repack-size={wrong}", code=2)
+    assert "no such step" in series.fails("compact", "exp@77")
+
+
 # --- recode
 
 

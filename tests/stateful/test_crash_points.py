@@ -119,6 +119,33 @@ def abroad_marked() -> MemoryStore:
     return _after_gc_until("put", ".mark", abroad)
 
 
+@cache
+def hollow() -> MemoryStore:
+    """a@7 to a@9, which hang on what was forgotten and collected, and b@0, whose base is gone."""
+    store = clone(empty())
+    with opened(store) as repository:
+        for step in range(10):
+            save(repository, "a", step, step)
+        save(repository, "b", 0, 50, parent="a@5", bases=["a@5"])
+        repository.forget([KeepLast(3)], run="a")
+        repository.gc()
+    return store
+
+
+@cache
+def hollow_marked() -> MemoryStore:
+    """As `hollow`, a@7 is forgotten, and a gc has died behind its mark."""
+    return _after_gc_until("put", ".mark", _hollow_forgotten)
+
+
+@cache
+def _hollow_forgotten() -> MemoryStore:
+    store = clone(hollow())
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@7"])
+    return store
+
+
 def _after_gc_until(name: str, part: str, before: Callable[[], MemoryStore] = forgotten) -> MemoryStore:
     dry = FaultStore(clone(before()))
     with opened(dry) as repository:
@@ -161,6 +188,8 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "recode": (abroad, lambda r: r.recode()),
     "recode a forgotten one": (abroad, lambda r: r.recode(["a@1"])),
     "recode, marked": (abroad_marked, lambda r: r.recode()),
+    "compact": (hollow, lambda r: r.compact()),
+    "compact, marked": (hollow_marked, lambda r: r.compact()),
 }
 #: What may be gone or new after a verb: ids are compared, so that everything else is untouched.
 MAY_FORGET = {"forget", "forget and gc"}
@@ -220,6 +249,8 @@ ALIKE = {
     "recode",
     "recode, marked",
     "recode a forgotten one",
+    "compact",
+    "compact, marked",
 }
 
 
@@ -227,7 +258,7 @@ def points(verb: str, mode: str, total: int) -> range:
     """The operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 8 if verb.startswith("recode") else 4 if sparse else 2)
+    return sampled(total, 8 if verb.startswith(("recode", "compact")) else 4 if sparse else 2)
 
 
 @pytest.mark.parametrize("mode", CRASHES)
@@ -261,6 +292,33 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
         repository.close()
         store.die()
         assert _left_over(inner) == wanted, about
+
+
+@pytest.mark.parametrize("mode", [*CRASHES, "lost", "outage", "lost-outage"])
+def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
+    """Whatever the first has published is built upon: in the end there is as little as if nothing had stopped it."""
+    one_thread(monkeypatch, index=False)
+    wanted = _compacted(clone(hollow()))
+    total = operations("compact")
+    for k in points("compact", mode, total):
+        inner = clone(hollow())
+        store, repository, outcome = run_until_fault("compact", inner, k, mode)
+        about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        repository.close()
+        store.die()
+        assert _compacted(inner) <= wanted + 4096, about
+
+
+def _compacted(store: MemoryStore) -> int:
+    """What is there once everything has been compacted and collected [bytes]."""
+    with opened(store) as repository:
+        for _ in range(2):
+            assert repository.compact().failed == []
+            repository.gc()
+        found = repository.stats()
+        assert found.base_only_bytes == 0
+    check_clean(store)
+    return found.stored_bytes
 
 
 def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
@@ -297,7 +355,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
-@pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode"])
+@pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode", "compact"])
 def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
@@ -314,7 +372,7 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
-@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept", "recode"])
+@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept", "recode", "compact"])
 def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
     """The same on a LocalStore, with its index in place; a sample of the operations."""
     one_thread(monkeypatch)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from faults import CHUNK_BYTES, OPTIONS, Crash, FaultStore, clone, keys_of, opened, same, save, values, version_of
+from faults import OPTIONS, Crash, FaultStore, clone, keys_of, opened, same, save, values, version_of
 
 from snapstore import KeepLast, Repository, blob, pack, records
 from snapstore.errors import SnapstoreError, StorageError
@@ -27,7 +27,7 @@ def repository() -> MemoryStore:
     Two revisions of policies, a session of a dead save, and a mark with its wait list of a dead gc.
     """
     store = MemoryStore()
-    Repository.create(store, chunk_bytes=CHUNK_BYTES, options=OPTIONS).close()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
     with opened(store) as found:
         for step in range(4):
             save(found, "a", step, step)

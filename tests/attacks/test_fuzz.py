@@ -8,6 +8,7 @@ import pytest
 from forge import SIZE, World, full, header_of, little_memory, noise, xor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
 from snapstore import blob, manifest, pack, records
@@ -20,7 +21,7 @@ from snapstore.storage.memory import MemoryStore
 
 OURS = (FormatError, IntegrityError, NotFoundError)
 A, B = noise(1), noise(2)
-fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+fuzz = settings(max_examples=300 * EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 
 mutations = st.lists(
     st.tuples(
@@ -32,6 +33,7 @@ mutations = st.lists(
 
 
 def mutate(data, changes):
+    tally("fuzz inputs")
     out = bytearray(data)
     for kind, where, value in changes:
         at = min(int(where * len(out)), max(0, len(out) - 1))
@@ -114,7 +116,7 @@ def planted(data):
 
 
 @pytest.mark.parametrize("what", ["any", "header", "sections"])
-@settings(fuzz, max_examples=150)
+@settings(fuzz, max_examples=150 * EXAMPLES)
 @given(mutations)
 def test_manifests(what, changes):
     """Mitigation: everything is validated before it is followed; what still decodes restores, or is found damaged."""
@@ -149,7 +151,7 @@ trees = st.recursive(
 )
 
 
-@settings(fuzz, max_examples=200)
+@settings(fuzz, max_examples=200 * EXAMPLES)
 @given(nodes | trees)
 def test_trees(tree):
     """Mitigation: nodes are looked up in a table; whatever their reader raises is a FormatError."""
@@ -184,7 +186,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(fuzz, max_examples=200)
+@settings(fuzz, max_examples=200 * EXAMPLES)
 @given(
     st.lists(entries, min_size=1, max_size=3), st.sampled_from(["tensor", "parameter", "array", "bytes"]), st.booleans()
 )

@@ -17,15 +17,17 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from faults import SEED
+from tally import EXAMPLES, tally
 
 from snapstore import Repository
 
 TOOLS = Path(__file__).parents[2] / "tools"
-STEPS, SAVE_EVERY, KEEP_LAST = 80, 5, 4
-SIGNALS = [signal.SIGKILL] * 5 + [signal.SIGTERM]
+STEPS, SAVE_EVERY, KEEP_LAST = 100, 5, 4
+SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 2
 #: New steps until a signal: too few for a commit, just enough, and two saves' worth, so that the run moves on. All of
 #: them together end well before STEPS.
-MOMENTS = [2, 5, 8, 12, 14, 16]
+MOMENTS = [2, 2, 3, 5, 6, 7, 8, 12, 13, 16]
 STEP_S = 0.02  # so that a signal that comes late still finds the run under way
 
 LAUNCHER = f"""
@@ -135,7 +137,7 @@ def look_after(url: Path, expected: dict[int, dict[str, str]]) -> tuple[int, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", range(SEED, SEED + EXAMPLES))
 def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, tmp_path, monkeypatch, seed):
     monkeypatch.syspath_prepend(TOOLS)
     random = Random(seed)
@@ -157,10 +159,11 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
     def wait_a_little() -> None:
         time.sleep(random.uniform(0, 0.05))
 
-    waits = [wait_for_a_save, wait_a_little] * 3
+    waits = [wait_for_a_save, wait_a_little] * 5
     plan = zip(*(random.sample(column, len(SIGNALS)) for column in (SIGNALS, MOMENTS, waits)), strict=True)
     newest, left = 0, 0
     for number, new_steps, wait in plan:
+        tally("kills")
         code, resumed = launcher.run(*arguments, kill=(number, new_steps, wait))
         assert code == -number
         assert resumed == (["resumed", "after", "step", str(newest)] if newest else [])

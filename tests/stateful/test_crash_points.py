@@ -29,6 +29,7 @@ from faults import (
     sampled,
     save,
 )
+from tally import tally
 
 from snapstore import CapabilityError, KeepLast, Repository, SnapstoreError, StorageError, StorageFullError
 from snapstore.storage import ObjectStore
@@ -211,6 +212,7 @@ def run_until_fault(verb: str, inner: ObjectStore, k: int, mode: str) -> tuple[F
     store = FaultStore(inner)
     repository = Repository.open(store, options=OPTIONS)
     store.at, store.mode = len(store.log) + k, mode
+    tally("crash points")
     try:
         return store, repository, act(repository)
     except (Crash, SnapstoreError) as error:

@@ -28,6 +28,7 @@ from faults import (
     save,
     values,
 )
+from tally import tally
 
 from snapstore import (
     ConflictError,
@@ -123,6 +124,7 @@ def several(*bodies: Any) -> Any:
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES)):
+        tally("schedules")
         random = Random(f"{SEED} {seed}")
         store = clone(history())
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once

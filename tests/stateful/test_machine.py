@@ -32,6 +32,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tally import tally
 
 from snapstore import (
     InvalidInputError,
@@ -313,6 +314,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_known(self) -> None:
+        tally("machine steps")
         with_tags = {
             s.id: (s.state, set(s.tags), s.parent)
             for s in self.at(0).view().snapshots(states=("committed", "forgotten", "swept"))
@@ -327,7 +329,7 @@ def test_machine(monkeypatch):
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=2000 if THOROUGH else 100,
+            max_examples=500 if THOROUGH else 100,
             stateful_step_count=60 if THOROUGH else 30,
             deadline=None,
             derandomize=not THOROUGH,

@@ -12,6 +12,7 @@ import faults
 import power
 import pytest
 from faults import OPTIONS, check_whole, one_thread, opened, sampled, save
+from tally import tally
 
 from snapstore import KeepLast, Repository
 from snapstore.storage import is_key
@@ -100,6 +101,7 @@ def disks(moments):
 
 def check(moment, disk, choose, about):
     """After the power loss: what was promised is there, all that is there is whole, and life goes on."""
+    tally("power losses")
     verb, kept = history().at(moment)
     about = f"{about}, in {verb}, after {moment} events: {history().events[max(0, moment - 3) : moment]!r:.300}"
     store = MemoryStore()

@@ -27,6 +27,7 @@ from faults import (
     save,
     values,
 )
+from tally import tally
 from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
 
 from snapstore import Repository
@@ -83,6 +84,7 @@ def tagging(ref: str, name: str) -> Any:
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 2, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES // 2)):
+        tally("schedules")
         random = Random(f"{SEED} {seed}")
         store = clone(history())
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once

@@ -1,0 +1,26 @@
+"""How many cases were tried, by kind: for `tools/torture`, whose figures are sums of these over many runs of pytest."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+#: Factor on the examples of the fuzzers, and the kills of the training run.
+EXAMPLES = int(os.environ.get("SNAPSTORE_TEST_EXAMPLES", "1"))
+_FOLDER = os.environ.get("SNAPSTORE_TEST_TALLY")
+_counts: Counter[str] = Counter()
+
+
+def tally(kind: str, count: int = 1) -> None:
+    """So many more cases of a kind were tried, or are being tried."""
+    if _FOLDER:
+        _counts[kind] += count
+
+
+@atexit.register
+def _write() -> None:
+    if _counts and _FOLDER:
+        (Path(_FOLDER) / f"{os.getpid()}.json").write_text(json.dumps(_counts))

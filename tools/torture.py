@@ -1,0 +1,129 @@
+"""Runs every harness of docs/reliability.md again and again, with new seeds, and adds up what it tried and what failed.
+
+    tools/torture --hours 8            go on where the last run stopped; a round is every harness once
+    tools/torture --only kills,fuzz    some of them
+    tools/torture --fresh              forget what was tried before
+
+The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. A failure is
+kept with its seed and the command that repeats it; the exit code says whether there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import snapstore
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "benchmarks" / "torture.json"
+#: Of every harness its tests, and by how much its examples are multiplied in a round.
+HARNESSES: dict[str, tuple[list[str], int]] = {
+    "crash points": (["tests/stateful/test_crash_points.py", "tests/stateful/test_late_and_torn.py"], 1),
+    "power losses": (["tests/stateful/test_power_loss.py"], 1),
+    "schedules": (["tests/stateful", "-k", "interleavings"], 1),
+    "machine": (["tests/stateful/test_machine.py"], 1),
+    "fuzz": (["tests/attacks"], 50),
+    "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),
+    "kills": (["tests/integration/test_training.py"], 20),
+    "leaks": (["tests/integration/test_leaks.py"], 20),
+}
+FAILURES_KEPT = 100
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--hours", type=float, default=1.0, help="begin no harness after so long (default 1)")
+    parser.add_argument("--rounds", type=int, help="end after so many rounds")
+    parser.add_argument("--only", help=f"comma-separated: {', '.join(HARNESSES)}")
+    parser.add_argument("--examples", type=float, default=1.0, help="factor on fuzz inputs and kills of a round")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    args = parser.parse_args()
+    chosen = [name.strip() for name in args.only.split(",")] if args.only else list(HARNESSES)
+    if unknown := sorted(set(chosen) - HARNESSES.keys()):
+        parser.error(f"no harness {unknown[0]!r}; there are {', '.join(HARNESSES)}")
+    report = new_report() if args.fresh or not args.out.exists() else json.loads(args.out.read_text())
+    ends, rounds = time.monotonic() + 3600 * args.hours, 0
+    while args.rounds is None or rounds < args.rounds:
+        for name in chosen:
+            if time.monotonic() > ends:
+                break
+            run(name, args, report)
+        else:
+            rounds += 1
+            continue
+        break
+    print_report(report)
+    sys.exit(1 if report["failures"] else 0)
+
+
+def new_report() -> dict[str, Any]:
+    """Nothing tried yet."""
+    return {"seconds": 0.0, "tried": {}, "runs": {}, "failed_runs": 0, "failures": []}
+
+
+def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """One harness with a new seed; its counts and failures into the report."""
+    tests, factor = HARNESSES[name]
+    seed = SystemRandom().randrange(1_000_000)
+    settings = {
+        "SNAPSTORE_TEST_THOROUGH": "1", "SNAPSTORE_TEST_SEED": str(seed),
+        "SNAPSTORE_TEST_EXAMPLES": str(max(1, round(factor * args.examples))),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--no-header", "-rN",
+               "-p", "no:cacheprovider", "--timeout", "7200", "-n", str(args.workers), *tests]  # fmt: skip
+    print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="snapstore-tally-") as folder:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **settings, "SNAPSTORE_TEST_TALLY": folder}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        counts: Counter[str] = Counter()
+        for file in Path(folder).glob("*.json"):
+            counts.update(json.loads(file.read_text()))
+    took = time.monotonic() - began
+    lines = done.stdout.splitlines()
+    print(f"         {lines[-1] if lines else 'no output'}; {dict(counts)}, {took:.0f} s", flush=True)
+    report["tried"] = dict(Counter(report["tried"]) + counts)
+    report["runs"][name] = report["runs"].get(name, 0) + 1
+    report["seconds"] = round(report["seconds"] + took, 1)
+    if done.returncode:
+        shown = " ".join(f"{key}={value}" for key, value in settings.items())
+        again = f"{shown} python -m pytest {shlex.join(tests)}"
+        print(done.stdout[-6000:], flush=True)
+        report["failed_runs"] += 1
+        said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
+        failure = {"harness": name, "seed": seed, "again": again, "said": said[:20] or lines[-5:]}
+        report["failures"] = [*report["failures"], failure][-FAILURES_KEPT:]
+    report |= {
+        "date": time.strftime("%Y-%m-%d"), "snapstore": snapstore.__version__, "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """What was tried so far."""
+    for kind, count in sorted(report["tried"].items()):
+        print(f"{count:>12,}  {kind}")
+    print(f"{report['failed_runs']} of {sum(report['runs'].values())} runs failed, {report['seconds'] / 3600:.2f} h")
+
+
+if __name__ == "__main__":
+    main()

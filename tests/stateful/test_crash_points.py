@@ -36,7 +36,8 @@ from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
-pytestmark = pytest.mark.no_cover  # the same lines a thousand times: tracing them would take a fifth of the time
+#: The same lines a thousand times: tracing them for coverage would take a fifth of the time.
+untraced = pytest.mark.no_cover
 
 
 @pytest.fixture(autouse=True)
@@ -263,6 +264,7 @@ def points(verb: str, mode: str, total: int) -> range:
     return sampled(total, 8 if verb.startswith(("recode", "compact")) else 4 if sparse else 2)
 
 
+@untraced
 @pytest.mark.parametrize("mode", CRASHES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_process_dies(verb, mode, monkeypatch):
@@ -281,6 +283,7 @@ def test_the_process_dies(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
+@untraced
 @pytest.mark.parametrize("mode", [*CRASHES, "lost", "outage", "lost-outage"])
 def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
     """Whatever the first has published is shared: no blob is there twice once a gc has been."""
@@ -334,6 +337,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
     return found.snapshots, found.codecs
 
 
+@untraced
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_process_lives_on(verb, mode, monkeypatch):
@@ -356,6 +360,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
         check_clean(inner, about)
 
 
+@untraced
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
 @pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode", "compact"])
 def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
@@ -373,6 +378,7 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
+@untraced
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
 @pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept", "recode", "compact"])
 def test_on_a_disk(verb, mode, monkeypatch, tmp_path):

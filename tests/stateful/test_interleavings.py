@@ -46,8 +46,6 @@ from snapstore.storage.memory import MemoryStore
 SCHEDULES = int(os.environ.get("SNAPSTORE_TEST_SCHEDULES", "100"))
 PER_TEST = 20
 
-pytestmark = pytest.mark.no_cover  # see test_crash_points.py
-
 
 @cache
 def history() -> MemoryStore:
@@ -121,6 +119,7 @@ def several(*bodies: Any) -> Any:
 # --- random schedules ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES)):

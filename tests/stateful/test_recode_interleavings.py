@@ -34,8 +34,6 @@ from snapstore import Repository
 from snapstore.storage import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
-pytestmark = pytest.mark.no_cover  # see test_crash_points.py
-
 
 @cache
 def history() -> MemoryStore:
@@ -81,6 +79,7 @@ def tagging(ref: str, name: str) -> Any:
     return body
 
 
+@pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 2, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES // 2)):

@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
 import torch
-from bench_data import gpt_series, logical_bytes, plain, tensors_of
+from bench_data import gpt_series, tensors_of
 
 import snapstore
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager

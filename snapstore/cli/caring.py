@@ -116,7 +116,7 @@ def compact(
 def _size(text: str) -> int:
     """Bytes of `10G`; K, M, G and T are powers of 1024."""
     if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
-        return int(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
+        return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
     raise UsageError(f"--max-repack-size {text}: expected a number of bytes, or one such as 500M or 10G")
 
 

@@ -34,8 +34,9 @@ from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .records import COMMITTED, Snapshot, pack_key
 from .restore import spec_of
-from .rewrite import DAMAGE, Part, Rewriting, Stored, Target, Work, batches, gathered, lengths_of, names_of
+from .rewrite import DAMAGE, Part, Rewriting, Target, Work
 from .storage import ObjectStore
+from .stored import Stored, batches, gathered, lengths_of, names_of
 from .survey import Cut, Plan, Survey, room, rows_of, worth
 
 log = logging.getLogger("snapstore")
@@ -92,7 +93,11 @@ def compact(
     plan = survey.plan(max_repack_bytes)
     before = needed_bytes(index, view)
     with _Compacting(store, index, engines, plan, max_repack_bytes, pack_bytes, dry_run) as compacting:
-        compacting.run(s for s in chosen if s.id not in survey.damaged)
+        sound = [s for s in chosen if s.id not in survey.damaged]
+        if plan.cuts or plan.left:
+            compacting.run(sound)
+        else:
+            compacting.skipped += sound
     compacting.failed += [(s, survey.damaged[s.id]) for s in chosen if s.id in survey.damaged]
     report = CompactReport(
         compacting.rewritten, compacting.skipped, compacting.failed, len(compacting.anew),
@@ -209,7 +214,7 @@ class _Compacting(Rewriting):
             return chain
         at, behind = edge
         known = self._known(chain[at].digest)
-        if known is not None:
+        if known is not None and len(known) <= len(chain) - at:  # no chain grows
             return chain[:at] + known
         return chain[:behind] + (self._resolved(chain[behind:]) if behind < len(chain) else [])
 
@@ -251,12 +256,16 @@ class _Compacting(Rewriting):
 
     def _recall(self, work: Work, wanted: Iterable[bytes]) -> None:
         """Chains that are there already, in snapshots that this run or one that died has published, as far as safe."""
-        for digest in wanted:
-            found = self._plan.cuts[digest].edges[digest].chain
-            if digest not in self._chains and found:
-                with suppress(*DAMAGE, CapabilityError):
-                    self._rebuild([found], np.empty(found[0].size, np.uint8), np.zeros(1, np.int64))
-                    self._chains[digest] = found
+        wanted = list(wanted)
+        found = [self._plan.cuts[digest].edges[digest].chain for digest in wanted if digest not in self._chains]
+        found = [chain for chain in found if chain]
+        for batch in batches(np.array([chain[0].size for chain in found]), self.engine):
+            own = [found[i] for i in batch.tolist()]
+            ends = np.cumsum([chain[0].size for chain in own])
+            with suppress(*DAMAGE, CapabilityError):  # they are made anew then
+                self._rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
+                self._chains.update({chain[0].digest: chain for chain in own})
+            work.claim.heartbeat()
         packs = {link.place.pack for digest in wanted for link in self._chains.get(digest, []) if link.place}
         safe = self.safe(work, packs)
         for digest in wanted:
@@ -307,11 +316,7 @@ class _Compacting(Rewriting):
         except CapabilityError as error:
             log.warning("chunks that cannot be decoded here stay as they are: %s", error)
         for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # what is behind comes first
-            rest: Chain = []
-            if link.kind == XOR:
-                root = self._known(job.base[0].digest)
-                rest = root if root is not None else self._resolved(job.base)
-            self._fresh[job.digest] = [link, *rest]
+            self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == XOR else [])]
 
     def _worthwhile(self, jobs: Sequence[_Job], needed: Sequence[int]) -> list[int]:
         """Which of some chunks take less than they free, and fit into what may be written."""
@@ -419,9 +424,8 @@ class _Compacting(Rewriting):
 
 def _sent(link: Link, moved: Mapping[Place, bytes]) -> Link:
     """A link whose blob moves: where to is known once its pack is durable."""
-    if link.place is None or link.place not in moved:
-        return link
-    return replace(link, place=None, name=moved[link.place])
+    name = moved.get(link.place) if link.place else None
+    return replace(link, place=None, name=name) if name else link
 
 
 def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:

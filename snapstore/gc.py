@@ -300,7 +300,7 @@ def _fence(store: ObjectStore, key: str, session: Session) -> None:
 
 
 def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
-    """Of a save, its record as aborted; of a recode, the revision before once more; None: there is nothing to stop.
+    """Of a save, its record as aborted; of a rewrite, the revision before once more; None: there is nothing to stop.
 
     Raises:
         IntegrityError, FormatError: the revision before is damaged.

@@ -1,7 +1,7 @@
 """Packing: new blobs into packs, which are hashed and put in the background while the next one fills.
 
 In: encoded blobs, in order. Out: durable packs, and of every blob in which of them it lies and where. Bounded in bytes;
-runs in the thread of a save or a recode. Manifests take the same way out.
+runs in the thread of a save or a rewrite. Manifests take the same way out.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Packs:
 def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object; one that is there already must be this very one (a lost response, repeated).
 
-    Its name covers the id of the session, so nobody but this save or recode has put it, and no gc deletes it.
+    Its name covers the id of the session, so nobody but this save or rewrite has put it, and no gc deletes it.
 
     Raises:
         IntegrityError: what is there is not what its name says.

@@ -24,22 +24,10 @@ from .index import Index
 from .manifest import Manifest
 from .pack import Encoded
 from .records import COMMITTED, FORGOTTEN, Snapshot
-from .rewrite import (
-    DAMAGE,
-    NAME,
-    Part,
-    Rewriting,
-    Target,
-    Work,
-    batches,
-    bytes_of,
-    digests_of,
-    gathered,
-    lengths_of,
-    names_of,
-)
+from .rewrite import DAMAGE, Part, Rewriting, Target, Work
 from .state.arrays import Memory
 from .storage import ObjectStore
+from .stored import NAME, batches, bytes_of, digests_of, gathered, lengths_of, names_of
 from .threads import Threads
 
 #: What each choice of codec leaves as it is.

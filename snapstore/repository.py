@@ -367,7 +367,7 @@ class Repository:
                 ruling = self.view().get(snapshot.id)
                 if ruling is None or ruling.state == SWEPT or ruling.manifests == snapshot.manifests:
                     raise
-                snapshot = ruling  # recoded, and the old packs collected, while we read
+                snapshot = ruling  # rewritten, and the old packs collected, while we read
 
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
         """The next save of `run` has this parent; other runs keep theirs (two managers may share a repository)."""

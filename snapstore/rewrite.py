@@ -19,7 +19,7 @@ import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -31,7 +31,6 @@ import numpy.typing as npt
 from . import blob, manifest, pack
 from .blob import Column
 from .chain import Place
-from .digest import Bytes
 from .engine import Engine
 from .errors import ConflictError, FormatError, IntegrityError, NotFoundError
 from .index import Index, View
@@ -41,14 +40,13 @@ from .packing import Packs
 from .records import ManifestRef, Snapshot, pack_key, record_key
 from .session import Claim
 from .storage import ObjectStore
+from .stored import Stored, batches, digests_of, laid_out, lengths_of, names_of, parse
 from .threads import Threads
 
 log = logging.getLogger("snapstore")
 #: How often a snapshot that others revise meanwhile is begun again.
 ATTEMPTS = 20
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
-#: The bytes of a footer's entry that say which blob it is, wherever it lies: transform, element size, digest, base.
-NAME = np.array([16, 17, *range(32, 64)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +269,8 @@ class Rewriting(ABC):
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
         """
         started = time.monotonic()
-        with Claim(self.store, record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)) as claim:
+        key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
+        with Claim(self.store, key, self.verb) as claim:
             marked = claim.marked()
             view = self.index.refresh()
             if not _rules(view, ruling):
@@ -467,95 +466,6 @@ class Rewriting(ABC):
             work.add(Stored(moved, stored), own, lengths_of(rows), self.engine)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Blobs in host memory, one after the other; see `pack.Encoded`."""
-
-    entries: npt.NDArray[np.void]
-    blobs: Bytes
-
-    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
-        """Copy blobs, with their padding, into `out`, at once."""
-        begin = int(self.entries["offset"][first])
-        out[:] = self.blobs[begin : begin + out.size]
-        return lambda: None
-
-    def take(self, rows: Column) -> Stored:
-        """Some of them."""
-        entries = np.zeros(len(rows), ENTRY)
-        entries[:] = self.entries[rows]
-        offsets, stored = laid_out(entries["length"])
-        for old, new, length in zip(entries["offset"].tolist(), offsets.tolist(), lengths_of(entries), strict=True):
-            stored[new : new + length] = self.blobs[old : old + length]
-        entries["offset"] = offsets
-        return Stored(entries, stored)
-
-
-def gathered(made: Sequence[Encoded]) -> Stored:
-    """What an engine has encoded, as one."""
-    entries = np.zeros(sum(len(encoded.entries) for encoded in made), ENTRY)
-    entries[:] = np.concatenate([encoded.entries for encoded in made])
-    offsets, stored = laid_out(entries["length"])
-    entries["offset"], ends, first = offsets, [*offsets[1:].tolist(), stored.size], 0
-    for encoded in made:
-        last = first + len(encoded.entries)
-        encoded.copy(0, last - first, stored[offsets[first] : ends[last - 1]])()
-        first = last
-    return Stored(entries, stored)
-
-
 def _rules(view: View, snapshot: Snapshot) -> bool:
     ruling = view.get(snapshot.id)
     return ruling is not None and ruling.key == snapshot.key
-
-
-def bytes_of(entries: npt.NDArray[np.void]) -> Bytes:
-    """Entries as they are stored, (n, 96); a view."""
-    return entries.view(np.uint8).reshape(-1, ENTRY.itemsize)
-
-
-def digests_of(entries: npt.NDArray[np.void]) -> Bytes:
-    """Digests of the chunks, (n, 16)."""
-    return bytes_of(np.ascontiguousarray(entries))[:, 32:48]
-
-
-def lengths_of(entries: npt.NDArray[np.void]) -> list[int]:
-    """Stored bytes of the blobs, (n,)."""
-    lengths: list[int] = entries["length"].tolist()
-    return lengths
-
-
-def names_of(entries: npt.NDArray[np.void]) -> list[bytes]:
-    """Which blob each entry is, wherever it lies."""
-    joined = bytes_of(np.ascontiguousarray(entries))[:, NAME].tobytes()
-    return [joined[i : i + len(NAME)] for i in range(0, len(joined), len(NAME))]
-
-
-def parse(data: memoryview, name: bytes, where: str) -> blob.Header:
-    """The header of a blob that is the one wanted.
-
-    Raises:
-        FormatError, IntegrityError: it is damaged, or another one.
-    """
-    header = blob.parse(data, where)
-    if bytes([header.transform, header.element_size]) + header.digest + header.base != name:
-        raise IntegrityError(f"{where}: not the blob that the pack's footer says; run 'snapstore check --read-data'")
-    return header
-
-
-def laid_out(lengths: Column) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """(offsets, zeroed memory) of blobs, one after the other."""
-    rooms = (lengths.astype(np.int64) + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
-    return np.cumsum(rooms) - rooms, np.zeros(int(rooms.sum()), np.uint8)
-
-
-def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
-    """Runs of indices whose sizes [bytes] an engine takes at a time."""
-    ends = np.cumsum(sizes, dtype=np.int64)
-    first = 0
-    while first < len(ends):
-        before = int(ends[first - 1]) if first else 0
-        last = int(np.searchsorted(ends, before + engine.batch_bytes, "right"))
-        last = min(max(last, first + 1), first + engine.batch_chunks)
-        yield np.arange(first, last)
-        first = last

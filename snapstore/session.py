@@ -10,7 +10,7 @@ The order is the safety (docs/format.md and docs/design/protocol.md):
     end       DELETE sessions/<id>
 
 A crash between any two steps leaves either no record (gc reclaims the packs) or a committed snapshot. `Claim` is what
-a recode has in common with a save: its record is the next revision of one that is there (recode.py).
+a rewrite has in common with a save: its record is the next revision of one that is there (rewrite.py).
 """
 
 from __future__ import annotations
@@ -78,12 +78,11 @@ class Claim:
         id: of the session; names what is put meanwhile.
         key: of the record to be.
         quarantined: packs that are known to be damaged, once `marked` has looked.
+        verb: what it is for, in errors.
     """
 
-    verb, doing = "recode", "recoding"
-
-    def __init__(self, store: ObjectStore, key: str) -> None:
-        self.store, self.key = store, key
+    def __init__(self, store: ObjectStore, key: str, verb: str) -> None:
+        self.store, self.key, self.verb = store, key, verb
         parsed = records.parse_record_key(key)
         assert parsed is not None
         self.run, self.step, name, revision = parsed
@@ -109,7 +108,10 @@ class Claim:
                 marked |= mark.keys() if mark else set()
         except (IntegrityError, FormatError) as error:
             log.warning(
-                "run=%s a gc mark is damaged, %s in full until a gc has removed it: %s", self.run, self.doing, error
+                "run=%s a gc mark is damaged, %ss share nothing until a gc has removed it: %s",
+                self.run,
+                self.verb,
+                error,
             )
             return None
         return marked
@@ -230,12 +232,10 @@ class Session(Claim):
         parent: lineage: what this process restored or last committed.
     """
 
-    verb, doing = "save", "saving"
-
     def __init__(
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
-        super().__init__(store, records.record_key(run, step, records.new_id(), 0))
+        super().__init__(store, records.record_key(run, step, records.new_id(), 0), "save")
         self._index = index
         try:
             marked = self.marked()

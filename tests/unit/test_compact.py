@@ -400,8 +400,16 @@ def test_blobs_that_only_a_gpu_decodes_move_and_are_not_encoded_anew(monkeypatch
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_history(data):
-    """Runs, forks, twin chunks, values that come back, any of it forgotten: nothing grows, all that stays restores."""
-    draw = data.draw
+    """Runs, forks, twin chunks, values that come back, any of it forgotten: nothing grows, all that stays restores.
+
+    So small gains are taken here that manifests, some hundred bytes each, may grow by more.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey, "PART_BYTES", 8)
+        _any_history(data.draw)
+
+
+def _any_history(draw):
     store = MemoryStore()
     Repository.create(store, chunk_bytes=512, options=faults.OPTIONS).close()
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -438,13 +446,14 @@ def test_any_history(data):
         assert report.failed == []
         assert report.bytes_before == size
         assert limit is None or report.bytes_written <= limit
-        assert report.bytes_after <= size
+        grown = 512 * len(report.rewritten)
+        assert report.bytes_after <= size + grown
         repo.gc()
         assert needed(repo) == report.bytes_after
         before = repo.stats().stored_bytes
         final = repo.compact()
         repo.gc()
-        assert repo.stats().stored_bytes == final.bytes_after <= before
+        assert repo.stats().stored_bytes == final.bytes_after <= before + 512 * len(final.rewritten)
         for ref, state in states:
             if ref not in gone:
                 assert faults.same(repo.restore(ref), state)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -208,30 +208,31 @@ class Healer:
             m = part.manifest
             table, names = m.table, m.header.pack_names
             within, lost = self._packs.within(m), self._packs.lost(m)
+            ways: dict[int, Iterator[Chain]] = {}
             for row in lost_rows(m, within).tolist():
                 refs = range(int(table.starts[row]), int(table.starts[row + 1]))
                 bad = next((i for i, ref in enumerate(refs) if lost[ref]), None)
                 chain = _chain(table, names, refs)
+                ways[row] = iter([chain]) if bad is None else self._ways(chain, bad, usable)
                 if bad is not None:
-                    chain = self._without(chain, bad, usable)
                     part.without.add(row)
-                if chain:
-                    part.chains[row] = chain
-                else:
-                    part.lost.add(row)
-            failed = unbuilt(self._store, self._engines, self._remade(part), sorted(part.chains))
-            for row in failed:
-                del part.chains[row]
-                part.lost.add(row)
+            left = list(ways)
+            while left:
+                for row in left:
+                    part.chains[row] = next(ways[row], [])
+                    if not part.chains[row]:
+                        del part.chains[row]
+                        part.lost.add(row)
+                tried = [row for row in left if row in part.chains]
+                left = list(unbuilt(self._store, self._engines, self._remade(part), tried)) if tried else []
         return parts
 
-    def _without(self, chain: Chain, bad: int, usable: set[str]) -> Chain:
-        """A chain that does without its bad blob: another one from some reference on; empty if there is none."""
+    def _ways(self, chain: Chain, bad: int, usable: set[str]) -> Iterator[Chain]:
+        """Chains that do without a bad blob: from some reference on, another one that gives the same digest."""
         for first in range(bad, -1, -1):
             for other in self._chains.get(chain[first].digest, ()):
                 if all(ref.pack in usable or self._is_bad(ref) for ref in other) and first + len(other) <= MAX_CHAIN:
-                    return chain[:first] + other
-        return []
+                    yield chain[:first] + other
 
     def _remade(self, part: _Part) -> Manifest:
         """The manifest with its new chains."""

@@ -153,6 +153,7 @@ def test_quarantine_stays_until_somebody_says_so(store):
         for _ in range(2):
             found.gc()
         assert key in keys_of(store, "packs/")
+        assert found.gc(dry_run=True).deleted_objects == 0
         assert [note.key for note in found.check("data").notes] == [key]
         assert found.stats().unneeded_bytes == 0
         planned = found.repair(purge=True)
@@ -220,6 +221,28 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
         assert refs(found.repair(apply=True).healed) == {"c@0"}
         assert np.array_equal(found.restore("c@0")["w"], data)
         assert found.check("restore").ok
+
+
+def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):
+    """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
+    data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
+    encode = blob.encode
+    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    with Repository.open(store, options=options) as found:
+        found.save({"w": data}, run="c", step=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", lambda source, *args: encode(source ^ np.uint8(1), *args))
+            found.save({"w": data}, run="d", step=0)
+        wound(store, "c@0")
+        before = found.snapshot("c@0")
+        report = found.repair(apply=True)
+        assert refs(s for s, _ in report.lost) == {"c@0"}
+        after = found.snapshot("c@0")
+        assert [ref.sha256 for ref in after.manifests] != [ref.sha256 for ref in before.manifests], "the rest moved"
+        assert refs(found.check("restore").damaged) == {"c@0", "d@0"}
+        found.save({"w": data}, run="e", step=0)
+        assert refs(found.repair(apply=True).healed) == {"c@0"}
+        assert np.array_equal(found.restore("c@0")["w"], data)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

@@ -239,6 +239,41 @@ def test_what_heals_is_forgotten_and_collected_meanwhile(stand, marked, actors):
     assert {s.id for s in report.healed} <= whole(store)
 
 
+def test_a_sweep_leaves_what_was_quarantined_behind_its_mark(actors):
+    """The damaged pack became a candidate before anybody knew; what it still holds is not for the sweep."""
+    store = clone(wounded())
+    repairing(level="metadata")(store)
+    with opened(store) as repository:
+        damaged = {problem.key for problem in repository.check("data").problems}
+        repository.untag("a@2", repository.snapshot("a@2").tags[0])
+    forgetting("a@0", "a@2", "a@3")(store)
+    gc = Actor("G", store, collecting())
+    actors.append(gc)
+    gc.until("put", ".wait")
+    repairing()(store)
+    gc.finish()
+    assert damaged <= set(keys_of(store, "packs/"))
+
+
+def test_a_check_beside_a_repair_and_a_gc_reports_no_ghosts(actors):
+    """Between its listing of the records and its reading of the manifests all are revised, and the old ones deleted."""
+    store = clone(wounded())
+    repairing(level="metadata")(store)
+
+    def checking(inner: ObjectStore) -> Any:
+        with opened(inner) as repository:
+            return repository.check("metadata")
+
+    check = Actor("C", store, checking)
+    actors.append(check)
+    check.until("get", "manifests/")
+    repairing()(store)
+    collecting()(store)
+    result = check.finish()
+    assert result.problems == []
+    assert len(result.restorable) == 4  # the forgotten one was collected
+
+
 @pytest.mark.parametrize("stand", ["hold", "put packs/", "put manifests/", "put snapshots/a"])
 def test_a_repair_paused_past_its_fence_does_not_publish(stand, actors):
     store = clone(wounded())

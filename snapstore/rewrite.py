@@ -372,11 +372,11 @@ class Rewriting(ABC):
         work.places.update({name: place for name, place in found.items() if name in self._sound})
 
     def safe(self, work: Work, packs: set[str]) -> set[str]:
-        """Those of some packs that committed snapshots need and no mark names: nobody deletes them meanwhile."""
+        """Those of some packs that committed snapshots need, and neither a mark nor a quarantine names: they stay."""
         held: set[str] = set()
         if work.marked is None:
             return held
-        packs = {name for name in packs if pack_key(name) not in work.marked}
+        packs = {name for name in packs if pack_key(name) not in work.marked | work.claim.quarantined}
         for snapshot in work.view.snapshots():
             for ref in snapshot.manifests:
                 if len(held) == len(packs):

@@ -57,9 +57,15 @@ def chains(repository, ref):
             yield table.digests[row].tobytes(), [digest.tobytes() for digest in table.ref_digests[links]]
 
 
+def strays(repository):
+    """Chunks that chains lead through and no snapshot holds."""
+    found = [chain for snapshot in repository.snapshots() for chain in chains(repository, snapshot.ref)]
+    return {digest for _, links in found for digest in links} - {digest for digest, _ in found}
+
+
 def test_all_of_it(repo):
     before, size = repo.snapshots(), needed(repo)
-    assert repo.stats().base_only_bytes > 0
+    assert strays(repo)
     old = {ref: [digest for digest, _ in chains(repo, ref)] for ref in ("a@7", "a@8", "a@9")}
     report = repo.compact()
     assert (report.failed, report.skipped) == ([], [])
@@ -72,12 +78,10 @@ def test_all_of_it(repo):
     deleted = repo.gc().deleted_bytes
     assert needed(repo) == report.bytes_after == repo.stats().stored_bytes
     assert deleted >= report.freed_bytes > 0.1 * size
-    assert repo.stats().base_only_bytes == 0
-    heads = {digest for digests in old.values() for digest in digests}
+    assert not strays(repo)
     for ref, digests in old.items():
         found = list(chains(repo, ref))
         assert [digest for digest, _ in found] == digests
-        assert all(heads.issuperset(links) for _, links in found)
     for snapshot, was in zip(repo.snapshots(), before, strict=True):
         assert snapshot.revision == was.revision + 1
         for name in ("id", "seq", "state", "parent", "bases", "tags", "created", "generation", "chunks", "metrics"):
@@ -138,7 +142,7 @@ def test_only_what_is_named(repo):
     assert needed(repo) <= size
     repo.compact()
     repo.gc()
-    assert repo.stats().base_only_bytes == 0
+    assert not strays(repo)
     faults.check_clean(repo.store)
 
 
@@ -162,7 +166,7 @@ def test_no_more_is_written_than_allowed(repo, share):
 def test_the_most_profitable_comes_first(repo):
     """Per byte written, a little of it frees more than all."""
     every = repo.compact(dry_run=True)
-    some = repo.compact(max_repack_bytes=every.bytes_written // 4)
+    some = repo.compact(max_repack_bytes=every.bytes_written // 2)
     assert some.freed_bytes / some.bytes_written >= every.freed_bytes / every.bytes_written
 
 
@@ -207,7 +211,7 @@ def test_forgotten_ones_are_left_alone_and_come_back(repo):
     faults.check_restores(repo)
     repo.compact()
     repo.gc()
-    assert repo.stats().base_only_bytes == 0
+    assert not strays(repo)
     faults.check_clean(repo.store)
 
 
@@ -312,8 +316,9 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     if "missing" in harm:
         store.delete([key])
     elif harm == "blobs":
-        for at in range(100, store.stat(key).size_bytes - 2000, 97):
-            alter(store, key, at)
+        for key in map(records.pack_key, header.pack_names):
+            for at in range(100, store.stat(key).size_bytes - 1000, 97):
+                alter(store, key, at)
     else:
         alter(store, key, -40 if harm == "footer" else 60)
     before = {s.id: s for s in repo.snapshots()}

@@ -203,7 +203,7 @@ class Repository:
                 "or Repository.create; if there was one, run 'snapstore repair'"
             ) from error
         except FormatError as error:
-            if records.is_intact(data):
+            if not records.is_damaged(data):
                 raise
             raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {error}") from error
         unknown = sorted(set(config.features) - KNOWN_FEATURES)

@@ -312,10 +312,11 @@ def test_configs_of_another_kind(root, change, error, message):
 
 def test_a_config_of_a_newer_envelope(root):
     data = bytearray((root / "config").read_bytes())
-    data[5] = 2
+    data[5], data[16:24] = 2, b"another!"  # who knows how it checks itself
     rewrite(root, "config", data)
-    with pytest.raises(FormatError, match="version 2"):
-        Repository.open(root)
+    for damaged in (False, True):
+        with pytest.raises(FormatError, match="version 2"):
+            Repository.open(root, damaged=damaged)
 
 
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped", "deleted", "record"])

@@ -14,13 +14,8 @@ The data path, and the modules that are its stages:
 
 `save.py` and `restore.py` tell these two stories; `writer.py` and `fetch.py` run their middles in batches on an engine
 (`engine.py`). `session.py` and `gc.py` are the protocol that keeps saves and deletions apart, `retention.py` says what
-<<<<<<< HEAD
-to keep, `check.py` what is damaged, `inspection.py` what is in it; `recode.py` and `compact.py` rewrite it over
-`rewrite.py`. `Repository` and `SnapshotManager` are the faces.
-=======
-to keep, `check.py` what is damaged, `inspection.py` what is in it; `repair.py` mends it, `recode.py` rewrites it.
-`Repository` and `SnapshotManager` are the faces.
->>>>>>> repair
+to keep, `check.py` what is damaged, `repair.py` mends it, `inspection.py` says what is in it; `recode.py` and
+`compact.py` rewrite it over `rewrite.py`. `Repository` and `SnapshotManager` are the faces.
 
 Importing this package imports neither torch nor any GPU library; saving and restoring do when they meet a tensor.
 """

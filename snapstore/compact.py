@@ -35,7 +35,7 @@ from .pack import ENTRY
 from .records import COMMITTED, Snapshot, pack_key
 from .reencode import Job, Reencoder
 from .restore import spec_of
-from .rewrite import DAMAGE, Part, Rewriting, Target, Work
+from .rewrite import ATTEMPTS, DAMAGE, Part, Rewriting, Target, Work
 from .storage import ObjectStore
 from .stored import batches, lengths_of, names_of
 from .survey import Cut, Plan, Survey, room, rows_of, worth
@@ -89,9 +89,13 @@ def compact(
     Raises:
         StorageError: the store failed; snapshots before that are rewritten.
     """
-    view = index.refresh()
-    chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
-    survey = Survey(store, view, {s.id for s in chosen})
+    for _ in range(ATTEMPTS):
+        view = index.refresh()
+        chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
+        survey = Survey(store, view, {s.id for s in chosen})
+        now = index.refresh() if survey.damaged else view
+        if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in survey.damaged):
+            break  # what could not be read was not revised and collected meanwhile: it is damaged
     before = needed_bytes(index, view)
     with _Compacting(store, index, engines, survey, max_repack_bytes, pack_bytes, max_depth, dry_run) as compacting:
         plan = compacting.choose(view)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ from .pack import HEADER, TRAILER
 from .records import ManifestRef, Snapshot
 from .storage import ObjectStore
 
+DAMAGE = (IntegrityError, FormatError, NotFoundError)
 log = logging.getLogger("snapstore")
 #: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
 MAX_DEAD_SHARE = 1 / 64
@@ -162,7 +164,7 @@ class Survey:
             for ref in snapshot.manifests:
                 try:
                     m = manifest.read(self._store, ref)
-                except (IntegrityError, FormatError, NotFoundError) as error:
+                except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
                     continue
                 yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
@@ -220,7 +222,8 @@ class Survey:
         """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
         for snapshot, ref, rows in self._full:
             if len(rows) and snapshot.id not in self.damaged:
-                yield snapshot, ref, manifest.read(self._store, ref), rows
+                with suppress(*DAMAGE):  # collected meanwhile, or it is found when it is to be rewritten
+                    yield snapshot, ref, manifest.read(self._store, ref), rows
 
     def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
         """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .blob import FULL, Column
+from .blob import Column
 from .digest import Bytes
 from .manifest import ChunkTable
 
@@ -54,6 +54,10 @@ class Digests:
 
     def __len__(self) -> int:
         return len(self._sorted)
+
+    def add(self, digests: Bytes) -> None:
+        """Put some into it."""
+        self._sorted = np.unique(np.concatenate([self._sorted, np.unique(_keys(digests))]))
 
     def has(self, digests: Bytes) -> Column:
         """Which of some digests (n, 16) are in it, (n,) bool."""
@@ -113,8 +117,3 @@ def edge_of(chain: Chain) -> tuple[int, int] | None:
             behind = next((j for j in range(i, len(chain)) if chain[j].is_kept), len(chain))
             return i - 1, behind
     return None
-
-
-def is_full(chain: Chain) -> bool:
-    """Whether a chunk is stored without a base."""
-    return chain[0].kind == FULL

@@ -3,7 +3,8 @@
 In: the committed snapshots. Out: their next revisions (rewrite.py), and a report. Two things are rewritten:
 
     chunks    whose chain leads through chunks that no snapshot holds any more: encoded anew, full or as a delta to what
-              the rest of the chain, or another chunk's, still leads to; if that frees more than it costs
+              the rest of the chain, or another chunk's, still leads to; and full ones, as a delta to the same place of
+              the snapshot before; if that frees more than it costs
     packs     whose dead share is the largest, until what is dead in all packs together is little: their live blobs move
               as they are
 
@@ -25,18 +26,18 @@ import numpy.typing as npt
 from . import manifest, planes
 from .blob import XOR, Column
 from .chain import Chain, Link, Place, chains_of, edge_of, table_of
-from .digest import Bytes
-from .engine import Chunks, DecodeBatch, EncodeBatch, Engines
-from .errors import CapabilityError, IntegrityError, SnapstoreError
-from .fetch import Fetcher, Wanted
+from .delta import Base, Bases
+from .engine import Engines
+from .errors import CapabilityError, SnapstoreError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .records import COMMITTED, Snapshot, pack_key
+from .reencode import Job, Reencoder
 from .restore import spec_of
-from .rewrite import DAMAGE, Part, Rewriting, Target, Work
+from .rewrite import ATTEMPTS, DAMAGE, Part, Rewriting, Target, Work
 from .storage import ObjectStore
-from .stored import Stored, batches, gathered, lengths_of, names_of
+from .stored import batches, lengths_of, names_of
 from .survey import Cut, Plan, Survey, room, rows_of, worth
 
 log = logging.getLogger("snapstore")
@@ -75,24 +76,29 @@ class CompactReport:
 
 
 def compact(
-    store: ObjectStore, index: Index, engines: Engines, *, pack_bytes: int, only: Sequence[Snapshot] | None = None,
-    max_repack_bytes: int | None = None, dry_run: bool = False,
+    store: ObjectStore, index: Index, engines: Engines, *, pack_bytes: int, max_depth: int,
+    only: Sequence[Snapshot] | None = None, max_repack_bytes: int | None = None, dry_run: bool = False,
 ) -> CompactReport:  # fmt: skip
     """Rewrite what is worth it; a snapshot that cannot be is reported, and the others go on.
 
     Args:
+        max_depth: longest chain of deltas.
         only: rewrite no others; None: all committed ones.
         max_repack_bytes: of blobs written; the most profitable come first.
 
     Raises:
         StorageError: the store failed; snapshots before that are rewritten.
     """
-    view = index.refresh()
-    chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
-    survey = Survey(store, view, {s.id for s in chosen})
-    plan = survey.plan(max_repack_bytes)
+    for _ in range(ATTEMPTS):
+        view = index.refresh()
+        chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
+        survey = Survey(store, view, {s.id for s in chosen})
+        now = index.refresh() if survey.damaged else view
+        if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in survey.damaged):
+            break  # what could not be read was not revised and collected meanwhile: it is damaged
     before = needed_bytes(index, view)
-    with _Compacting(store, index, engines, plan, max_repack_bytes, pack_bytes, dry_run) as compacting:
+    with _Compacting(store, index, engines, survey, max_repack_bytes, pack_bytes, max_depth, dry_run) as compacting:
+        plan = compacting.choose(view)
         sound = [s for s in chosen if s.id not in survey.damaged]
         if plan.cuts or plan.left:
             compacting.run(sound)
@@ -101,7 +107,8 @@ def compact(
     compacting.failed += [(s, survey.damaged[s.id]) for s in chosen if s.id in survey.damaged]
     report = CompactReport(
         compacting.rewritten, compacting.skipped, compacting.failed, len(compacting.anew),
-        len(compacting.made.keys() - compacting.anew), compacting.bytes_read, compacting.spent, before, before, dry_run,
+        len(compacting.made.keys() - compacting.anew), compacting.all_bytes_read, compacting.spent, before, before,
+        dry_run,
     )  # fmt: skip
     if dry_run:
         report.encoded, report.moved, report.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
@@ -122,43 +129,20 @@ def needed_bytes(index: Index, view: View) -> int:
     return sum(sizes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A chunk to encode anew."""
-
-    chain: Chain  # as it is
-    base: Chain  # of what it may become a delta to; empty: nothing
-    element_size: int
-    layout: int
-
-    @property
-    def digest(self) -> bytes:
-        """Of the chunk."""
-        return self.chain[0].digest
-
-    @property
-    def length(self) -> int:
-        """Stored bytes of the blob that it replaces."""
-        return self.chain[0].place.length if self.chain[0].place else 0
-
-    @property
-    def size(self) -> int:
-        """Plain bytes."""
-        return self.chain[0].size
-
-
 class _Compacting(Rewriting):
     """One run over some snapshots."""
 
     verb = "compact"
 
     def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, plan: Plan, max_bytes: int | None, pack_bytes: int,
-        dry_run: bool,
+        self, store: ObjectStore, index: Index, engines: Engines, survey: Survey, max_bytes: int | None,
+        pack_bytes: int, max_depth: int, dry_run: bool,
     ) -> None:  # fmt: skip
         super().__init__(store, index, engines.cpu, pack_bytes=pack_bytes, states=(COMMITTED,), dry_run=dry_run)
-        self._engines, self._plan, self._max_bytes = engines, plan, max_bytes
-        self._to_move = plan.moved_bytes  # planned, and not done yet
+        self._survey, self._max_bytes, self._max_depth = survey, max_bytes, max_depth
+        self._encoder = Reencoder(store, engines)
+        self._plan = Plan(survey.kept)
+        self._to_move = 0  # bytes planned, and not done yet
         self.spent = 0  # bytes written
         self.anew: set[bytes] = set()  # blobs that are no copies
         self._chains: dict[bytes, Chain] = {}  # digest -> how it is rebuilt from now on
@@ -169,7 +153,69 @@ class _Compacting(Rewriting):
     def __enter__(self) -> _Compacting:
         return self
 
+    @property
+    def all_bytes_read(self) -> int:
+        """To move, share and encode."""
+        return self.bytes_read + self._encoder.bytes_read
+
     # -- what goes
+
+    def choose(self, view: View) -> Plan:
+        """What is worth it. Of the full chunks of each tensor one is tried as a delta, to know what the others take.
+
+        A damaged chunk counts for nothing here: it is found when it is to be rewritten.
+        """
+        for snapshot, ref, m, rows in self._survey.full():
+            near = self._neighbours(view, snapshot, m, rows)
+            of_tensor = tensors_of(m)
+            tried: dict[int, tuple[Job, list[int]]] = {}  # of every tensor one chunk, and all that it stands for
+            for row, job in zip(near, self._jobs(m, near), strict=True):
+                tried.setdefault(int(of_tensor[row]), (job, []))[1].append(row)
+            with suppress(*DAMAGE, CapabilityError):
+                made = [
+                    entry
+                    for _, some in self._encoder.encode([job for job, _ in tried.values()])
+                    for entry in some.entries
+                ]
+                for (job, own), entry in zip(tried.values(), made, strict=True):
+                    for row in own if entry["transform"] == XOR else ():
+                        self._survey.add_delta(ref, m, row, near[row][0].digest, int(entry["length"]) / job.length)
+        self._plan = self._survey.plan(self._max_bytes)
+        self._to_move = self._plan.moved_bytes
+        return self._plan
+
+    def _neighbours(self, view: View, snapshot: Snapshot, m: Manifest, rows: Column) -> dict[int, Chain]:
+        """Of full chunks, how the one at the same place of the snapshot before is rebuilt, where that may be a base."""
+        run = view.snapshots(snapshot.run)
+        before = next((s for s in reversed(run) if s.seq < snapshot.seq), view.get(snapshot.parent or ""))
+        if before is None or before.state != COMMITTED:
+            return {}
+        try:
+            bases = Bases(
+                [
+                    Base(
+                        before,
+                        [manifest.read(self.store, ref) for ref in before.manifests if ref.part == m.header.part],
+                    )
+                ]
+            )
+        except DAMAGE:
+            return {}
+        at = np.full(len(m.table), -1, np.int64)
+        for entry in m.tensors:
+            first, _ = bases.first_row((m.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape)))
+            for box in entry.boxes if first >= 0 and len(entry.boxes) == 1 else ():
+                at[box.first_chunk : box.first_chunk + box.chunks] = first + np.arange(box.chunks)
+        rows = rows[at[rows] >= 0]
+        rows = rows[bases.lengths[at[rows]] == m.table.lengths[rows]]
+        found = chains_of(bases.table, bases.packs, at[rows], self._plan.kept)
+        digests = [digest.tobytes() for digest in m.table.digests[rows]]
+        return {
+            row: chain
+            for row, digest, chain in zip(rows.tolist(), digests, found, strict=True)
+            if len(chain) + self._survey.heights.get(digest, 0) <= self._max_depth
+            and all(link.digest != digest for link in chain)
+        }
 
     def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
         """References to packs that are left, and to chunks at the edge of what is kept."""
@@ -210,11 +256,13 @@ class _Compacting(Rewriting):
     def _resolved(self, chain: Chain) -> Chain:
         """A chain with everything in it that is rebuilt otherwise by now."""
         edge = edge_of(chain)
+        if edge is None and chain[-1].digest in self._plan.deltas:
+            edge = len(chain) - 1, len(chain)
         if edge is None:
             return chain
         at, behind = edge
         known = self._known(chain[at].digest)
-        if known is not None and len(known) <= len(chain) - at:  # no chain grows
+        if known is not None and at + len(known) <= max(len(chain), self._max_depth + 1):
             return chain[:at] + known
         return chain[:behind] + (self._resolved(chain[behind:]) if behind < len(chain) else [])
 
@@ -222,16 +270,15 @@ class _Compacting(Rewriting):
 
     def _encode_anew(self, work: Work, m: Manifest, rows: Column, chains: Sequence[Chain]) -> None:
         """Of every chunk at an edge, a chain that leads through kept chunks alone; if that is worth it."""
-        wanted: dict[bytes, _Job] = {}
+        wanted: dict[bytes, Job] = {}
         sizes, layouts = _kinds(m)
         for row, chain in zip(rows.tolist(), chains, strict=True):
             while (edge := edge_of(chain)) is not None:
                 at, behind = edge
-                wanted.setdefault(
-                    chain[at].digest, _Job(chain[at:], chain[behind:], int(sizes[row]), int(layouts[row]))
-                )
+                wanted.setdefault(chain[at].digest, Job(chain[at:], chain[behind:], int(sizes[row]), int(layouts[row])))
                 chain = chain[behind:]
         wanted = {digest: job for digest, job in wanted.items() if digest in self._plan.cuts}
+        wanted |= self._deltas(work, m, dict(zip(rows.tolist(), chains, strict=True)))
         roots = {digest: self._root_of(digest) for digest in wanted}
         self._recall(work, {*wanted, *(root for root in roots.values() if root)})
         wanted = {digest: job for digest, job in wanted.items() if self._known(digest) is None}
@@ -243,12 +290,30 @@ class _Compacting(Rewriting):
         self._add(work, [job for digest, job in wanted.items() if not roots[digest]])
         self._add(work, [self._upon(roots[digest], job) for digest, job in wanted.items() if roots[digest]])
 
+    def _deltas(self, work: Work, m: Manifest, chains: Mapping[int, Chain]) -> dict[bytes, Job]:
+        """Full chunks that may be deltas to their neighbours, as these are by now, if nobody deletes them meanwhile."""
+        rows = [row for row, chain in chains.items() if len(chain) == 1 and chain[0].digest in self._plan.deltas]
+        near = self._neighbours(work.view, work.ruling, m, np.array(rows, np.int64)) if rows else {}
+        safe = self.safe(work, {link.place.pack for chain in near.values() for link in chain if link.place})
+        near = {
+            row: chain for row, chain in near.items() if all(link.place and link.place.pack in safe for link in chain)
+        }
+        return {job.digest: job for job in self._jobs(m, near)}
+
+    def _jobs(self, m: Manifest, near: Mapping[int, Chain]) -> Iterator[Job]:
+        """To encode rows of a manifest as deltas."""
+        sizes, layouts = _kinds(m)
+        rows = np.array(list(near), np.int64)
+        chains = chains_of(m.table, m.header.pack_names, rows, self._plan.kept)
+        for chain, base, size, layout in zip(chains, near.values(), sizes[rows], layouts[rows], strict=True):
+            yield Job(chain, base, int(size), int(layout))
+
     def _root_of(self, digest: bytes) -> bytes:
         """The chunk at another edge that one may become a delta to, when no kept chunk is behind its own; else none."""
         cut = self._plan.cuts[digest]
         return b"" if cut.root is None or cut.root is cut.edges[digest] or cut.edges[digest].behind else cut.root.digest
 
-    def _upon(self, root: bytes, job: _Job) -> _Job:
+    def _upon(self, root: bytes, job: Job) -> Job:
         """With the root of its cut as a base, if that is rebuilt anew by now and the chain grows no longer by it."""
         known = self._known(root) or []
         fits = 0 < len(known) < len(job.chain) and all(link.digest != job.digest for link in known)
@@ -263,7 +328,7 @@ class _Compacting(Rewriting):
             own = [found[i] for i in batch.tolist()]
             ends = np.cumsum([chain[0].size for chain in own])
             with suppress(*DAMAGE, CapabilityError):  # they are made anew then
-                self._rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
+                self._encoder.rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
                 self._chains.update({chain[0].digest: chain for chain in own})
             work.claim.heartbeat()
         packs = {link.place.pack for digest in wanted for link in self._chains.get(digest, []) if link.place}
@@ -274,7 +339,7 @@ class _Compacting(Rewriting):
 
     def _is_worth_it(self, work: Work, cut: Cut) -> bool:
         """Whether all edges of a cut together take less than what they free: each is encoded, and dropped again."""
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
             for edge in cut.edges.values():
                 if edge.chain:
@@ -286,21 +351,22 @@ class _Compacting(Rewriting):
                 behind = next((i for i in range(at + 1, len(chain)) if chain[i].is_kept), len(chain))
                 base = chain[behind:] or (jobs[0].chain if jobs and edge is not cut.root else [])
                 sizes, layouts = _kinds(m)
-                jobs.append(_Job(chain[at:], base, int(sizes[row]), int(layouts[row])))
+                jobs.append(Job(chain[at:], base, int(sizes[row]), int(layouts[row])))
             needed = sum(
-                int(room(made.entries["length"].astype(np.int64)).sum()) for _, made in self._encoded(work, jobs)
+                int(room(made.entries["length"].astype(np.int64)).sum()) for _, made in self._encoder.encode(jobs)
             )
         except (*DAMAGE, CapabilityError) as error:
             log.warning("chunks that share bases stay as they are: %s", error)
             return False
         return needed <= worth(cut.freed_bytes)
 
-    def _add(self, work: Work, jobs: Sequence[_Job]) -> None:
+    def _add(self, work: Work, jobs: Sequence[Job]) -> None:
         """Encode chunks; pack those that take less than they free, and note how they are rebuilt."""
         jobs = [job for job in jobs if self._plan.cuts[job.digest].is_worth_it is not False]
-        done: list[tuple[_Job, Link]] = []
+        done: list[tuple[Job, Link]] = []
         try:
-            for own, made in self._encoded(work, jobs):
+            for own, made in self._encoder.encode(jobs):
+                work.claim.heartbeat()
                 names, rooms = names_of(made.entries), room(made.entries["length"].astype(np.int64)).tolist()
                 rows = self._worthwhile(own, rooms)
                 self.reuse(work, [names[i] for i in rows])
@@ -318,79 +384,18 @@ class _Compacting(Rewriting):
         for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # what is behind comes first
             self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == XOR else [])]
 
-    def _worthwhile(self, jobs: Sequence[_Job], needed: Sequence[int]) -> list[int]:
+    def _worthwhile(self, jobs: Sequence[Job], needed: Sequence[int]) -> list[int]:
         """Which of some chunks take less than they free, and fit into what may be written."""
-        rows, left = [], float("inf") if self._max_bytes is None else self._max_bytes - self.spent - self._to_move
+        rows, left = (
+            [],
+            float("inf") if self._max_bytes is None else self._max_bytes - self.spent - max(0, self._to_move),
+        )
         for i, job in enumerate(jobs):
             cut = self._plan.cuts[job.digest]
             if needed[i] <= left and (len(cut.edges) > 1 or needed[i] <= worth(cut.freed_bytes)):
                 left -= needed[i]
                 rows.append(i)
         return rows
-
-    def _encoded(self, work: Work, jobs: Sequence[_Job]) -> Iterator[tuple[list[_Job], Stored]]:
-        """Rebuild chunks and their bases, encode the chunks, decode them again and compare; in batches.
-
-        Raises:
-            IntegrityError, FormatError: a chunk or its base is damaged, or the encoder lies.
-        """
-        for batch in batches(np.array([2 * job.size for job in jobs]), self.engine):
-            own = [jobs[i] for i in batch.tolist()]
-            sizes = np.array([job.size for job in own])
-            based = np.array([bool(job.base) for job in own])
-            rooms = sizes + -sizes % 256
-            ends = np.cumsum(np.concatenate([rooms, rooms]))
-            starts, base_starts = np.split(ends - np.concatenate([rooms, rooms]), 2)
-            plain = np.empty(int(ends[-1]), np.uint8)
-            bases = [job.base for job in own if job.base]
-            self._rebuild([*(job.chain for job in own), *bases], plain, np.concatenate([starts, base_starts[based]]))
-            work.claim.heartbeat()
-            zero = np.zeros(len(own), np.int64)
-            encode = EncodeBatch(
-                Chunks([plain], zero, starts, sizes), _joined([job.digest for job in own]),
-                np.array([job.element_size for job in own], np.uint8), np.array([job.layout for job in own], np.uint8),
-                Chunks([plain], np.where(based, 0, -1), base_starts, sizes),
-                _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
-                np.array([sum(link.place.length for link in job.base if link.place) for job in own], np.int64),
-            )  # fmt: skip
-            made = self.engine.start_encode(encode)()
-            stored = gathered(made)
-            self.engine.recycle(made)
-            self._check(encode, stored)
-            yield own, stored
-
-    def _check(self, batch: EncodeBatch, made: Stored) -> None:
-        """Decode what was encoded.
-
-        Raises:
-            IntegrityError: it is not what was given.
-        """
-        entries, sizes = made.entries, batch.chunks.lengths
-        outs = Chunks(
-            [np.empty(int(sizes.sum()), np.uint8)], np.zeros(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes
-        )
-        is_delta = entries["transform"] == XOR
-        bases = replace(batch.bases, which=np.where(is_delta, batch.bases.which, -1))
-        decode = DecodeBatch(
-            made.blobs, entries["offset"].astype(np.int64), entries["length"].astype(np.int64),
-            np.ones(len(sizes), np.int64), batch.digests, outs, lambda i: f"new blob {i} of {len(sizes)}", bases,
-        )  # fmt: skip
-        try:
-            self.engine.start_decode(decode)()
-        except DAMAGE as error:
-            raise IntegrityError(
-                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
-                "and test the memory of this machine"
-            ) from error
-
-    def _rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
-        """Chunks into memory, each compared with its digest."""
-        numbers: dict[str, int] = {}
-        table = table_of(chains, numbers)
-        wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)
-        for _ in Fetcher(self.store, self._engines).rebuild([wanted]):
-            pass
-        self.bytes_read += int(table.ref_lengths.sum())
 
     # -- blobs as they are
 
@@ -454,5 +459,10 @@ def _kinds(m: Manifest) -> tuple[Column, Column]:
     return sizes, layouts
 
 
-def _joined(digests: Sequence[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+def tensors_of(m: Manifest) -> Column:
+    """Which tensor every chunk of a manifest belongs to."""
+    numbers = np.full(len(m.table), -1, np.int64)
+    for number, entry in enumerate(m.tensors):
+        for box in entry.boxes:
+            numbers[box.first_chunk : box.first_chunk + box.chunks] = number
+    return numbers

@@ -572,6 +572,7 @@ class Repository:
         return compact(
             self.store, self._index, self.engines, pack_bytes=self.options.pack_bytes, dry_run=dry_run,
             only=None if refs is None else self._resolve_all(refs, (COMMITTED,)), max_repack_bytes=max_repack_bytes,
+            max_depth=self.options.max_depth,
         )  # fmt: skip
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:

@@ -74,6 +74,7 @@ class Work:
     """One snapshot under its session.
 
     Attributes:
+        ruling: the snapshot as it is.
         view, marked: records and gc's candidates, both listed behind the session; None: candidates cannot be told.
         places: of blobs that were there already.
         new: blobs that this session has made: (number of its pack, offset, length).
@@ -81,6 +82,7 @@ class Work:
     """
 
     claim: Claim
+    ruling: Snapshot
     packs: Packs
     view: View
     marked: set[str] | None
@@ -276,7 +278,7 @@ class Rewriting(ABC):
             if not _rules(view, ruling):
                 raise ConflictError("another process has revised it")
             packs = Packs(self.store, claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
-            work = Work(claim, packs, view, marked)
+            work = Work(claim, ruling, packs, view, marked)
             try:
                 written = self._write_all(work, parts)
             finally:

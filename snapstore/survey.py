@@ -1,6 +1,6 @@
 """Survey: what compact could free, over all committed snapshots, and which of it is worth its cost.
 
-In: manifests, no pack is read. Out: a plan: chains to be cut, at which chunks; packs to be left. Memory grows with the
+In: manifests; no pack is read here. Out: a plan: chunks to be encoded anew, packs to be left. Memory grows with the
 number of different blobs (some 20 bytes each) and of chains that could be cut, not with that of snapshots.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +21,15 @@ from .errors import FormatError, IntegrityError, NotFoundError
 from .index import View
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
-from .records import ManifestRef
+from .records import ManifestRef, Snapshot
 from .storage import ObjectStore
 
+DAMAGE = (IntegrityError, FormatError, NotFoundError)
 log = logging.getLogger("snapstore")
 #: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
 MAX_DEAD_SHARE = 1 / 64
-#: What is freed must be this much more than what is written for it, as a share of the latter.
+#: What is freed must be this much more than what is written for it, as a share of the latter: by a chunk encoded anew,
+#: by a pack that is left, and by all of it.
 MIN_GAIN = 1 / 32
 #: A new manifest, and the packs beside it, may be so much longer than the old ones.
 PART_BYTES = 512
@@ -90,6 +93,7 @@ class Plan:
         kept: digests of the chunks that snapshots hold.
         cuts: by the digest of each edge.
         edges: these digests.
+        deltas: those of them that are full, and may be deltas to their neighbours.
         left: packs whose live blobs move.
         moved, moved_bytes: these blobs.
         cost_bytes, gain_bytes: estimates: bytes written, and by how much less there is in the end.
@@ -98,6 +102,7 @@ class Plan:
     kept: Digests
     cuts: dict[bytes, Cut] = field(default_factory=dict)
     edges: Digests = field(default_factory=Digests)
+    deltas: set[bytes] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     moved: int = 0
     moved_bytes: int = 0
@@ -125,13 +130,17 @@ class Survey:
         self._sizes: list[int] = []
         self._parts = 0
         self._edges: dict[bytes, Edge] = {}
+        self._deltas: dict[bytes, Edge] = {}
+        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # full chunks that no manifest before these has
+        self.heights: dict[bytes, int] = {}  # of full chunks: how many deltas there are upon them, at most
         heads: list[npt.NDArray[np.uint8]] = []
-        for _, _, m in self._manifests():
+        for _, _, _, m in self._manifests():
             heads.append(np.unique(m.table.digests, axis=0))
         self.kept = Digests(heads)
         self._blobs, self._lengths = np.empty(0, np.uint64), np.empty(0, np.int64)
         pinned: list[Column] = []
-        for is_chosen, ref, m in self._manifests():
+        seen = Digests()
+        for is_chosen, snapshot, ref, m in self._manifests():
             keys = self._keys_of(m)
             self._parts += is_chosen and len(m.table) > 0
             found, first = np.unique(np.concatenate([self._blobs, keys]), return_index=True)
@@ -139,22 +148,26 @@ class Survey:
             self._blobs = found
             if is_chosen:
                 self._find_edges(ref, m, keys)
-            else:
+                rows = np.flatnonzero((m.table.ref_counts == 1) & ~seen.has(m.table.digests))
+                self._full.append((snapshot, ref, rows))
+            seen.add(m.table.ref_digests)
+            self._note_heights(m.table)
+            if not is_chosen:
                 pinned.append(np.unique(keys))
         self._pinned = np.isin(self._blobs, np.unique(np.concatenate(pinned))) if pinned else self._blobs < 0
         if self._edges:
             self._find_chains()
 
-    def _manifests(self) -> Iterator[tuple[bool, ManifestRef, Manifest]]:
-        """(whether it may be rewritten, its name, the manifest) of every part of every committed snapshot."""
+    def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
+        """(whether it may be rewritten, whose it is, its name, the manifest) of all parts of committed snapshots."""
         for snapshot in self._view.snapshots():
             for ref in snapshot.manifests:
                 try:
                     m = manifest.read(self._store, ref)
-                except (IntegrityError, FormatError, NotFoundError) as error:
+                except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
                     continue
-                yield snapshot.id in self._chosen and snapshot.id not in self.damaged, ref, m
+                yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
 
     def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:
         """Which blob every reference means, wherever it is referred to: its pack and offset in one number."""
@@ -189,12 +202,37 @@ class Survey:
     def _find_chains(self) -> None:
         """Of chunks at edges, the chains that are as they should be in some snapshot: a run that died made them."""
         edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
-        for _, _, m in self._manifests():
+        for _, _, _, m in self._manifests():
             rows = np.flatnonzero(edges.has(m.table.digests))
             for chain in chains_of(m.table, m.header.pack_names, rows, self.kept):
                 edge = self._edges[chain[0].digest]
                 if not edge.chain and edge_of(chain) is None:
                     edge.chain, edge.estimate_bytes = chain, 0
+
+    def _note_heights(self, table: ChunkTable) -> None:
+        ends, depths = table.starts[1:] - 1, table.depths
+        rows = np.flatnonzero(depths)
+        for digest, depth in zip(table.ref_digests[ends[rows]], depths[rows].tolist(), strict=True):
+            name = digest.tobytes()
+            self.heights[name] = max(depth, self.heights.get(name, 0))
+
+    # -- full chunks
+
+    def full(self) -> Iterator[tuple[Snapshot, ManifestRef, Manifest, Column]]:
+        """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
+        for snapshot, ref, rows in self._full:
+            if len(rows) and snapshot.id not in self.damaged:
+                with suppress(*DAMAGE):  # collected meanwhile, or it is found when it is to be rewritten
+                    yield snapshot, ref, manifest.read(self._store, ref), rows
+
+    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
+        """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""
+        table, digest = m.table, m.table.digests[row].tobytes()
+        at, number = table.starts[row], self._numbers[m.header.pack_names[table.ref_packs[table.starts[row]]]]
+        if digest not in self._edges:
+            length = int(table.ref_lengths[at])
+            key = number << _OFFSET_BITS | int(table.ref_offsets[at])
+            self._deltas[digest] = Edge(digest, (ref, row), behind, {key}, length, int(share * length))
 
     # -- what is worth it
 
@@ -202,7 +240,7 @@ class Survey:
         """The most profitable of it, as far as bytes to be written allow; nothing if it would not pay for manifests."""
         cuts = sorted((cut for cut in self._cuts() if cut.cost_bytes < worth(cut.freed_bytes)), key=_gain, reverse=True)
         plan = max(self._with(cuts, max_bytes), self._with([], max_bytes), key=lambda plan: plan.gain_bytes)
-        if plan.gain_bytes < PART_BYTES * self._parts:
+        if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
             return Plan(self.kept)
         return plan
 
@@ -231,6 +269,9 @@ class Survey:
                 if not edge.behind and not edge.chain and edge is not cut.root:
                     edge.estimate_bytes = edge.length  # a delta to the root, about as long as that to the old base
             yield cut
+        for digest, edge in self._deltas.items():
+            at = np.searchsorted(self._blobs, np.array(sorted(edge.blobs), np.uint64))
+            yield Cut({digest: edge}, int(room(self._lengths[at[~self._pinned[at]]]).sum()), edge.blobs)
 
     def _with(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
         """The plan of some cuts; packs that are left too, the worst first, as long as bytes are left to write."""
@@ -247,6 +288,7 @@ class Survey:
             plan.cuts.update(dict.fromkeys(cut.edges, cut))
             plan.cost_bytes += cut.cost_bytes
             plan.gain_bytes -= cut.cost_bytes
+        plan.deltas = plan.cuts.keys() & self._deltas.keys()
         plan.edges = Digests([np.frombuffer(b"".join(plan.cuts), np.uint8).reshape(-1, 16)])
         left_bytes -= plan.cost_bytes
         live, packs = self._packs(alive)
@@ -279,7 +321,7 @@ class Survey:
         may[packs[self._pinned]] = False
         sizes = np.array(self._sizes, np.float64)
         gain = sizes - live - _FRAME
-        may &= gain > _FRAME
+        may &= (gain > _FRAME) & (gain >= MIN_GAIN * live)
         numbers = np.flatnonzero(may)
         order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
         return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]

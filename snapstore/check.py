@@ -281,25 +281,31 @@ class Survey:
             highest[parsed[2]] = max(highest.get(parsed[2], (-1, "")), (parsed[3], info.key))
         for key in self.vanished:
             self._report("index", key, f"{key}: known to the index, not in the store", self._misses(key, highest))
-        for key, info in sorted(listed.items()):
+        decided: set[str] = set()  # ids whose ruling revision has been met
+        for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = key.rpartition("-")[2].split(".")[0]
-            rules = highest[name][1] == key
             try:
-                found = records.decode(self._get(info), Snapshot, key)
+                found = records.decode(self._get(listed[key]), Snapshot, key)
+                if found.key in listed and found.id == name and found.key != key:
+                    message = f"{key}: a copy of {found.key}, which does not belong here and hides it; remove it"
+                    self._report("record", key, message, [name] if name not in decided else [], command="")
+                    continue
                 if found.key != key:
                     raise IntegrityError(f"{key}: holds the record of {found.key}")
             except NotFoundError:
                 continue  # removed while we look
             except DAMAGE as error:
-                if rules:
-                    self.unreadable[key] = str(error)
-                    self._report("record", key, str(error), [name])
-                    self.result.damaged.append(stand_in(key))
-                else:
+                if name in decided:
                     self._note("record", key, f"{error}; a later revision rules, nothing is lost")
+                    continue
+                decided.add(name)
+                self.unreadable[key] = str(error)
+                self._report("record", key, str(error), [name])
+                self.result.damaged.append(stand_in(key))
                 continue
-            if not rules:
+            if name in decided:
                 continue
+            decided.add(name)
             self.ruling[found.id] = found
             known = view.get(found.id) if view else None
             if (

@@ -705,7 +705,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
-        assert set(document) == {"ok", "problems", "restorable"}
+        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged"}
         assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
     text = series("check", "--read-data=1/3").stdout
     assert "4 snapshots are restorable" in text
@@ -724,7 +724,7 @@ def test_check_of_damage_is_20(series):
     assert series.json("check")["ok"] is True
     document = series.json("check", "--read-data", code=20)
     assert document["ok"] is False
-    assert set(document["problems"][0]) == {"kind", "key", "message", "snapshots"}
+    assert set(document["problems"][0]) == {"kind", "key", "message", "snapshots", "command"}
     assert len(document["restorable"]) < 4
     parts = [len(series.json("check", f"--read-data={n}/2", code=c)["problems"])
              for n in (1, 2) for c in [20 if any(int(p.name[-8:], 16) % 2 == n - 1 for p in packs) else 0]]  # fmt: skip

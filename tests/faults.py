@@ -200,7 +200,7 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
 
 def sampled(total: int, every: int) -> range:
     """Every so many-th of `total` cases, beginning elsewhere in every run; all of them if `THOROUGH`."""
-    return range(total) if THOROUGH else range(SEED % min(every, total), total, every)
+    return range(total) if THOROUGH or not total else range(SEED % min(every, total), total, every)
 
 
 # --- one thread, no sleep --------------------------------------------------------------------------------------------

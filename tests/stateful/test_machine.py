@@ -289,6 +289,22 @@ class Machine(RuleBasedStateMachine):
         self.close(process)
         self.note_swept()
 
+    @rule(process=st.integers(0, 1), limit=st.sampled_from((None, 0, 5000)))
+    def compact(self, process, limit) -> None:
+        """No snapshot changes; a gc beside or after it deletes no more than it may."""
+        report = self.at(process).compact(max_repack_bytes=limit)
+        assert report.failed == []
+        assert limit is None or report.bytes_written <= limit
+
+    @rule(process=st.integers(0, 1), k=st.integers(0, 80), mode=st.sampled_from(CRASHES))
+    def compact_and_crash(self, process, k, mode) -> None:
+        repository = self.at(process)
+        store = self.open[process][0]
+        store.at, store.mode = len(store.log) + k, mode
+        with suppress(Crash):
+            repository.compact()
+        self.close(process)
+
     def note_swept(self) -> None:
         """Which forgotten ones lost bytes is gc's to say; that it took no other is ours to check."""
         for snapshot in self.at(0).view().snapshots(states=("swept",)):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from faults import (
     OPTIONS,
+    SEED,
     Actor,
     check_clean,
     check_restores,
@@ -25,6 +26,7 @@ from faults import (
     save,
     values,
 )
+from tally import tally
 from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
 
 from snapstore import KeepLast, Repository
@@ -78,7 +80,8 @@ def tagging(ref: str, name: str) -> Any:
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES // 4)):
-        random = Random(seed)
+        tally("schedules")
+        random = Random(f"{SEED} {seed}")
         store = clone(history())
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
         gc = collecting(0.0 if impatient else 3600.0)
@@ -95,7 +98,7 @@ def test_random_schedules(first, actors):
         playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
         actors.extend(playing)
         trace = run_randomly(playing, random)
-        about = f"seed {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
+        about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
             " ".join(t) for t in trace[-60:]
         )
         for actor in playing:

@@ -13,6 +13,7 @@ from faults import (
     CRASHES,
     MODES,
     OPTIONS,
+    SEED,
     Actor,
     Crash,
     FaultStore,
@@ -28,6 +29,7 @@ from faults import (
     values,
     version_of,
 )
+from tally import tally
 from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
 
 from snapstore import IntegrityError, Repository, SnapstoreError, StorageError, pack
@@ -124,6 +126,7 @@ def test_every_fault(mode, monkeypatch):
         store = FaultStore(inner)
         repository = Repository.open(store, options=OPTIONS)
         store.at, store.mode = len(store.log) + k, mode
+        tally("crash points")
         try:
             outcome: Any = repository.repair(apply=True)
         except (Crash, SnapstoreError) as error:
@@ -174,7 +177,8 @@ def actors(monkeypatch) -> Iterator[list[Actor]]:
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
     for seed in range(first, min(first + PER_TEST, SCHEDULES // 4)):
-        random = Random(seed)
+        tally("schedules")
+        random = Random(f"{SEED} {seed}")
         store = clone(wounded())
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
         gc = several(collecting(0.0 if impatient else 3600.0))
@@ -188,7 +192,7 @@ def test_random_schedules(first, actors):
         playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
         actors.extend(playing)
         trace = run_randomly(playing, random)
-        about = f"seed {seed}: " + " | ".join(" ".join(t) for t in trace[-60:])
+        about = f"seed {SEED} {seed}: " + " | ".join(" ".join(t) for t in trace[-60:])
         for actor in playing:
             assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
         store.drop_holds()

@@ -74,7 +74,12 @@ def begin_use(folder: Path) -> int:
         What `end_use` takes; the death of this process, and of the children that it forked, ends the use as well.
     """
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:  # it was there, and gone when pathlib looked whether it is a directory; or it is a file
+            if folder.is_file():
+                raise
+            continue
         with suppress(FileNotFoundError):  # removed meanwhile: again
             fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:

@@ -183,3 +183,24 @@ def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
     assert not old[0].exists()
     Repository.open(tmp_path / "r").close()
     assert sum(cache._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "the open one is beside the bound"
+
+
+def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
+    """mkdir finds it; then somebody removes it."""
+    real, calls = os.mkdir, []
+
+    def mkdir(path, *rest):
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(17, "File exists", str(path))
+        real(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    end_use(begin_use(tmp_path / "folder"))
+    assert len(calls) == 2
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(FileExistsError):
+        begin_use(tmp_path / "folder")

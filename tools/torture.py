@@ -37,6 +37,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "fuzz": (["tests/attacks"], 50),
     "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),
     "kills": (["tests/integration/test_training.py"], 20),
+    "full disks": (["tests/integration/test_full_disk.py"], 1),
     "leaks": (["tests/integration/test_leaks.py"], 20),
 }
 FAILURES_KEPT = 100

@@ -1,0 +1,119 @@
+"""A file system with no room left, at whatever file of a save: training goes on, nothing is lost, gc makes room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from faults import sampled
+from tally import tally
+
+from snapstore import Repository, SaveOptions, SnapshotManager, StorageFullError
+
+PAGE = 4096
+FEW_PAGES = 8
+OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A tmpfs of 16 MB; skips where mounting is not allowed."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(point)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+    yield point
+    subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+def state_of(version: int) -> dict[str, torch.Tensor]:
+    """All new at every version, in several packs."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(4000, generator=generator) for name in ("w", "m", "v")}
+
+
+def leave(disk: Path, pages: int) -> None:
+    """Fill the disk but for some pages."""
+    with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(PAGE)):
+            pass
+    with (disk / "ballast").open("r+b") as file:
+        file.truncate(max(0, (disk / "ballast").stat().st_size - pages * PAGE))
+
+
+def whole(url: Path) -> set[int]:
+    """Steps of the committed snapshots, every one restored and compared."""
+    with Repository.open(url, options=OPTIONS) as repository:
+        steps = set()
+        for snapshot in repository.snapshots():
+            got, wanted = repository.restore(f"id:{snapshot.id}"), state_of(snapshot.step)
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted), snapshot.ref
+            steps.add(snapshot.step)
+        assert repository.check("restore").ok
+        return steps
+
+
+def saved(snapshots: SnapshotManager, step: int) -> bool:
+    """Whether a save commits; of one in the background the next call raises the error."""
+    try:
+        snapshots.save(step, state_of(step))
+        snapshots.wait_until_finished()
+    except StorageFullError:
+        return False
+    return True
+
+
+def collected(url: Path, disk: Path, pages: int) -> set[int]:
+    """On the full disk: forget a snapshot and collect it. That needs a few blocks, for the words that say so."""
+    with Repository.open(url, options=OPTIONS) as repository:
+        oldest, *rest = sorted(repository.snapshots(), key=lambda s: s.step)
+        if not rest:
+            return set()
+        before = free_pages(disk)
+        try:
+            repository.forget_snapshots([oldest.ref])
+            repository.gc()
+        except StorageFullError:
+            assert before < FEW_PAGES
+        else:
+            assert free_pages(disk) > before
+        return {oldest.step} - {s.step for s in repository.snapshots()}
+
+
+def free_pages(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize // PAGE
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_at_every_page_of_a_save(disk, background):
+    url = disk / "repository"
+    with SnapshotManager(url, run="r", async_save=background, options=OPTIONS) as snapshots:
+        for step in range(2):
+            snapshots.save(step, state_of(step))
+        snapshots.wait_until_finished()
+    before = sum(file.stat().st_blocks * 512 for file in url.rglob("*") if file.is_file())
+    save_pages = before // 2 // PAGE + 8
+    step, failed = 2, 0
+    for pages in sampled(save_pages, 5):
+        known = whole(url)
+        leave(disk, pages)
+        tally("full disks")
+        with SnapshotManager(url, run="r", async_save=background, options=OPTIONS) as snapshots:
+            fits = saved(snapshots, step)
+            failed += not fits
+            assert whole(url) == known | ({step} if fits else set()), pages
+            known -= collected(url, disk, pages)
+            (disk / "ballast").unlink()
+            snapshots.save(step + 2, state_of(step + 2)).result()
+        assert whole(url) == known | ({step} if fits else set()) | {step + 2}
+        step += 3
+        with Repository.open(url, options=OPTIONS) as repository:
+            repository.gc()
+            assert repository.stats().unneeded_bytes == 0
+    assert failed, "the disk was never full"

@@ -23,9 +23,9 @@ import numpy as np
 
 from . import manifest, policies, records
 from .blob import Column
-from .damage import DAMAGE, DamagedPacks, check_tree, lost_rows, unbuilt
+from .damage import DamagedPacks, check_tree, lost_rows, unbuilt
 from .engine import Engines
-from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from .errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .gc import OBJECT_NAME
 from .index import Index, View
 from .manifest import Manifest

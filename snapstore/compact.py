@@ -28,14 +28,14 @@ from .blob import XOR, Column
 from .chain import Chain, Link, Place, chains_of, edge_of, table_of
 from .delta import Base, Bases
 from .engine import Engines
-from .errors import CapabilityError, SnapstoreError
+from .errors import DAMAGE, CapabilityError, SnapstoreError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .records import COMMITTED, Snapshot, pack_key
 from .reencode import Job, Reencoder
 from .restore import spec_of
-from .rewrite import ATTEMPTS, DAMAGE, Part, Rewriting, Target, Work
+from .rewrite import ATTEMPTS, Part, Rewriting, Target, Work
 from .storage import ObjectStore
 from .stored import batches, lengths_of, names_of
 from .survey import Cut, Plan, Survey, room, rows_of, worth

@@ -12,13 +12,10 @@ import numpy as np
 from . import blob, records
 from .blob import Column
 from .engine import Engines
-from .errors import FormatError, IntegrityError, NotFoundError, StorageError
+from .errors import DAMAGE, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
 from .storage import ObjectStore
-
-#: What reading a damaged repository raises.
-DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
 class DamagedPacks:

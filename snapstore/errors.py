@@ -59,3 +59,7 @@ class IntegrityError(SnapstoreError):
 
 class CapabilityError(SnapstoreError):
     """This machine, store or installation lacks what was asked for."""
+
+
+#: What reading a damaged repository raises.
+DAMAGE = (IntegrityError, FormatError, NotFoundError)

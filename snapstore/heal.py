@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import blob, manifest, records
-from .damage import DAMAGE, DamagedPacks, lost_rows, unbuilt
+from .damage import DamagedPacks, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
-from .errors import ConflictError, IntegrityError, SnapstoreError
+from .errors import DAMAGE, ConflictError, IntegrityError, SnapstoreError
 from .index import Index, View
 from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest
 from .pack import ENTRY, PackWriter

@@ -19,12 +19,12 @@ from . import blob, codecs
 from .blob import Column
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines, default_threads
-from .errors import IntegrityError
+from .errors import DAMAGE, IntegrityError
 from .index import Index
 from .manifest import Manifest
 from .pack import Encoded
 from .records import COMMITTED, FORGOTTEN, Snapshot
-from .rewrite import DAMAGE, Part, Rewriting, Target, Work
+from .rewrite import Part, Rewriting, Target, Work
 from .state.arrays import Memory
 from .storage import ObjectStore
 from .stored import NAME, batches, bytes_of, digests_of, gathered, lengths_of, names_of

@@ -29,9 +29,9 @@ import msgspec
 from . import gc, manifest, records
 from .check import CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
-from .damage import DAMAGE, check_tree
+from .damage import check_tree
 from .engine import Engines
-from .errors import AlreadyExistsError, ConflictError, NotFoundError, SnapstoreError
+from .errors import DAMAGE, AlreadyExistsError, ConflictError, NotFoundError, SnapstoreError
 from .heal import Healer
 from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot

@@ -32,7 +32,7 @@ from . import blob, manifest, pack
 from .blob import Column
 from .chain import Place
 from .engine import Engine
-from .errors import ConflictError, FormatError, IntegrityError, NotFoundError
+from .errors import DAMAGE, ConflictError, IntegrityError, NotFoundError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY, Encoded
@@ -46,7 +46,6 @@ from .threads import Threads
 log = logging.getLogger("snapstore")
 #: How often a snapshot that others revise meanwhile is begun again.
 ATTEMPTS = 20
-DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
 @dataclass(frozen=True, slots=True)

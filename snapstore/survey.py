@@ -17,14 +17,13 @@ import numpy.typing as npt
 from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
-from .errors import FormatError, IntegrityError, NotFoundError
+from .errors import DAMAGE
 from .index import View
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
 from .records import ManifestRef, Snapshot
 from .storage import ObjectStore
 
-DAMAGE = (IntegrityError, FormatError, NotFoundError)
 log = logging.getLogger("snapstore")
 #: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
 MAX_DEAD_SHARE = 1 / 64

@@ -22,7 +22,7 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import CapabilityError, FormatError, IntegrityError, NotFoundError
+from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded
@@ -39,9 +39,6 @@ log = logging.getLogger("snapstore")
 PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
 VERIFY_ONE_IN = 64
-
-#: What reading a damaged repository raises.
-DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
 class BaseDamagedError(Exception):

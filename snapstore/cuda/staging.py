@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: Device memory that a save works in at most, beside the copies, and with copies on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: Copies and work together should not take more, as a multiple of the state; the cache of torch takes some more.
-MOST_OF_STATE = 2.05
+#: Copies and work together should not take more, as a multiple of the state.
+MOST_OF_STATE = 2.1
 #: What one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies are put together anew once this share of the state would lie better apart.

@@ -35,9 +35,10 @@ def _readable(monkeypatch):
     foreign.readable(monkeypatch)
 
 
+@pytest.mark.parametrize("others", ["alone", "after a gc"])
 @pytest.mark.parametrize("verb", WRITING)
-def test_late(verb, monkeypatch):
-    """The process lives on, and never learns that its request was done in the end."""
+def test_late(verb, others, monkeypatch):
+    """The process lives on, and never learns that its request was done; or it dies, and others collect before."""
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
@@ -46,38 +47,19 @@ def test_late(verb, monkeypatch):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, "late")
         about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
+        if others != "alone":
+            with opened(inner) as other:
+                other.gc()
+                other.gc()
         store.heal()
-        with repository:
-            check_outcome(verb, before, inner, outcome, about)
-            save(repository, "a", 800, 800)
-            repository.gc()
-            result = repository.gc()
-            assert result.waiting_for == [], about
-        check_clean(inner, about)
-
-
-@pytest.mark.parametrize("verb", WRITING)
-def test_late_after_a_gc(verb, monkeypatch):
-    """Another process collects before the request is done."""
-    one_thread(monkeypatch, index=False)
-    prepare = VERBS[verb][0]
-    before = committed(clone(prepare()))
-    total = operations(verb)
-    for k in sampled(total, 6):
-        inner = clone(prepare())
-        store, repository, outcome = run_until_fault(verb, inner, k, "late")
-        about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
-        with opened(inner) as other:
-            other.gc()
-            other.gc()
-        store.heal()
-        repository.close()
-        store.die()
+        if others != "alone":
+            repository.close()
+            store.die()
         check_outcome(verb, before, inner, outcome, about)
-        with opened(inner) as other:
-            save(other, "a", 800, 800)
-            other.gc()
-            assert other.gc().waiting_for == [], about
+        with opened(inner) if others != "alone" else repository as living:
+            save(living, "a", 800, 800)
+            living.gc()
+            assert living.gc().waiting_for == [], about
         check_clean(inner, about)
 
 

@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "benchmarks" / "torture.json"
 #: Of every harness its tests, and by how much its examples are multiplied in a round.
 HARNESSES: dict[str, tuple[list[str], int]] = {
-    "crash points": (["tests/stateful/test_crash_points.py", "tests/stateful/test_late_and_torn.py"], 1),
+    "crash points": (["tests/stateful", "-k", "crash_points or late_and_torn or repair_faults and not random"], 1),
     "power losses": (["tests/stateful/test_power_loss.py"], 1),
-    "schedules": (["tests/stateful", "-k", "interleavings"], 1),
+    "schedules": (["tests/stateful", "-k", "interleavings or repair_faults and random"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),
     "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),

@@ -38,7 +38,7 @@ from .restore import spec_of
 from .rewrite import ATTEMPTS, Part, Rewriting, Target, Work
 from .storage import ObjectStore
 from .stored import batches, lengths_of, names_of
-from .survey import Cut, Plan, Survey, room, rows_of, worth
+from .survey import Cut, LiveBlobs, Plan, room, rows_of, worth
 
 log = logging.getLogger("snapstore")
 
@@ -92,19 +92,19 @@ def compact(
     for _ in range(ATTEMPTS):
         view = index.refresh()
         chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
-        survey = Survey(store, view, {s.id for s in chosen})
-        now = index.refresh() if survey.damaged else view
-        if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in survey.damaged):
+        live = LiveBlobs(store, view, {s.id for s in chosen})
+        now = index.refresh() if live.damaged else view
+        if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):
             break  # what could not be read was not revised and collected meanwhile: it is damaged
     before = needed_bytes(index, view)
-    with _Compacting(store, index, engines, survey, max_repack_bytes, pack_bytes, max_depth, dry_run) as compacting:
+    with _Compacting(store, index, engines, live, max_repack_bytes, pack_bytes, max_depth, dry_run) as compacting:
         plan = compacting.choose(view)
-        sound = [s for s in chosen if s.id not in survey.damaged]
+        sound = [s for s in chosen if s.id not in live.damaged]
         if plan.cuts or plan.left:
             compacting.run(sound)
         else:
             compacting.skipped += sound
-    compacting.failed += [(s, survey.damaged[s.id]) for s in chosen if s.id in survey.damaged]
+    compacting.failed += [(s, live.damaged[s.id]) for s in chosen if s.id in live.damaged]
     report = CompactReport(
         compacting.rewritten, compacting.skipped, compacting.failed, len(compacting.anew),
         len(compacting.made.keys() - compacting.anew), compacting.all_bytes_read, compacting.spent, before, before,
@@ -135,13 +135,13 @@ class _Compacting(Rewriting):
     verb = "compact"
 
     def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, survey: Survey, max_bytes: int | None,
+        self, store: ObjectStore, index: Index, engines: Engines, live: LiveBlobs, max_bytes: int | None,
         pack_bytes: int, max_depth: int, dry_run: bool,
     ) -> None:  # fmt: skip
         super().__init__(store, index, engines.cpu, pack_bytes=pack_bytes, states=(COMMITTED,), dry_run=dry_run)
-        self._survey, self._max_bytes, self._max_depth = survey, max_bytes, max_depth
+        self._live, self._max_bytes, self._max_depth = live, max_bytes, max_depth
         self._encoder = Reencoder(store, engines)
-        self._plan = Plan(survey.kept)
+        self._plan = Plan(live.kept)
         self._to_move = 0  # bytes planned, and not done yet
         self.spent = 0  # bytes written
         self.anew: set[bytes] = set()  # blobs that are no copies
@@ -165,7 +165,7 @@ class _Compacting(Rewriting):
 
         A damaged chunk counts for nothing here: it is found when it is to be rewritten.
         """
-        for snapshot, ref, m, rows in self._survey.full():
+        for snapshot, ref, m, rows in self._live.full():
             near = self._neighbours(view, snapshot, m, rows)
             of_tensor = tensors_of(m)
             tried: dict[int, tuple[Job, list[int]]] = {}  # of every tensor one chunk, and all that it stands for
@@ -179,8 +179,8 @@ class _Compacting(Rewriting):
                 ]
                 for (job, own), entry in zip(tried.values(), made, strict=True):
                     for row in own if entry["transform"] == XOR else ():
-                        self._survey.add_delta(ref, m, row, near[row][0].digest, int(entry["length"]) / job.length)
-        self._plan = self._survey.plan(self._max_bytes)
+                        self._live.add_delta(ref, m, row, near[row][0].digest, int(entry["length"]) / job.length)
+        self._plan = self._live.plan(self._max_bytes)
         self._to_move = self._plan.moved_bytes
         return self._plan
 
@@ -191,14 +191,8 @@ class _Compacting(Rewriting):
         if before is None or before.state != COMMITTED:
             return {}
         try:
-            bases = Bases(
-                [
-                    Base(
-                        before,
-                        [manifest.read(self.store, ref) for ref in before.manifests if ref.part == m.header.part],
-                    )
-                ]
-            )
+            own = [manifest.read(self.store, ref) for ref in before.manifests if ref.part == m.header.part]
+            bases = Bases([Base(before, own)])
         except DAMAGE:
             return {}
         at = np.full(len(m.table), -1, np.int64)
@@ -213,7 +207,7 @@ class _Compacting(Rewriting):
         return {
             row: chain
             for row, digest, chain in zip(rows.tolist(), digests, found, strict=True)
-            if len(chain) + self._survey.heights.get(digest, 0) <= self._max_depth
+            if len(chain) + self._live.heights.get(digest, 0) <= self._max_depth
             and all(link.digest != digest for link in chain)
         }
 

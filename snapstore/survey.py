@@ -114,7 +114,7 @@ class Plan:
         return sum(not cut.edges[digest].chain for digest, cut in self.cuts.items())
 
 
-class Survey:
+class LiveBlobs:
     """All live blobs, and the chains that lead through chunks that nobody holds.
 
     Attributes:

@@ -59,7 +59,7 @@ class Decoding:
         return np.flatnonzero(~chunk_fine)
 
     def _fits(self, found: npt.NDArray[np.void]) -> Column:
-        """Which blobs are what their chains want, of one element size and layout, in codecs that nvCOMP reads."""
+        """Which blobs are what their chains want, of one element size and layout, in codecs that a device reads."""
         batch, chunk_of = self.batch, self.chunk_of
         first = np.cumsum(batch.counts) - batch.counts
         wanted = np.empty((len(chunk_of), 16), np.uint8)
@@ -150,7 +150,7 @@ class Decoding:
         self, stored: torch.Tensor, codec: Column, plane: Column, within: Column, raw: Column, places: Column,
         stored_sizes: Column, plane_bytes: Column, block_bytes: Column,
     ) -> Column:  # fmt: skip
-        """Every coded plane through nvCOMP; their addresses."""
+        """Begin to decode every coded plane; their addresses."""
         lane = self.lane
         coded = np.flatnonzero(codec != codecs.RAW)
         if not len(coded):

@@ -9,7 +9,6 @@ long as the environment is open.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ import lmdb
 import xxhash
 
 from .cache import begin_use, end_use
+from .storage.locks import locked
 
 log = logging.getLogger("snapstore")
 SCHEMA = b"3"
@@ -90,13 +90,8 @@ class Environment:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """The file lock that keeps a reader of `verified` away from a half-written index."""
-        with self._lock:
-            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                yield
-            finally:
-                os.close(descriptor)
+        with self._lock, locked(self._folder / "lock"):
+            yield
 
     def _digest(self, used_bytes: int) -> str:
         """XXH3-64 of the first bytes of the data file."""

@@ -103,6 +103,7 @@ class SnapshotManager:
         self._async, self._skip_busy = async_save, on_busy == "skip"
         self._owned = not isinstance(repository, Repository)
         self.repository = repository if isinstance(repository, Repository) else self._open(repository, options)
+        from . import save  # noqa: F401  # before there are threads (threads.py)
         from .staging import Staging
 
         self._staging = Staging(self.repository.engines, keep_base=keep_base, mode=staging)

@@ -1,12 +1,22 @@
-"""Threads: a pool of them, and results on their way from it."""
+"""Threads: a pool of them, and results on their way from it.
+
+A thread of ours must not be the first to import a module: a process that is forked meanwhile (a DataLoader's worker)
+has the module locked for ever, and hangs when it imports the same. So what the libraries that run in threads import at
+first use is imported here, and whoever starts a thread has imported what that runs.
+"""
 
 from __future__ import annotations
 
+import multiprocessing.dummy
+import multiprocessing.queues
+import multiprocessing.synchronize  # noqa: F401
 import os
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any, Generic, TypeVar
+
+import numpy.ma  # noqa: F401  # np.unique and np.isin import it
 
 T = TypeVar("T")
 R = TypeVar("R")

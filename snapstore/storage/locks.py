@@ -14,7 +14,8 @@ import errno
 import fcntl
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TEMP_TRIES = 16  # a cleaner steals a new name only between two of our system calls
@@ -43,7 +44,7 @@ def open_temp(folder: Path) -> tuple[int, Path]:
         folder.mkdir()
     for _ in range(_TEMP_TRIES):
         temp = folder / os.urandom(16).hex()
-        fd = _open_listed(temp)
+        fd = _open_listed(temp, os.O_EXCL)
         try:
             ours = _lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
         except OSError:
@@ -114,18 +115,30 @@ def is_locked(path: Path) -> bool | None:
     return None if free is None else not free
 
 
-def _open_listed(path: Path) -> int:
-    """Create `path`; a child that is forked from now on closes the descriptor."""
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing; waits for whoever has it, in this process or another."""
+    fd = _open_listed(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        _close(fd)
+
+
+def _open_listed(path: Path, flags: int = 0) -> int:
+    """Open or create `path`; a child that is forked from now on closes the descriptor."""
     with _FORK_LOCK:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
         _LOCKED_FDS.add(fd)
     return fd
 
 
 def _close(fd: int) -> None:
     with _FORK_LOCK, suppress(OSError):  # everything worth knowing was known after the fsync
-        _LOCKED_FDS.discard(fd)
-        os.close(fd)
+        if fd in _LOCKED_FDS:  # not in a child, where the number may be another file's by now
+            _LOCKED_FDS.discard(fd)
+            os.close(fd)
 
 
 def _lock(fd: int, kind: int) -> bool | None:

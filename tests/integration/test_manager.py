@@ -579,14 +579,22 @@ def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
     """Run a training script; `kill` it as soon as it says busy for the third time. Without torch, seconds to import."""
     script = PRELUDE.format(tests=str(TESTS), root=str(root)) + textwrap.dedent(body)
     with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-W", "error", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         out = ""
         if kill is not None:
             for _ in range(3):
                 out += process.stdout.readline()
             process.send_signal(kill)
-        out += process.communicate(timeout=60)[0]
+        try:
+            out += process.communicate(timeout=60)[0]
+        except subprocess.TimeoutExpired as hung:
+            os.killpg(process.pid, signal.SIGKILL)  # forked children too
+            pytest.fail(f"hangs after {(hung.output or b'').decode()}")
         return process.returncode, out
 
 
@@ -736,6 +744,61 @@ def test_a_fork_with_a_save_running(root):
         assert repository.view().runs() == ["a", "child"]
         assert repository.check("restore").ok
     check_after(root, [0, 1])
+
+
+def test_a_fork_while_the_index_is_written(root):
+    """The lock on the index's file is the parent's alone: its child opens the index, and holds up nobody."""
+    got, out = run(
+        root,
+        """
+        environment = snapshots.repository._index._environment
+        held, forked = threading.Event(), threading.Event()
+        def write():
+            with environment._locked():
+                held.set()
+                forked.wait()
+        thread = threading.Thread(target=write)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            with Repository.open(snapshots.repository.store.url) as mine:
+                os.write(1, f"child {len(mine.snapshots())}\\n".encode())
+            time.sleep(30)  # a DataLoader's worker, which lives on
+            os._exit(0)
+        time.sleep(1)
+        forked.set()
+        thread.join()
+        snapshots.save(1, state(1))
+        snapshots.wait_until_finished()
+        print("parent", len(snapshots.all_steps()), flush=True)
+        os.kill(child, signal.SIGKILL)
+        """,
+    )
+    assert (got, "child 1" in out, "parent 2" in out) == (0, True, True), out
+
+
+@pytest.mark.parametrize("state", ["", TORCH], ids=["numpy", "torch"])
+def test_no_module_is_first_imported_in_the_background(root, state):
+    """A child forked meanwhile would have it locked for ever, and hang when it imports the same."""
+    got, out = run(
+        root,
+        f"""
+{state}
+state(0)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            print("imported", name, flush=True)
+sys.meta_path.insert(0, Finder())
+SLOW = False
+for step in 1, 2, 3:
+    snapshots.save(step, state(step))
+snapshots.close()
+print("saved", flush=True)
+""",
+    )
+    assert (got, out) == (0, "saved\n")
 
 
 def test_a_forked_child_that_exits_leaves_the_parents_index(tmp_path):

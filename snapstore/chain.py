@@ -5,7 +5,7 @@ For the few chunks whose chains change: all others stay columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,24 +47,41 @@ Chain = list[Link]
 
 
 class Digests:
-    """A set of digests, as columns."""
+    """A set of digests, as sorted columns, each at least twice as long as the next: what is added is seldom merged."""
 
-    def __init__(self, parts: Sequence[Bytes] = ()) -> None:
-        self._sorted = np.unique(np.concatenate([np.empty(0, "S16"), *(_keys(part) for part in parts)]))
+    def __init__(self, parts: Iterable[Bytes] = ()) -> None:
+        self._columns: list[Column] = []
+        for part in parts:
+            self.add(part)
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return sum(map(len, self._columns))
 
     def add(self, digests: Bytes) -> None:
         """Put some into it."""
-        self._sorted = np.unique(np.concatenate([self._sorted, np.unique(_keys(digests))]))
+        keys = np.sort(_keys(digests))
+        new = np.ones(len(keys), bool)
+        new[1:] = keys[1:] != keys[:-1]
+        new &= ~self._has(keys)
+        column = keys[new]
+        while self._columns and len(self._columns[-1]) < 2 * len(column):
+            column = np.sort(np.concatenate([self._columns.pop(), column]), kind="stable")
+        if len(column):
+            self._columns.append(column)
 
     def has(self, digests: Bytes) -> Column:
         """Which of some digests (n, 16) are in it, (n,) bool."""
-        if not len(self._sorted) or not len(digests):
-            return np.zeros(len(digests), bool)
         keys = _keys(digests)
-        return np.asarray(self._sorted[np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)] == keys)
+        order = np.argsort(keys)  # a search goes three times as fast through keys in order
+        found = np.empty(len(keys), bool)
+        found[order] = self._has(keys[order])
+        return found
+
+    def _has(self, keys: Column) -> Column:
+        found = np.zeros(len(keys), bool)
+        for column in self._columns:
+            found |= column[np.minimum(np.searchsorted(column, keys), len(column) - 1)] == keys
+        return found
 
 
 def _keys(digests: Bytes) -> Column:

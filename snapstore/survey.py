@@ -132,19 +132,12 @@ class LiveBlobs:
         self._deltas: dict[bytes, Edge] = {}
         self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # full chunks that no manifest before these has
         self.heights: dict[bytes, int] = {}  # of full chunks: how many deltas there are upon them, at most
-        heads: list[npt.NDArray[np.uint8]] = []
-        for _, _, _, m in self._manifests():
-            heads.append(np.unique(m.table.digests, axis=0))
-        self.kept = Digests(heads)
-        self._blobs, self._lengths = np.empty(0, np.uint64), np.empty(0, np.int64)
-        pinned: list[Column] = []
-        seen = Digests()
+        self.kept = Digests(m.table.digests for _, _, _, m in self._manifests())
+        blobs, pinned, seen = _Blobs(), _Blobs(), Digests()
         for is_chosen, snapshot, ref, m in self._manifests():
             keys = self._keys_of(m)
             self._parts += is_chosen and len(m.table) > 0
-            found, first = np.unique(np.concatenate([self._blobs, keys]), return_index=True)
-            self._lengths = np.concatenate([self._lengths, m.table.ref_lengths.astype(np.int64)])[first]
-            self._blobs = found
+            blobs.add(keys, m.table.ref_lengths)
             if is_chosen:
                 self._find_edges(ref, m, keys)
                 rows = np.flatnonzero((m.table.ref_counts == 1) & ~seen.has(m.table.digests))
@@ -152,8 +145,9 @@ class LiveBlobs:
             seen.add(m.table.ref_digests)
             self._note_heights(m.table)
             if not is_chosen:
-                pinned.append(np.unique(keys))
-        self._pinned = np.isin(self._blobs, np.unique(np.concatenate(pinned))) if pinned else self._blobs < 0
+                pinned.add(keys, m.table.ref_lengths)
+        self._blobs, self._lengths = blobs.all()
+        self._pinned = np.isin(self._blobs, pinned.all()[0])
         if self._edges:
             self._find_chains()
 
@@ -324,6 +318,28 @@ class LiveBlobs:
         numbers = np.flatnonzero(may)
         order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
         return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]
+
+
+class _Blobs:
+    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever they have doubled."""
+
+    def __init__(self) -> None:
+        self._keys, self._lengths = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        self._pending = 0
+
+    def add(self, keys: Column, lengths: Column) -> None:
+        """Some more, in any order."""
+        self._keys.append(keys)
+        self._lengths.append(lengths.astype(np.int64))
+        self._pending += len(keys)
+        if self._pending > len(self._keys[0]):
+            self.all()
+
+    def all(self) -> tuple[Column, Column]:
+        """(keys, sorted; lengths)."""
+        keys, first = np.unique(np.concatenate(self._keys), return_index=True)
+        self._keys, self._lengths, self._pending = [keys], [np.concatenate(self._lengths)[first]], 0
+        return keys, self._lengths[0]
 
 
 #: What a pack takes beside its blobs.

@@ -27,7 +27,6 @@ from typing import Any
 
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
-import bench_scale
 import numpy as np
 import torch
 from bench_data import SERIES, logical_bytes, parse, plain, tensors_of
@@ -316,7 +315,7 @@ def main() -> None:
     if args.what == "memory-child":
         memory_child(args.mode)
         return
-    chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory", "scale"}
+    chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory"}
     figures: list[Figure] = []
     rows: list[dict[str, Any]] = []
     began = time.time()
@@ -332,10 +331,6 @@ def main() -> None:
     if "memory" in chosen:
         print("memory", flush=True)
         figures += memory()
-    if "scale" in chosen:
-        print("scale", flush=True)
-        with scratch() as folder:
-            figures += [Figure(*row) for row in bench_scale.figures(folder, quick=args.quick)]
     report = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()}

@@ -8,14 +8,11 @@ first repository restores: all three snapshots full, and one full with a delta t
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +20,13 @@ os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
 import torch
 from bench_data import gpt_series, tensors_of
+from bench_page import ROOT, Row, publish, row
 
-import snapstore
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.retention import Policy
 from snapstore.state.arrays import as_bytes
 
-ROOT = Path(__file__).parent.parent
 GOAL = 1.05
-BEGIN, END = "<!-- compact: written by tools/bench compact -->\n", "<!-- end of compact -->"
-Row = dict[str, Any]
-
-
-def row(name: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> Row:
-    return {"name": name, "value": value, "unit": unit, "goal": goal, "met": met}
 
 
 def encoded(folder: Path, states: Sequence[Any], max_depth: int) -> int:
@@ -127,24 +117,7 @@ def main() -> None:
         rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version(), "snapstore": snapstore.__version__}
-        | {name: version(name) for name in ("torch", "numpy", "zstandard")},
-        "seconds": round(time.time() - began),
-        "figures": rows,
-    }
-    met = {True: "yes", False: "**no**", None: ""}
-    lines = ["| figure | measured | goal | met |", "|---|---|---|---|"]
-    lines += [f"| {r['name']} | {r['value']:.3g} {r['unit']} | {r['goal']} | {met[r['met']]} |" for r in rows]
-    table = "\n" + "\n".join(lines) + "\n\n"
-    print(table)
-    if not args.quick:
-        docs = ROOT / "docs"
-        (docs / "benchmarks" / "compact.json").write_text(json.dumps(report, indent=1) + "\n")
-        page = docs / "benchmarks.md"
-        head, _, rest = page.read_text().partition(BEGIN)
-        page.write_text(f"{head}{BEGIN}{table}{END}{rest.partition(END)[2]}")
+    publish("compact", rows, began, ("torch", "numpy", "zstandard"), quick=args.quick)
 
 
 if __name__ == "__main__":

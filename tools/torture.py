@@ -74,7 +74,7 @@ def main() -> None:
 
 def new_report() -> dict[str, Any]:
     """Nothing tried yet."""
-    return {"seconds": 0.0, "tried": {}, "runs": {}, "failed_runs": 0, "failures": []}
+    return {"seconds": 0.0, "commits": [], "tried": {}, "runs": {}, "failed_runs": 0, "failures": []}
 
 
 def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -111,12 +111,20 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
         failure = {"harness": name, "seed": seed, "again": again, "said": said[:20] or lines[-5:]}
         report["failures"] = [*report["failures"], failure][-FAILURES_KEPT:]
+    if (commit := commit_of()) not in report["commits"]:
+        report["commits"].append(commit)
     report |= {
         "date": time.strftime("%Y-%m-%d"), "snapstore": snapstore.__version__, "python": platform.python_version(),
         "cores": os.cpu_count(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def commit_of() -> str:
+    """What is being tried: the commit, and whether the files differ from it."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(git, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout.strip() or "unknown"
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -84,6 +84,7 @@ def test_small_objects(value, changes, mended):
 @given(st.binary(max_size=200), st.sampled_from(OBJECTS))
 def test_any_payload(payload, value):
     """Mitigation: as above."""
+    tally("fuzz inputs")
     head = records.encode(value)[:8] + struct.pack("<Q", len(payload))
     data = head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload
     with suppress(*OURS):
@@ -155,6 +156,7 @@ trees = st.recursive(
 @given(nodes | trees)
 def test_trees(tree):
     """Mitigation: nodes are looked up in a table; whatever their reader raises is a FormatError."""
+    tally("fuzz inputs")
     world = World()
     try:
         data = world.manifest(tree=["dict", ["w"], [tree]])
@@ -192,6 +194,7 @@ entries = st.fixed_dictionaries(
 )
 def test_tensor_entries(made, tag, grad):
     """Mitigation: a spec must make sense before memory is sized by it."""
+    tally("fuzz inputs")
     world = World()
     chunks = [(digest(A), world.pack(full(A)))]
     node = [tag, 0, grad] if tag in ("tensor", "parameter") else [tag, 0]

@@ -226,6 +226,7 @@ class _Compacting(Rewriting):
         """Chains that lead through kept chunks alone, in packs that stay."""
         if work is not self._work:
             self._work, self._fresh, self._old = work, {}, {}
+            self._drop_unsafe(work)
         table, packs = part.manifest.table, part.manifest.header.pack_names
         rows = rows_of(table, part.stale)
         chains = list(chains_of(table, packs, rows, self._plan.kept))
@@ -243,6 +244,13 @@ class _Compacting(Rewriting):
             self._chains[digest] = [
                 replace(link, place=places[link.name], name=b"") if link.name else link for link in chain
             ]
+
+    def _drop_unsafe(self, work: Work) -> None:
+        """Forget chains of other snapshots that a gc may be deleting by now: those snapshots may be gone."""
+        used = {digest: {link.place.pack for link in chain if link.place} for digest, chain in self._chains.items()}
+        packs = set().union(*used.values())
+        unsafe = packs - self.safe(work, packs)
+        self._chains = {digest: chain for digest, chain in self._chains.items() if unsafe.isdisjoint(used[digest])}
 
     def _known(self, digest: bytes) -> Chain | None:
         return self._fresh.get(digest) or self._chains.get(digest)

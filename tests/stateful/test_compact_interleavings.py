@@ -10,6 +10,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from faults import (
     OPTIONS,
@@ -204,6 +205,30 @@ def test_what_a_mark_names_is_not_built_upon(stage):
     gc.finish()
     assert compact.finish().failed == []
     stage.check()
+
+
+def test_a_base_that_became_a_delta_and_is_gone_is_not_built_upon(actors):
+    """a@1, full, becomes a delta to a@0; it is collected before the turn of a@2, whose chains end in its old blobs."""
+    store, states = MemoryStore(), []
+    drift = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(store) as repository:
+        for step in range(3):
+            drift[step::50] += 1
+            states.append({"w": drift.copy()})
+            repository.save(states[-1], run="a", step=step, full=step < 2)
+    compact = Actor("C", store, compacting())
+    actors.append(compact)
+    compact.until("release", "sessions/").until("hold")
+    with opened(store) as repository:
+        assert [s.revision for s in repository.snapshots()] == [0, 1, 0]
+        repository.forget_snapshots(["a@1"])
+        repository.gc()
+    compact.finish()
+    with opened(store) as repository:
+        assert repository.check("restore").ok
+        for step in (0, 2):
+            assert same(repository.restore(f"a@{step}"), states[step])
 
 
 @pytest.mark.parametrize("stand", [".mark", ".wait", "list", "stat", "delete"])

@@ -32,7 +32,7 @@ from .errors import DAMAGE, CapabilityError, SnapstoreError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
-from .records import COMMITTED, Snapshot, pack_key
+from .records import COMMITTED, ManifestRef, Snapshot, pack_key
 from .reencode import Job, Reencoder
 from .restore import spec_of
 from .rewrite import ATTEMPTS, Part, Rewriting, Target, Work
@@ -166,23 +166,26 @@ class _Compacting(Rewriting):
         A damaged chunk counts for nothing here: it is found when it is to be rewritten.
         """
         for snapshot, ref, m, rows in self._live.full():
-            near = self._neighbours(view, snapshot, m, rows)
-            of_tensor = tensors_of(m)
-            tried: dict[int, tuple[Job, list[int]]] = {}  # of every tensor one chunk, and all that it stands for
-            for row, job in zip(near, self._jobs(m, near), strict=True):
-                tried.setdefault(int(of_tensor[row]), (job, []))[1].append(row)
             with suppress(*DAMAGE, CapabilityError):
-                made = [
-                    entry
-                    for _, some in self._encoder.encode([job for job, _ in tried.values()])
-                    for entry in some.entries
-                ]
-                for (job, own), entry in zip(tried.values(), made, strict=True):
-                    for row in own if entry["transform"] == XOR else ():
-                        self._live.add_delta(ref, m, row, near[row][0].digest, int(entry["length"]) / job.length)
+                self._try_deltas(ref, m, self._neighbours(view, snapshot, m, rows))
         self._plan = self._live.plan(self._max_bytes)
         self._to_move = self._plan.moved_bytes
         return self._plan
+
+    def _try_deltas(self, ref: ManifestRef, m: Manifest, near: Mapping[int, Chain]) -> None:
+        """Tell the survey which full chunks may become deltas to their neighbours, and what they may take then.
+
+        Raises:
+            IntegrityError, FormatError, CapabilityError: a chunk is damaged, or cannot be read here.
+        """
+        of_tensor = tensors_of(m)
+        tried: dict[int, tuple[Job, list[int]]] = {}  # of every tensor one chunk, and all that it stands for
+        for row, job in zip(near, self._jobs(m, near), strict=True):
+            tried.setdefault(int(of_tensor[row]), (job, []))[1].append(row)
+        made = [entry for _, some in self._encoder.encode([job for job, _ in tried.values()]) for entry in some.entries]
+        for (job, own), entry in zip(tried.values(), made, strict=True):
+            for row in own if entry["transform"] == XOR else ():
+                self._live.add_delta(ref, m, row, near[row][0].digest, int(entry["length"]) / job.length)
 
     def _neighbours(self, view: View, snapshot: Snapshot, m: Manifest, rows: Column) -> dict[int, Chain]:
         """Of full chunks, how the one at the same place of the snapshot before is rebuilt, where that may be a base."""
@@ -200,7 +203,7 @@ class _Compacting(Rewriting):
             first, _ = bases.first_row((m.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape)))
             for box in entry.boxes if first >= 0 and len(entry.boxes) == 1 else ():
                 at[box.first_chunk : box.first_chunk + box.chunks] = first + np.arange(box.chunks)
-        rows = rows[at[rows] >= 0]
+        rows = rows[(at[rows] >= 0) & (at[rows] < len(bases.table))]  # one that is damaged may hold fewer
         rows = rows[bases.lengths[at[rows]] == m.table.lengths[rows]]
         found = chains_of(bases.table, bases.packs, at[rows], self._plan.kept)
         digests = [digest.tobytes() for digest in m.table.digests[rows]]

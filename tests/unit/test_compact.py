@@ -1,7 +1,10 @@
 """compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
 
+import hashlib
+
 import faults
 import foreign
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -370,6 +373,42 @@ def _fails(repo, snapshot):
         return not faults.same(repo.restore(f"id:{snapshot.id}"), faults.values(*faults.version_of(snapshot)))
     except Exception:  # noqa: BLE001
         return True
+
+
+@pytest.mark.parametrize("what", ["dtype", "chunks"])
+def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
+    """A dtype of a later release; a tensor that has lost a chunk. Neither is damage that its SHA-256 tells."""
+    rng = np.random.default_rng(4)
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+        for run in "ab":
+            state = {"w": rng.standard_normal(8192).astype(np.float32)}
+            for step in range(3):
+                state["w"][step::50] += 1
+                repo.save(state, run=run, step=step, full=True)
+        was = repo.snapshot("a@0")
+        m = manifest.read(store, was.manifests[0])
+        (entry,), table = m.tensors, m.table
+        if what == "dtype":
+            entry = msgspec.structs.replace(entry, kind="tensor", dtype="float7")
+        else:
+            table = table.take(np.arange(len(table) - 1))
+            entry = msgspec.structs.replace(entry, boxes=[msgspec.structs.replace(entry.boxes[0], chunks=len(table))])
+        header = m.header
+        data = manifest.encode(
+            save_id=header.save_id, rank=0, sequence=0, part="", chunk_bytes=1024, tree=m.tree, tensors=[entry],
+            inline=m.inline, table=table, packs=header.pack_names, pack_sizes=header.pack_size_list,
+            logical_bytes=header.logical_bytes,
+        )  # fmt: skip
+        name = hashlib.sha256(data).hexdigest()
+        store.put(records.manifest_key(name), data)
+        ref = msgspec.structs.replace(was.manifests[0], sha256=name, size_bytes=len(data))
+        revision = was.revised(manifests=[ref])
+        store.put(revision.key, records.encode(revision))
+        report = repo.compact()
+        assert {s.ref for s in report.rewritten} >= {"a@2", "b@1", "b@2"}
+        repo.gc()
+        assert (repo.restore("b@2")["w"] == state["w"]).all()
 
 
 def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):

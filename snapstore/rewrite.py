@@ -32,7 +32,7 @@ from . import blob, manifest, pack
 from .blob import Column
 from .chain import Place
 from .engine import Engine
-from .errors import DAMAGE, ConflictError, IntegrityError, NotFoundError
+from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY, Encoded
@@ -214,8 +214,11 @@ class Rewriting(ABC):
 
     def _part(self, ref: ManifestRef) -> Part:
         m = manifest.read(self.store, ref)
-        self.sizes.update(zip(m.header.pack_names, m.header.pack_size_list, strict=True))
-        entries = self.entries_of(m.table, m.header.pack_names, ref.key)
+        names = m.header.pack_names
+        if len(set(names)) < len(names):  # what counts packs by their names would count them wrongly
+            raise FormatError(f"{ref.key}: names a pack twice; no snapstore writes that")
+        self.sizes.update(zip(names, m.header.pack_size_list, strict=True))
+        entries = self.entries_of(m.table, names, ref.key)
         return Part(ref, m, entries, self.stale(m, entries))
 
     def entries_of(self, table: ChunkTable, packs: Sequence[str], where: str) -> npt.NDArray[np.void]:

@@ -1,5 +1,6 @@
 """compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
 
+import dataclasses
 import hashlib
 
 import faults
@@ -375,6 +376,41 @@ def _fails(repo, snapshot):
         return True
 
 
+def _with_manifest(store, was, m, **changes):
+    """Another writer's manifest in place of a snapshot's only one: as `m`, with some arguments of `manifest.encode`."""
+    header = m.header
+    arguments = {
+        "save_id": header.save_id, "rank": 0, "sequence": 0, "part": "", "chunk_bytes": header.chunk_bytes,
+        "tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table, "packs": header.pack_names,
+        "pack_sizes": header.pack_size_list, "logical_bytes": header.logical_bytes,
+    }  # fmt: skip
+    data = manifest.encode(**arguments | changes)
+    name = hashlib.sha256(data).hexdigest()
+    store.put(records.manifest_key(name), data)
+    revision = was.revised(manifests=[msgspec.structs.replace(was.manifests[0], sha256=name, size_bytes=len(data))])
+    store.put(revision.key, records.encode(revision))
+
+
+def test_a_manifest_that_names_a_pack_twice_is_left(store):
+    rng = np.random.default_rng(5)
+    kept, other = rng.standard_normal((2, 4096)).astype(np.float32)
+    with faults.opened(store) as repo:
+        repo.save({"x": kept, "y": other}, run="a", step=0, full=True)
+        repo.save({"x": kept, "y": -other[::-1]}, run="a", step=1)
+        repo.forget_snapshots(["a@0"])
+        repo.gc()
+        was = repo.snapshot("a@1")
+        m = manifest.read(store, was.manifests[0])
+        (first, *names), (size, *sizes), packs = m.header.pack_names, m.header.pack_size_list, m.table.ref_packs
+        table = dataclasses.replace(m.table, ref_packs=np.where(packs == 0, 1, packs + (packs > 0)))
+        _with_manifest(store, was, m, table=table, packs=[first, first, *names], pack_sizes=[size, size, *sizes])
+        assert repo.check("restore").ok
+        ((_, message),) = repo.compact().failed
+        assert "names a pack twice" in message
+        assert repo.check("restore").ok
+        assert (repo.restore("a@1")["x"] == kept).all()
+
+
 @pytest.mark.parametrize("what", ["dtype", "chunks"])
 def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
     """A dtype of a later release; a tensor that has lost a chunk. Neither is damage that its SHA-256 tells."""
@@ -394,17 +430,7 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         else:
             table = table.take(np.arange(len(table) - 1))
             entry = msgspec.structs.replace(entry, boxes=[msgspec.structs.replace(entry.boxes[0], chunks=len(table))])
-        header = m.header
-        data = manifest.encode(
-            save_id=header.save_id, rank=0, sequence=0, part="", chunk_bytes=1024, tree=m.tree, tensors=[entry],
-            inline=m.inline, table=table, packs=header.pack_names, pack_sizes=header.pack_size_list,
-            logical_bytes=header.logical_bytes,
-        )  # fmt: skip
-        name = hashlib.sha256(data).hexdigest()
-        store.put(records.manifest_key(name), data)
-        ref = msgspec.structs.replace(was.manifests[0], sha256=name, size_bytes=len(data))
-        revision = was.revised(manifests=[ref])
-        store.put(revision.key, records.encode(revision))
+        _with_manifest(store, was, m, tensors=[entry], table=table)
         report = repo.compact()
         assert {s.ref for s in report.rewritten} >= {"a@2", "b@1", "b@2"}
         repo.gc()

@@ -24,6 +24,10 @@ class Place:
     length: int
 
 
+#: Of a blob on its way to a new place: where it lay, or the name (stored.NAME) of one that did not exist.
+Key = Place | bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One blob of a chain.
@@ -31,7 +35,7 @@ class Link:
     Attributes:
         kind, digest, size: its transform, the chunk that it stands for, and that chunk's plain bytes.
         place: where it lies; None while its pack is not durable.
-        name: which blob it is; only of one that is being made or moved.
+        key: which blob it is; only of one that is being made or moved.
         is_kept: whether some snapshot holds the chunk as its own.
     """
 
@@ -39,7 +43,7 @@ class Link:
     digest: bytes
     size: int
     place: Place | None
-    name: bytes = b""
+    key: Key = b""
     is_kept: bool = True
 
 

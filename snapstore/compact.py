@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from . import manifest, planes
 from .blob import XOR, Column
-from .chain import Chain, Link, Place, chains_of, edge_of, table_of
+from .chain import Chain, Link, chains_of, edge_of, table_of
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
+from .gc import need_all_records
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
@@ -87,10 +88,12 @@ def compact(
         max_repack_bytes: of blobs written; the most profitable come first.
 
     Raises:
+        IntegrityError: a record is damaged or missing, so what lives cannot be told.
         StorageError: the store failed; snapshots before that are rewritten.
     """
     for _ in range(ATTEMPTS):
         view = index.refresh()
+        need_all_records(view, "compact", "nothing was rewritten")
         chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
         live = LiveBlobs(store, view, {s.id for s in chosen})
         now = index.refresh() if live.damaged else view
@@ -235,8 +238,8 @@ class _Compacting(Rewriting):
         chains = list(chains_of(table, packs, rows, self._plan.kept))
         self._encode_anew(work, part.manifest, rows, chains)
         changed = [self._resolved(chain) for chain in chains]
-        moved = self._move_all(work, changed)
-        changed = [[_sent(link, moved) for link in chain] for chain in changed]
+        self._move_all(work, changed)
+        changed = [[_sent(link, work) for link in chain] for chain in changed]
         return _target(part.manifest, rows, changed) if changed != chains else None
 
     def published(self, work: Work) -> None:
@@ -245,7 +248,7 @@ class _Compacting(Rewriting):
         places = work.places | work.made()
         for digest, chain in self._fresh.items():
             self._chains[digest] = [
-                replace(link, place=places[link.name], name=b"") if link.name else link for link in chain
+                replace(link, place=places[link.key], key=b"") if link.key else link for link in chain
             ]
 
     def _drop_unsafe(self, work: Work) -> None:
@@ -375,12 +378,11 @@ class _Compacting(Rewriting):
                 names, rooms = names_of(made.entries), room(made.entries["length"].astype(np.int64)).tolist()
                 rows = self._worthwhile(own, rooms)
                 self.reuse(work, [names[i] for i in rows])
-                new = [i for i in rows if not work.has(names[i])]
-                if new:
-                    lengths = [own[i].length for i in new]
-                    work.add(made.take(np.array(new)), [names[i] for i in new], lengths, self.engine)
-                    self.anew.update(names[i] for i in new)
-                    self.spent += sum(lengths_of(made.entries[new]))
+                if new := [i for i in rows if not work.has(names[i])]:
+                    before = [own[i].length for i in new]
+                    packed = self.add(work, made.take(np.array(new)), [names[i] for i in new], before)
+                    self.anew.update(names[new[i]] for i in packed)
+                    self.spent += sum(lengths_of(made.entries[[new[i] for i in packed]]))
                 for i in rows:
                     kind = int(made.entries["transform"][i])
                     done.append((own[i], Link(kind, own[i].digest, own[i].size, None, names[i])))
@@ -404,38 +406,27 @@ class _Compacting(Rewriting):
 
     # -- blobs as they are
 
-    def _move_all(self, work: Work, chains: Sequence[Chain]) -> dict[Place, bytes]:
-        """Move blobs out of packs that are left: which one each place held."""
+    def _move_all(self, work: Work, chains: Sequence[Chain]) -> None:
+        """Move blobs out of packs that are left."""
         leaving = {
             link.place for chain in chains for link in chain if link.place and link.place.pack in self._plan.left
         }
-        places = sorted(leaving, key=lambda place: (place.pack, place.offset))
-        if not places:
-            return {}
-        packs = [place.pack for place in places]
+        self.reuse(work, leaving)
+        places, left = [], float("inf") if self._max_bytes is None else self._max_bytes - self.spent
+        for place in sorted(leaving, key=lambda place: (place.pack, place.offset)):
+            if not work.has(place) and place.length <= left:
+                places.append(place)
+                left -= place.length
         entries = np.zeros(len(places), ENTRY)
         for i, place in enumerate(places):
             entries[i : i + 1] = self.entries_at(place.pack, np.array([place.offset], np.uint64))
-        names = names_of(entries)
-        self.reuse(work, names)
-        rows: list[int] = []
-        begun: set[bytes] = set()  # one blob may lie in two packs
-        for i, (name, length) in enumerate(zip(names, lengths_of(entries), strict=True)):
-            if name in begun or work.has(name):
-                continue
-            if self._max_bytes is None or self.spent + length <= self._max_bytes:
-                rows.append(i)
-                begun.add(name)
-                self.spent += length
-                self._to_move -= length
-        self.move(work, [names[i] for i in rows], [packs[i] for i in rows], entries[rows])
-        return {place: name for place, name in zip(places, names, strict=True) if work.has(name)}
+        self._to_move -= sum(lengths_of(entries))
+        self.spent += self.move(work, places, entries)
 
 
-def _sent(link: Link, moved: Mapping[Place, bytes]) -> Link:
+def _sent(link: Link, work: Work) -> Link:
     """A link whose blob moves: where to is known once its pack is durable."""
-    name = moved.get(link.place) if link.place else None
-    return replace(link, place=None, name=name) if name else link
+    return replace(link, place=None, key=link.place) if link.place and work.has(link.place) else link
 
 
 def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
@@ -450,7 +441,7 @@ def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
     which[len(which) - len(links) :][[link.place is not None for link in links]] = -1
     which = which[joined.refs_of(order)]
     stale = np.flatnonzero(which >= 0)
-    return Target(joined.take(order), list(numbers), stale, [links[i].name for i in which[stale].tolist()])
+    return Target(joined.take(order), list(numbers), stale, [links[i].key for i in which[stale].tolist()])
 
 
 def _kinds(m: Manifest) -> tuple[Column, Column]:

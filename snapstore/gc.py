@@ -118,20 +118,25 @@ def _standing_marks(store: ObjectStore) -> list[Mark]:
     return marks
 
 
+def need_all_records(view: View, verb: str, outcome: str) -> None:
+    """Raise IntegrityError, of a verb and its outcome, unless every record is there and can be read."""
+    if view.damaged:
+        key, why = next(iter(view.damaged.items()))
+        raise IntegrityError(f"{verb}: {why} ({key}); {outcome}; run 'snapstore check'")
+    if view.vanished:
+        raise IntegrityError(
+            f"{verb}: the listing lacks {len(view.vanished)} known records, first {view.vanished[0]}; {outcome}; "
+            "if they were removed on purpose, run 'snapstore index rebuild' first"
+        )
+
+
 def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[str]) -> set[str]:
     """Everything that ruling committed records need.
 
     Raises:
         IntegrityError: what is live cannot be told, or is not all there.
     """
-    if view.damaged:
-        key, why = next(iter(view.damaged.items()))
-        raise IntegrityError(f"gc: {why} ({key}); nothing was deleted; run 'snapstore check'")
-    if view.vanished:
-        raise IntegrityError(
-            f"gc: the listing lacks {len(view.vanished)} known records, first {view.vanished[0]}; nothing was deleted; "
-            "if they were removed on purpose, run 'snapstore index rebuild' first"
-        )
+    need_all_records(view, "gc", "nothing was deleted")
     live: set[str] = set()
     for snapshot, keys in all_needed_keys(index, view.snapshots()):
         if isinstance(keys, NotFoundError):

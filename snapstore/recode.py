@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from . import blob, codecs
 from .blob import Column
+from .chain import Place
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines, default_threads
 from .errors import DAMAGE, IntegrityError
@@ -24,10 +25,10 @@ from .index import Index
 from .manifest import Manifest
 from .pack import Encoded
 from .records import COMMITTED, FORGOTTEN, Snapshot
-from .rewrite import Part, Rewriting, Target, Work
+from .rewrite import Part, Rewriting, Target, Work, places_of
 from .state.arrays import Memory
 from .storage import ObjectStore
-from .stored import NAME, batches, bytes_of, digests_of, gathered, lengths_of, names_of
+from .stored import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of
 from .threads import Threads
 
 #: What each choice of codec leaves as it is.
@@ -135,32 +136,28 @@ class _Recoding(Rewriting):
 
     def write(self, work: Work, part: Part) -> Target:
         """Every stale blob moved, or in the new codec."""
-        m, entries = part.manifest, part.entries[part.stale]
-        names, packs = names_of(entries), m.header.pack_names
-        self.reuse(work, names)
-        first = {name: i for i, name in reversed(list(enumerate(names))) if not work.has(name)}
+        m, entries, places = part.manifest, part.entries[part.stale], places_of(part)
+        self.reuse(work, places)
+        first = {place: i for i, place in reversed(list(enumerate(places))) if not work.has(place)}
         rows = np.array(sorted(first.values()), np.int64)
         rows = rows[np.lexsort((entries["offset"][rows], m.table.ref_packs[part.stale[rows]]))]  # as they lie
-        keys = [packs[number] for number in m.table.ref_packs[part.stale].tolist()]
         moves = self._is_kept(entries[rows])
         for how, chosen in ((self.move, rows[moves]), (self._recode, rows[~moves])):
-            own = chosen.tolist()
-            how(work, [names[i] for i in own], [keys[i] for i in own], entries[chosen])
-        return Target(m.table, packs, part.stale, names)
+            how(work, [places[i] for i in chosen.tolist()], entries[chosen])
+        return Target(m.table, m.header.pack_names, part.stale, places)
 
-    def _recode(self, work: Work, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]) -> None:
+    def _recode(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> None:
         """Blobs in the new codec, in batches: one is read while those before it are encoded."""
         coding: deque[_Coding] = deque()
 
         def finish() -> None:
             begun = coding[0]
-            work.add(self._finish(begun), begun.names, lengths_of(begun.entries), self.engine)
+            self.add(work, self._finish(begun), begun.places, lengths_of(begun.entries))
             coding.popleft()
 
         try:
             for batch in batches(entries["raw_bytes"], self.engine):
-                own = batch.tolist()
-                coding.append(self._start([names[i] for i in own], [packs[i] for i in own], entries[batch]))
+                coding.append(self._start([places[i] for i in batch.tolist()], entries[batch]))
                 work.claim.heartbeat()
                 if len(coding) > self.engine.depth:
                     finish()
@@ -171,17 +168,17 @@ class _Recoding(Rewriting):
                 with suppress(Exception):
                     begun.wait()
 
-    def _start(self, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]) -> _Coding:
+    def _start(self, places: Sequence[Place], entries: npt.NDArray[np.void]) -> _Coding:
         """Read a batch of blobs, decode each to its source, begin to encode these."""
-        blobs = list(self.read_parsed(names, packs, entries))
+        blobs = list(self.read_parsed(places, entries))
         lengths = entries["raw_bytes"].astype(np.int64)
         rooms = lengths + -lengths % 256
-        places = np.cumsum(rooms) - rooms
+        starts = np.cumsum(rooms) - rooms
         plain = np.empty(int(rooms.sum()), np.uint8)
 
         def decode(i: int) -> int:
             data, header, where = blobs[i]
-            out = plain[places[i] : places[i] + lengths[i]]
+            out = plain[starts[i] : starts[i] + lengths[i]]
             if header.raw_bytes != out.size:
                 raise IntegrityError(f"{where}: a blob of {header.raw_bytes} bytes, expected {out.size}")
             blob.decode_source(data, header, out, where)
@@ -189,7 +186,7 @@ class _Recoding(Rewriting):
 
         layouts = np.array(self._threads.start(decode, range(len(blobs)))(), np.uint8)
         memory = _moved(self.engine, plain)
-        sources = Chunks([memory], np.zeros(len(blobs), np.int64), places, lengths)
+        sources = Chunks([memory], np.zeros(len(blobs), np.int64), starts, lengths)
         digests = self.engine.start_digests(sources)()
         wrong = (entries["transform"] == blob.FULL) & (digests != digests_of(entries)).any(axis=1)
         if wrong.any():
@@ -198,9 +195,9 @@ class _Recoding(Rewriting):
         batch = EncodeBatch(
             sources, digests, entries["element_size"], layouts, none, np.zeros_like(digests), np.zeros_like(lengths)
         )
-        return _Coding(names, entries, batch, self.engine.start_encode(batch))
+        return _Coding(places, entries, batch, self.engine.start_encode(batch))
 
-    def _finish(self, begun: _Coding) -> Encoded:
+    def _finish(self, begun: _Coding) -> Stored:
         """The blobs of a batch, verified and labelled.
 
         Raises:
@@ -222,8 +219,8 @@ class _Recoding(Rewriting):
                 f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
                 "and test the memory of this machine and its GPU"
             ) from error
-        bytes_of(entries)[:, NAME] = np.frombuffer(b"".join(begun.names), np.uint8).reshape(-1, len(NAME))
-        for name, offset, length in zip(begun.names, offsets.tolist(), lengths.tolist(), strict=True):
+        bytes_of(entries)[:, NAME] = bytes_of(begun.entries)[:, NAME]
+        for name, offset, length in zip(names_of(entries), offsets.tolist(), lengths.tolist(), strict=True):
             blob.relabel(blobs.blobs[offset : offset + length].data, name[0], name[2:18], name[18:])
         return blobs
 
@@ -232,7 +229,7 @@ class _Recoding(Rewriting):
 class _Coding:
     """A batch whose blobs are being encoded: as if each source were a full chunk, until they are labelled."""
 
-    names: Sequence[bytes]
+    places: Sequence[Place]
     entries: npt.NDArray[np.void]  # of the old blobs
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]

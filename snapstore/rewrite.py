@@ -5,7 +5,7 @@ compact.py). Out: new packs, new manifests, new revisions. Nothing is edited in 
 gc's to delete. One snapshot after the other, each under a session of its own (docs/design/protocol.md, "Rewriting"):
 
     begin     PUT sessions/<id>, which names the next revision; only then LIST marks, only then LIST records: what is
-              there already, and no gc wants, is shared
+              there already, byte for byte, and no gc wants, is shared
     write     new blobs, each verified before it is packed; then manifests; all durable before
     commit    create-only PUT of the next revision; who loses reads again and repeats
     end       DELETE sessions/<id>
@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 import msgspec
 import numpy as np
@@ -30,17 +29,17 @@ import numpy.typing as npt
 
 from . import blob, manifest, pack
 from .blob import Column
-from .chain import Place
+from .chain import Key, Place
 from .engine import Engine
 from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
 from .index import Index, View
 from .manifest import ChunkTable, Manifest
-from .pack import ENTRY, Encoded
+from .pack import ENTRY
 from .packing import Packs
 from .records import ManifestRef, Snapshot, pack_key, record_key
 from .session import Claim
 from .storage import ObjectStore
-from .stored import Stored, batches, digests_of, laid_out, lengths_of, names_of, parse
+from .stored import NAME, Stored, batches, bytes_of, digests_of, laid_out, lengths_of, names_of, parse
 from .threads import Threads
 
 log = logging.getLogger("snapstore")
@@ -65,7 +64,7 @@ class Target:
     table: ChunkTable
     packs: Sequence[str]  # that `table.ref_packs` counts
     stale: Column  # (k,) references whose place is still to be filled in
-    names: Sequence[bytes]  # (k,) which blob it is
+    keys: Sequence[Key]  # (k,) which blob it is
 
 
 @dataclass(slots=True)
@@ -78,6 +77,7 @@ class Work:
         places: of blobs that were there already.
         new: blobs that this session has made: (number of its pack, offset, length).
         before: stored bytes of what each of them replaces.
+        named: the same blobs by their names.
     """
 
     claim: Claim
@@ -85,25 +85,27 @@ class Work:
     packs: Packs
     view: View
     marked: set[str] | None
-    places: dict[bytes, Place] = field(default_factory=dict)
-    new: dict[bytes, tuple[int, int, int]] = field(default_factory=dict)
-    before: dict[bytes, int] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+    new: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
+    before: dict[Key, int] = field(default_factory=dict)
+    named: dict[bytes, Key] = field(default_factory=dict)
 
-    def has(self, name: bytes) -> bool:
+    def has(self, key: Key) -> bool:
         """Whether a blob has its place."""
-        return name in self.places or name in self.new
+        return key in self.places or key in self.new
 
-    def add(self, encoded: Encoded, names: Sequence[bytes], before: Sequence[int], engine: Engine) -> None:
+    def pack(self, made: Stored, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
         """Pack new blobs."""
-        numbers, offsets = self.packs.add(encoded, engine)
-        lengths = encoded.entries["length"].tolist()
-        self.new.update(zip(names, zip(numbers.tolist(), offsets.tolist(), lengths, strict=True), strict=True))
-        self.before.update(zip(names, before, strict=True))
+        numbers, offsets = self.packs.add(made, engine)
+        lengths = lengths_of(made.entries)
+        self.new.update(zip(keys, zip(numbers.tolist(), offsets.tolist(), lengths, strict=True), strict=True))
+        self.before.update(zip(keys, before, strict=True))
+        self.named.update(zip(names_of(made.entries), keys, strict=True))
         self.claim.heartbeat()
 
-    def made(self) -> dict[bytes, Place]:
+    def made(self) -> dict[Key, Place]:
         """Where the new blobs lie; their packs are durable."""
-        return {name: Place(self.packs.names[n], offset, length) for name, (n, offset, length) in self.new.items()}
+        return {key: Place(self.packs.names[n], offset, length) for key, (n, offset, length) in self.new.items()}
 
 
 class Rewriting(ABC):
@@ -127,15 +129,14 @@ class Rewriting(ABC):
         self.rewritten: list[Snapshot] = []
         self.skipped: list[Snapshot] = []
         self.failed: list[tuple[Snapshot, str]] = []
-        self.made: dict[bytes, tuple[int, int]] = {}
+        self.made: dict[Key, tuple[int, int]] = {}
         self.bytes_read = 0
         self.sizes: dict[str, int] = {}  # of packs
         self._readers = Threads(engine.readers)
         self._listings: dict[str, npt.NDArray[np.void]] = {}
         self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
-        self._places: dict[bytes, Place] = {}  # of blobs as they shall be, that committed snapshots held
-        self._looked = False  # whether those that were there before are among them
-        self._sound: set[bytes] = set()  # those of them that were read, or made here
+        self._places: dict[Key, Place] = {}  # of blobs that this run has made or shared
+        self._twins: Twins | None = None
 
     def __enter__(self) -> Rewriting:
         return self
@@ -155,7 +156,7 @@ class Rewriting(ABC):
 
     @abstractmethod
     def write(self, work: Work, part: Part) -> Target | None:
-        """Make what a part lacks, by `work.add`, and say what its table becomes; None: it stays after all.
+        """Make what a part lacks, by `add`, and say what its table becomes; None: it stays after all.
 
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
@@ -163,8 +164,10 @@ class Rewriting(ABC):
 
     def published(self, work: Work) -> None:
         """The snapshot refers to what `work` has made: others may build on it."""
-        self._places.update(work.places | work.made())
-        self._sound |= work.new.keys()
+        made = work.made()
+        self._places.update(work.places | made)
+        if self._twins is not None:
+            self._twins.newer.update({name: made[key] for name, key in work.named.items()})
 
     # -- one snapshot
 
@@ -184,7 +187,7 @@ class Rewriting(ABC):
             IntegrityError, FormatError, NotFoundError: it is damaged, and as it was.
             ConflictError: others keep revising it.
         """
-        made: set[bytes] = set()
+        made: set[Key] = set()
         for _ in range(ATTEMPTS):
             ruling = self.index.refresh().get(snapshot.id)
             if ruling is None or ruling.state not in self._states:
@@ -198,8 +201,7 @@ class Rewriting(ABC):
                     return
                 if self.dry_run:
                     for part in parts:
-                        entries = part.entries[part.stale]
-                        self.made.update(zip(names_of(entries), zip(lengths_of(entries), repeat(0)), strict=False))
+                        self.made.update({place: (place.length, 0) for place in places_of(part)})
                     self.rewritten.append(ruling)
                     return
                 revision = self._rewrite(ruling, parts, made)
@@ -263,7 +265,7 @@ class Rewriting(ABC):
             self._listings[name] = entries[np.argsort(entries["offset"], kind="stable")]
         return self._listings[name]
 
-    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part], made: set[bytes]) -> Snapshot:
+    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part], made: set[Key]) -> Snapshot:
         """New packs, new manifests and the next revision, or `ruling` if nothing changes after all.
 
         Args:
@@ -290,9 +292,9 @@ class Rewriting(ABC):
             if not any(data for _, data in written):
                 return ruling
             refs = [ref for ref, _ in written]
-            self.made.update({name: (work.before[name], length) for name, (_, _, length) in work.new.items()})
+            self.made.update({key: (work.before[key], length) for key, (_, _, length) in work.new.items()})
             made |= work.new.keys()
-            grown = sum(self.made[name][1] - self.made[name][0] for name in made)
+            grown = sum(self.made[key][1] - self.made[key][0] for key in made)
             grown += sum(ref.size_bytes for ref in refs) - sum(ref.size_bytes for ref in ruling.manifests)
             stored_bytes = max(0, ruling.stored_bytes + grown)
             headers = {ref.sha256: manifest.header_bytes(data) for ref, data in written if data}
@@ -332,12 +334,12 @@ class Rewriting(ABC):
         work.claim.heartbeat()
         return written
 
-    def _remap(self, claim: Claim, part: Part, target: Target, places: dict[bytes, Place]) -> tuple[ManifestRef, bytes]:
+    def _remap(self, claim: Claim, part: Part, target: Target, places: dict[Key, Place]) -> tuple[ManifestRef, bytes]:
         """A part's manifest over its new table, every stale reference sent to its blob's place."""
         header, table = part.manifest.header, target.table
         numbers = {name: number for number, name in enumerate(target.packs)}
         columns = {name: getattr(table, name).copy() for name in ("ref_packs", "ref_offsets", "ref_lengths")}
-        moved = [places[name] for name in target.names]
+        moved = [places[key] for key in target.keys]
         columns["ref_packs"][target.stale] = [numbers.setdefault(place.pack, len(numbers)) for place in moved]
         columns["ref_offsets"][target.stale] = [place.offset for place in moved]
         columns["ref_lengths"][target.stale] = [place.length for place in moved]
@@ -351,29 +353,75 @@ class Rewriting(ABC):
             table=replace(table, **columns), packs=packs, pack_sizes=[self.sizes[name] for name in packs],
             logical_bytes=header.logical_bytes,
         )  # fmt: skip
+        again, was = manifest.decode(data, part.ref.key), part.manifest
+        if (again.tree, again.tensors, again.inline) != (was.tree, was.tensors, was.inline) or not np.array_equal(
+            again.table.digests, was.table.digests
+        ):
+            raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
         sha256 = hashlib.sha256(data).hexdigest()
         return msgspec.structs.replace(part.ref, sha256=sha256, size_bytes=len(data)), data
 
     # -- what is there already
 
-    def reuse(self, work: Work, wanted: Iterable[bytes]) -> None:
-        """Give blobs the places where they lie already: made for another snapshot, or by a run that died.
+    def reuse(self, work: Work, keys: Iterable[Key]) -> None:
+        """Give blobs the places where this run has put them already, for another snapshot, as far as that is safe."""
+        found = {key: self._places[key] for key in keys if key in self._places}
+        safe = self.safe(work, {place.pack for place in found.values()})
+        work.places.update({key: place for key, place in found.items() if place.pack in safe})
 
-        Their packs are as safe as those of a save's bases: snapshots that were committed when this session had been
-        announced and marks had been listed need them, and no mark names them.
+    def add(self, work: Work, made: Stored, keys: Sequence[Key], before: Sequence[int]) -> list[int]:
+        """Pack new blobs, but for those that lie somewhere already, byte for byte: these are shared.
+
+        Args:
+            before: stored bytes of what each replaces.
+
+        Returns:
+            Which of them were packed.
+        """
+        shared = self._shared(work, made)
+        work.places.update({keys[i]: place for i, place in shared.items()})
+        new = [i for i in range(len(keys)) if i not in shared]
+        if new:
+            rest = made if not shared else made.take(np.array(new))
+            work.pack(rest, [keys[i] for i in new], [before[i] for i in new], self.engine)
+        return new
+
+    def _shared(self, work: Work, made: Stored) -> dict[int, Place]:
+        """Which blobs a run that died has put somewhere, or this one for another snapshot; and where.
+
+        A name is not enough: it says what a blob should decode to, and only its bytes, what it does. Its pack is as
+        safe as those of a save's bases (`safe`).
         """
         if work.marked is None:
-            return
-        if not self._looked:
-            self._places, self._looked = self._twins(work.view), True
-        found = {name: self._places[name] for name in wanted if name in self._places}
+            return {}
+        if self._twins is None:
+            self._twins = Twins(self._listed(work))
+        found = self._twins.find(made.entries)
         safe = self.safe(work, {place.pack for place in found.values()})
-        found = {name: place for name, place in found.items() if place.pack in safe}
-        unread = [name for name in found if name not in self._sound]
-        for batch in batches(np.array([found[name].length for name in unread]), self.engine):
-            names = [unread[i] for i in batch.tolist()]
-            self._sound.update(self._intact(names, [found[name] for name in names]))
-        work.places.update({name: place for name, place in found.items() if name in self._sound})
+        found = {i: place for i, place in found.items() if place.pack in safe}
+        places = list(found.values())
+        offsets, lengths = np.array([p.offset for p in places]), np.array([p.length for p in places])
+        try:
+            blobs = self.read([place.pack for place in places], offsets, lengths) if places else []
+        except DAMAGE as error:
+            log.warning("blobs that were made before are made anew: %s", error)
+            return {}
+        begin = made.entries["offset"].tolist()
+        return {
+            i: place
+            for (i, place), data in zip(found.items(), blobs, strict=True)
+            if data == made.blobs[begin[i] : begin[i] + place.length].data
+        }
+
+    def _listed(self, work: Work) -> Iterator[tuple[str, npt.NDArray[np.void]]]:
+        """(pack, entries) of all blobs that committed snapshots' packs hold and that are as they shall be."""
+        snapshots = work.view.snapshots()
+        packs = {name for snapshot in snapshots for ref in snapshot.manifests for name in self._packs_of(ref)}
+        for name in sorted(packs):
+            with suppress(*DAMAGE):  # if it matters, the snapshot that needs it fails
+                listing = self.listing(name)
+                yield name, listing[self.stays(name, listing)]
+            work.claim.heartbeat()
 
     def safe(self, work: Work, packs: set[str]) -> set[str]:
         """Those of some packs that committed snapshots need, and neither a mark nor a quarantine names: they stay."""
@@ -388,18 +436,6 @@ class Rewriting(ABC):
                 held |= packs & self._packs_of(ref)
         return held
 
-    def _twins(self, view: View) -> dict[bytes, Place]:
-        """All blobs that committed snapshots' packs hold and that are as they shall be."""
-        packs = {name for snapshot in view.snapshots() for ref in snapshot.manifests for name in self._packs_of(ref)}
-        places: dict[bytes, Place] = {}
-        for name in sorted(packs):
-            with suppress(*DAMAGE):  # if it matters, the snapshot that needs it fails
-                listing = self.listing(name)
-                kept = listing[self.stays(name, listing)]
-                offsets, lengths = kept["offset"].tolist(), kept["length"].tolist()
-                places.update(zip(names_of(kept), map(Place, repeat(name), offsets, lengths), strict=False))
-        return places
-
     def _packs_of(self, ref: ManifestRef) -> frozenset[str]:
         """What a manifest needs; nothing if it cannot be read."""
         if ref.sha256 not in self._needs:
@@ -410,21 +446,6 @@ class Rewriting(ABC):
             self.sizes.update(packs)
             self._needs[ref.sha256] = frozenset(packs)
         return self._needs[ref.sha256]
-
-    def _intact(self, names: list[bytes], places: list[Place]) -> Iterator[bytes]:
-        """Those blobs whose stored bytes are what they should be."""
-        keys = [place.pack for place in places]
-        try:
-            blobs = self.read(keys, np.array([p.offset for p in places]), np.array([p.length for p in places]))
-        except DAMAGE as error:
-            log.warning("blobs that were made before are made anew: %s", error)
-            return
-        for name, place, data in zip(names, places, blobs, strict=True):
-            try:
-                parse(data, name, f"{pack_key(place.pack)} at {place.offset}")
-                yield name
-            except DAMAGE as error:
-                log.warning("a blob that was made before is made anew: %s", error)
 
     # -- blobs
 
@@ -448,26 +469,82 @@ class Rewriting(ABC):
         return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]
 
     def read_parsed(
-        self, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]
+        self, places: Sequence[Place], entries: npt.NDArray[np.void]
     ) -> Iterator[tuple[memoryview, blob.Header, str]]:
         """Of every blob its stored bytes, its checked header, and how to name it in an error."""
-        blobs = self.read(packs, entries["offset"], entries["length"])
-        for name, key, offset, data in zip(names, packs, entries["offset"].tolist(), blobs, strict=True):
-            where = f"{pack_key(key)} at {offset}"
+        blobs = self.read([place.pack for place in places], entries["offset"], entries["length"])
+        for name, place, data in zip(names_of(entries), places, blobs, strict=True):
+            where = f"{pack_key(place.pack)} at {place.offset}"
             yield data, parse(data, name, where), where
 
-    def move(self, work: Work, names: Sequence[bytes], packs: Sequence[str], entries: npt.NDArray[np.void]) -> None:
-        """Copy blobs into new packs as they are; their checksums are verified."""
+    def move(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> int:
+        """Copy blobs into new packs as they are; their checksums are verified.
+
+        Returns:
+            Bytes written: what is shared instead is not.
+        """
+        written = 0
         for batch in batches(entries["length"], self.engine):
-            own, rows = [names[i] for i in batch.tolist()], entries[batch]
+            own, rows = [places[i] for i in batch.tolist()], entries[batch]
             laid, stored = laid_out(rows["length"])
-            read = self.read_parsed(own, [packs[i] for i in batch.tolist()], rows)
-            for (data, _, _), offset in zip(read, laid.tolist(), strict=True):
+            for (data, _, _), offset in zip(self.read_parsed(own, rows), laid.tolist(), strict=True):
                 stored[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
             moved = np.zeros(len(rows), ENTRY)
             moved[:] = rows
             moved["offset"] = laid
-            work.add(Stored(moved, stored), own, lengths_of(rows), self.engine)
+            lengths = lengths_of(rows)
+            written += sum(lengths[i] for i in self.add(work, Stored(moved, stored), own, lengths))
+        return written
+
+
+class Twins:
+    """Where blobs lie, by their names: those that were there, as columns; and newer ones.
+
+    Attributes:
+        newer: those that this run has put somewhere.
+    """
+
+    def __init__(self, listed: Iterable[tuple[str, npt.NDArray[np.void]]]) -> None:
+        self._packs: list[str] = []
+        parts = [(np.empty(0, _NAME), np.empty(0, np.uint32), np.empty(0, np.uint64), np.empty(0, np.uint32))]
+        for number, (name, entries) in enumerate(listed):
+            self._packs.append(name)
+            numbers = np.full(len(entries), number, np.uint32)
+            parts.append((_sortable(entries), numbers, entries["offset"].copy(), entries["length"].copy()))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        self._names, self._numbers, self._offsets, self._lengths = (column[order] for column in columns)
+        self.newer: dict[bytes, Place] = {}
+
+    def find(self, entries: npt.NDArray[np.void]) -> dict[int, Place]:
+        """Of some blobs, those that another one of the same name and length stands for: number -> where."""
+        wanted, lengths = _sortable(entries), lengths_of(entries)
+        at = np.searchsorted(self._names, wanted)
+        at[at == len(self._names)] = 0
+        hits = np.flatnonzero(self._names[at] == wanted) if len(self._names) else at[:0]
+        columns = (hits, *(column[at[hits]] for column in (self._numbers, self._offsets, self._lengths)))
+        found = {
+            i: Place(self._packs[number], offset, length)
+            for i, number, offset, length in zip(*(column.tolist() for column in columns), strict=True)
+        }
+        found.update({i: self.newer[name] for i, name in enumerate(names_of(entries)) if name in self.newer})
+        return {i: place for i, place in found.items() if place.length == lengths[i]}
+
+
+_NAME = f"S{len(NAME)}"
+
+
+def _sortable(entries: npt.NDArray[np.void]) -> Column:
+    """Names as strings, which NumPy sorts; they are compared padded with zeros, so none is cut short."""
+    return np.ascontiguousarray(bytes_of(np.ascontiguousarray(entries))[:, NAME]).view(_NAME).reshape(-1)
+
+
+def places_of(part: Part) -> list[Place]:
+    """Where the stale references of a part go to."""
+    table, names = part.manifest.table, part.manifest.header.pack_names
+    columns = (table.ref_packs, table.ref_offsets, table.ref_lengths)
+    packs, offsets, lengths = (column[part.stale].tolist() for column in columns)
+    return [Place(names[n], offset, length) for n, offset, length in zip(packs, offsets, lengths, strict=True)]
 
 
 def _rules(view: View, snapshot: Snapshot) -> bool:

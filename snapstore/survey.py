@@ -1,7 +1,7 @@
 """Survey: what compact could free, over all committed snapshots, and which of it is worth its cost.
 
 In: manifests; no pack is read here. Out: a plan: chunks to be encoded anew, packs to be left. Memory grows with the
-number of different blobs (some 20 bytes each) and of chains that could be cut, not with that of snapshots.
+number of different blobs (some 50 bytes each) and of chains that could be cut, not with that of snapshots.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def compact(
 ) -> int | None:
     """Rewrite packs that are mostly dead and chunks that hang on forgotten ones; gc then frees the old bytes.
 
-    Safe beside running saves; exit code 3 says that some snapshots could not be read, and stay as they were.
+    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
     """
     limit = None if max_repack_size is None else _size(max_repack_size)
     with shell.repository() as repository, spinner("compacting"):
@@ -226,7 +226,7 @@ def recode(
 ) -> int | None:
     """Rewrite snapshots into another codec; gc then frees the old bytes.
 
-    Safe beside running saves; exit code 3 says that some snapshots could not be read, and stay as they were.
+    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
     """
     if bool(refs) == everything:
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstore import (
+    IntegrityError,
     InvalidInputError,
     KeepLast,
     NotFoundError,
@@ -559,3 +560,55 @@ def _any_history(draw):
             if ref not in gone:
                 assert faults.same(repo.restore(ref), state)
         assert repo.check("restore").ok
+
+
+@pytest.mark.parametrize("verb", ["recode", "compact, encoding", "compact, moving"])
+def test_a_blob_is_not_taken_for_its_twin_by_its_name(verb, monkeypatch):
+    """a@0 was damaged before it was encoded: its blob has the right label, the right checksum, and the wrong bytes."""
+    foreign.readable(monkeypatch)
+    rng, real = np.random.default_rng(0), blob.encode
+    x, many = rng.standard_normal(1024, np.float32), rng.standard_normal((2, 30 * 1024), np.float32)
+
+    def lying(source, *rest):
+        if source.tobytes() == x.tobytes():
+            source = source.copy()
+            source[7] ^= 4
+        return real(source, *rest)
+
+    store, options = MemoryStore(), dataclasses.replace(faults.OPTIONS, pack_bytes=2**20, verify_writes="off")
+    Repository.create(store, chunk_bytes=4096).close()
+    with Repository.open(store, options=options) as repo:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", lying)
+            repo.save({"x": x}, run="a", step=0)
+        with pytest.raises(IntegrityError):
+            repo.restore("a@0")
+        if verb == "recode":
+            with foreign.written():
+                repo.save({"x": x}, run="b", step=1)
+        elif verb == "compact, encoding":
+            repo.save({"x": np.nextafter(x, 9)}, run="b", step=0)
+            repo.save({"x": x}, run="b", step=1)
+        else:
+            repo.save({"x": x, "y": many[0]}, run="b", step=0)
+            repo.save({"x": x, "y": many[1]}, run="b", step=1)
+        if verb != "recode":
+            repo.forget_snapshots(["b@0"])
+            repo.gc()
+        report = repo.recode() if verb == "recode" else repo.compact()
+        assert [s.ref for s in (report.recoded if verb == "recode" else report.rewritten)] == ["b@1"]
+        repo.gc()
+        assert (repo.restore("b@1")["x"] == x).all()
+
+
+def test_an_unreadable_record_stops_it(repo):
+    """What its snapshot needs would count as dead."""
+    snapshot = repo.snapshot("a@8")
+    data = bytearray(repo.store.get(snapshot.key))
+    data[40] ^= 1
+    repo.store.delete([snapshot.key])
+    repo.store.put(snapshot.key, bytes(data))
+    before = {info.key for info in repo.store.list("")}
+    with pytest.raises(IntegrityError, match=r"compact: .*nothing was rewritten"):
+        repo.compact()
+    assert {info.key for info in repo.store.list("")} == before

@@ -25,7 +25,7 @@ from . import manifest, policies, records
 from .blob import Column
 from .damage import DamagedPacks, check_tree, lost_rows, unbuilt
 from .engine import Engines
-from .errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .gc import OBJECT_NAME
 from .index import Index, View
 from .manifest import Manifest
@@ -461,7 +461,12 @@ class Survey:
     def _rebuild(self, snapshot: Snapshot, m: Manifest, lost: Column, seen: set[tuple[str, int, bytes]]) -> None:
         """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once, lost ones not at all."""
         rows = [row for row in np.setdiff1d(np.arange(len(m.table)), lost_rows(m, lost)) if _chain(m, row) not in seen]
-        failed = unbuilt(self._store, self._engines, m, rows)
+        try:
+            failed = unbuilt(self._store, self._engines, m, rows)
+        except CapabilityError as lack:  # no damage, so nobody suffers; but nobody can say that all is well
+            message = f"{snapshot.ref}: part {m.header.part!r} cannot be rebuilt here: {lack}"
+            self._report("chunk", m.header.part, message, command="")
+            return
         seen.update(_chain(m, row) for row in rows if row not in failed)
         for row, error in list(failed.items())[:CHUNKS_NAMED]:
             self._report(

@@ -12,7 +12,7 @@ import numpy as np
 from . import blob, records
 from .blob import Column
 from .engine import Engines
-from .errors import DAMAGE, StorageError
+from .errors import DAMAGE, CapabilityError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
 from .storage import ObjectStore
@@ -87,11 +87,17 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
 
 
 def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, str]:
-    """Rebuild chunks; row -> why, of those that cannot be."""
+    """Rebuild chunks; row -> why, of those that cannot be.
+
+    Raises:
+        CapabilityError: one can be rebuilt elsewhere, maybe: nothing is known of it.
+    """
     try:
         for _ in Fetcher(store, engines).rebuild(_scratch(m, rows)):
             pass
         return {}
+    except CapabilityError:  # before DAMAGE, which a codec that is unknown is as well
+        raise
     except (*DAMAGE, StorageError):
         pass
     failed: dict[int, str] = {}
@@ -99,6 +105,8 @@ def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[in
         try:
             for _ in Fetcher(store, engines).rebuild(_scratch(m, [row])):
                 pass
+        except CapabilityError:
+            raise
         except (*DAMAGE, StorageError) as error:
             failed[row] = str(error)
     return failed

@@ -61,5 +61,9 @@ class CapabilityError(SnapstoreError):
     """This machine, store or installation lacks what was asked for."""
 
 
+class UnknownCodecError(FormatError, CapabilityError):
+    """Bytes are intact, and in a codec that this release does not know: no damage, whatever else is in DAMAGE."""
+
+
 #: What reading a damaged repository raises.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)

@@ -31,7 +31,7 @@ from .check import CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
 from .engine import Engines
-from .errors import DAMAGE, AlreadyExistsError, ConflictError, NotFoundError, SnapstoreError
+from .errors import DAMAGE, AlreadyExistsError, CapabilityError, ConflictError, NotFoundError, SnapstoreError
 from .heal import Healer
 from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
@@ -353,6 +353,10 @@ class _Repair:
         for snapshot in chosen:
             try:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
+            except CapabilityError as error:  # not lost: it may be whole where it can be read
+                report.open.append(f"{snapshot.ref}: cannot be healed here: {error}")
+                suffered.discard(snapshot.id)
+                continue
             except (*DAMAGE, ConflictError) as error:
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {error}")
                 lost.setdefault(snapshot.id, (snapshot, str(error)))

@@ -198,6 +198,39 @@ def test_a_base_that_cannot_be_read_here_is_none(store, codec):
         assert torch.equal(repository.restore("r@1")["w"], changed)
 
 
+@pytest.mark.parametrize("codec", [ANS, 71, 9])
+def test_what_cannot_be_read_here_is_not_damaged(store, codec):
+    """A check goes on, and says that it could not tell; a repair drops nothing, and heals the others."""
+    with_codec(store, codec)  # the packs' names no longer fit, so a repair wants to move their blobs, which are intact
+    before = set(packs(store))
+    with Repository.open(store, options=SaveOptions(threads=1)) as repository:
+        for step in range(2):
+            repository.save({"w": floats(2)}, run="s", step=step)
+        (pack,) = set(packs(store)) - before
+        data, info = store._objects[pack]
+        store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
+        found = repository.check("restore")
+        assert not found.ok
+        assert found.damaged == []
+        (said,) = [problem for problem in found.problems if problem.kind == "chunk"]
+        assert said.message.startswith("r@0: part '' cannot be rebuilt here: ")
+        assert (said.snapshots, said.command) == ((), "")
+        done = repository.repair(level="restore", apply=True, drop=True)
+        assert (done.lost, done.dropped) == ([], [])
+        assert [name for name in done.open if name.startswith("r@0: cannot be healed here: ")] == done.open != []
+        assert [s.ref for s in repository.snapshots()] == ["r@0", "s@0", "s@1"]
+        assert all(pack_name(pack) not in needed(repository, ref) for ref in ("s@0", "s@1")), "they are healed"
+        assert pack_name(*before) in needed(repository, "r@0"), "as it was"
+
+
+def pack_name(key):
+    return key.rpartition("/")[2]
+
+
+def needed(repository, ref):
+    return [name for m in repository.snapshot(ref).manifests for name in repository._index.header(m).pack_names]
+
+
 def test_options_that_are_none():
     from snapstore import InvalidInputError
 

@@ -6,8 +6,10 @@ alone.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -296,6 +298,7 @@ def _locked(nbytes: int) -> Bytes:
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages away from under the device
+    _mapped.add(memory)
     pieces = [array[i : i + TOUCH_BYTES] for i in range(0, nbytes, TOUCH_BYTES)]
     with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s a thread
         threads.start(_touch, pieces)()
@@ -303,6 +306,18 @@ def _locked(nbytes: int) -> Bytes:
     cupy.cuda.runtime.hostRegister(address, nbytes, 0)
     weakref.finalize(memory, _unlock, address, torch.cuda.current_device()).atexit = False
     return array
+
+
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _never_unmap() -> None:
+    """In a forked child, which has none of these pages: where they were it maps its own, and must not unmap those."""
+    for memory in _mapped:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_never_unmap)
 
 
 def _touch(piece: Bytes) -> None:

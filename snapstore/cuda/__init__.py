@@ -31,8 +31,11 @@ def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
         CapabilityError: no CUDA device, or CuPy or nvCOMP are not installed or do not fit.
     """
     require()
+    from . import hosted, kernels, nvcomp  # noqa: F401  # hosted: before there are threads (threads.py)
     from .engine import CudaEngine
 
+    nvcomp.check_rooms()
+    kernels.prepare(device)
     return CudaEngine(device, codec, cpu)
 
 

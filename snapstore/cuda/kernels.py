@@ -45,6 +45,12 @@ def _stream(pointer: int, device: int) -> Any:
     return cupy.cuda.ExternalStream(pointer, device)
 
 
+def prepare(device: int) -> None:
+    """Compile one kernel, in the thread of the caller: no other may import what that imports (threads.py)."""
+    with cupy.cuda.Device(device):
+        _kernel("gather").compile()
+
+
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:
     """Enqueue a kernel on a stream.
 

@@ -20,6 +20,7 @@ from nvidia import libnvcomp
 
 from .. import codecs
 from ..blob import Column
+from ..errors import CapabilityError
 from .lanes import Lane
 
 #: Blocks of ANS: 256 KiB is the fastest and within 1.5 % of the smallest (1 MiB).
@@ -108,6 +109,21 @@ def room_bytes(coder: Coder) -> int:
     options = _Options.of(coder.options)
     _call(coder.algorithm, "CompressGetMaxOutputChunkSize", coder.block_bytes, options, ctypes.byref(found))
     return found.value
+
+
+def check_rooms() -> None:
+    """Blocks of this nvCOMP fit into our rooms: another release may have other bounds, and would write beyond them.
+
+    Raises:
+        CapabilityError: they do not.
+    """
+    for coder in (DEFLATE_MATCHES, ZSTD, ANS):
+        needed = room_bytes(coder)
+        if needed > coder.room_bytes:
+            raise CapabilityError(
+                f"nvCOMP {libnvcomp.__version__}: a block of {coder.algorithm} may take {needed} bytes, expected "
+                f"{coder.room_bytes} at most; install nvCOMP 6.0, or a newer snapstore"
+            )
 
 
 def _temp_bytes(lane: Lane, algorithm: str, verb: str, count: int, block_bytes: int, options: _Options) -> int:

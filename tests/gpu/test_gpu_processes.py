@@ -58,6 +58,46 @@ snapshots.save(1, state)  # the interpreter's exit waits for it
 """
 
 
+FORKED = """
+import gc, json, os
+import numpy as np
+import torch
+from snapstore.cuda.lanes import PinnedBuffers
+torch.zeros(1, device="cuda")
+SIZE = 64 * 1024 * 1024
+buffers = PinnedBuffers(8 * SIZE)
+buffers.give(buffers.take(SIZE))
+child = os.fork()
+if child == 0:
+    own = [np.ones(SIZE // 2, np.uint8) for _ in range(8)]
+    buffers.clear()
+    gc.collect()
+    os._exit(sum(int(memory.sum()) for memory in own) != 4 * SIZE)
+print(json.dumps(os.waitpid(child, 0)[1]))
+"""
+
+IMPORTS = """
+import json, sys, threading
+import torch
+from snapstore import SaveOptions, SnapshotManager
+found = []
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            found.append(name)
+sys.meta_path.insert(0, Finder())
+state = {"w": torch.arange(100_000.0, device="cuda")}
+options = SaveOptions(codec=sys.argv[2])
+with SnapshotManager(sys.argv[1], run="r", staging=sys.argv[3], options=options) as snapshots:
+    for step in range(3):
+        snapshots.save(step, state)
+        state["w"] += 1
+    snapshots.restore(1, device="cuda")
+    snapshots.restore(1)
+print(json.dumps(found))
+"""
+
+
 def test_no_cuda_before_a_cuda_tensor_is_seen(tmp_path):
     assert python(HOST_ONLY, tmp_path / "repo", gpu=True) == [False]
 
@@ -75,3 +115,15 @@ def test_a_process_that_ends_during_a_save(tmp_path):
         assert [s.step for s in repository.snapshots()] == [0, 1]
         expected = torch.arange(300_000.0, device="cuda") * 1.001
         assert torch.equal(repository.restore("r@1", device="cuda")["w"], expected)
+
+
+def test_a_forked_child_lets_go_of_pinned_memory():
+    """It has none of these pages: what it maps instead, where they were, is its own."""
+    assert python(FORKED, gpu=True) == 0
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("codec", ["portable", "ans"])
+def test_no_module_is_first_imported_in_the_background(tmp_path, codec, staging):
+    """A child forked meanwhile would have it locked for ever (threads.py)."""
+    assert python(IMPORTS, tmp_path / "repo", codec, staging, gpu=True) == []

@@ -1,12 +1,13 @@
 """nvCOMP's codecs: there and back, and to and from those of the CPU."""
 
+import dataclasses
 import zlib
 
 import numpy as np
 import pytest
 import torch
 
-from snapstore import codecs
+from snapstore import CapabilityError, codecs
 from snapstore.codecs import zstd
 
 if torch.cuda.is_available():
@@ -77,6 +78,12 @@ def decoded(lane, codec, stored, lengths):
 def test_rooms_are_as_large_as_nvcomp_says(name):
     coder = getattr(nvcomp, name)
     assert coder.room_bytes == -(-nvcomp.room_bytes(coder) // 16) * 16
+
+
+def test_an_nvcomp_that_wants_more_room_is_refused(monkeypatch):
+    monkeypatch.setattr(nvcomp, "ANS", dataclasses.replace(nvcomp.ANS, room_bytes=nvcomp.ANS.room_bytes - 16))
+    with pytest.raises(CapabilityError, match=r"a block of ANS may take 363056 bytes, expected 363040 at most"):
+        nvcomp.check_rooms()
 
 
 @pytest.mark.parametrize("name", NAMES)

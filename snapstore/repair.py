@@ -359,7 +359,7 @@ class _Repair:
                 continue
             except (*DAMAGE, ConflictError) as error:
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {error}")
-                lost.setdefault(snapshot.id, (snapshot, str(error)))
+                suffered.discard(snapshot.id)  # neither healed nor lost: what is lost may be dropped
                 continue
             if done is None:
                 suffered.discard(snapshot.id)

@@ -12,7 +12,18 @@ from damage import packs_of, repository, restoring
 from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
-from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, blob, cli, pack, records
+from snapstore import (
+    ConflictError,
+    IntegrityError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    SnapshotManager,
+    blob,
+    cli,
+    pack,
+    records,
+)
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -454,3 +465,25 @@ def test_the_shell_says_what_stays_lost(shell, disk):
     code, out = shell("repair", "--apply", "--drop")
     assert code == 0
     assert "a@3: is forgotten" in out
+
+
+def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
+    """Others revise the snapshot all the time: the next repair heals it."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=4096) as repository:
+        repository.save({"w": np.random.default_rng(1).normal(size=9000)}, run="r", step=0)
+        (pack,) = [info.key for info in store.list("packs/")]
+        data, info = store._objects[pack]
+        store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
+        with monkeypatch.context() as patch:
+
+            def busy(self, ruling):
+                raise ConflictError("another process has revised it")
+
+            patch.setattr("snapstore.heal.Healer._rewritten", busy)
+            report = repository.repair(apply=True, drop=True)
+        assert not report.ok
+        assert [s.ref for s in repository.snapshots()] == ["r@0"]
+        report = repository.repair(apply=True)
+        assert report.ok
+        assert "heal" in {action.kind for action in report.actions}

@@ -11,6 +11,7 @@ kept with its seed and the command that repeats it; the exit code says whether t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -123,8 +124,9 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def commit_of() -> str:
     """What is being tried: the commit, and whether the files differ from it."""
-    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(git, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout.strip() or "unknown"
+    git = functools.partial(subprocess.run, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+    head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() or "unknown"
+    return head + "-dirty" * bool(git(["git", "status", "--porcelain", "snapstore", "tests", "tools"]).stdout)
 
 
 def print_report(report: dict[str, Any]) -> None:

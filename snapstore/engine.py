@@ -433,12 +433,15 @@ class Engines:
             raise CapabilityError(self._lacking)
         return False
 
-    def rest(self, buffers: Sequence[Bytes] = ()) -> None:
-        """A save is over: the engines of devices keep no device memory, and whichever lent a buffer has it back."""
+    def rest(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
+        """A save (`saved`) or a restore is over: the engines of devices keep no device memory that nobody uses.
+
+        Whichever lent a buffer has it back.
+        """
         for engine in list(self._cuda.values()):
             for buffer in buffers:
                 engine.give_back(buffer)
-            engine.rest()
+            engine.rest(saved=saved)
 
     def close(self) -> None:
         """Give threads and memory of all engines back."""

@@ -310,7 +310,7 @@ class _Chunks:
             with suppress(Exception):
                 wait()
         self.packs.close()
-        self._engines.rest(self.packs.idle)
+        self._engines.rest(self.packs.idle, saved=True)
 
     def unpaid(self) -> set[tuple[int, int]]:
         """(part, tensor) of those for which bases were tried and no delta paid."""

@@ -120,10 +120,11 @@ class CudaEngine:
         """Keep a pinned buffer for the next time."""
         self._pinned.give(buffer)
 
-    def rest(self) -> None:
-        """Keep no device memory between saves."""
+    def rest(self, *, saved: bool = False) -> None:
+        """Keep no device memory between saves; `saved`: one is over, and so is its `limit`."""
         self._lanes.rest()
-        self.batch_bytes, self._with_zstd, self._warned = BATCH_BYTES, False, False
+        if saved:
+            self.batch_bytes, self._with_zstd, self._warned = BATCH_BYTES, False, False
 
     def close(self) -> None:
         """Give threads and memory back."""
@@ -144,7 +145,7 @@ class CudaEngine:
         return _PORTABLE_WITH_ZSTD if self._with_zstd else _PORTABLE
 
     def limit(self, work_bytes: int) -> None:
-        """Let a save take about this much device memory for its work, until `rest`."""
+        """Let a save take about this much device memory for its work, until it is over."""
         self._with_zstd = work_bytes >= WORK_PER_BATCH_BYTE * BATCH_BYTES + LANES * ZSTD_BYTES
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, work_bytes // WORK_PER_BATCH_BYTE)))
 

@@ -23,6 +23,8 @@ from gpu_states import (
     typed,
 )
 
+from snapstore import Repository, SnapshotManager
+
 if torch.cuda.is_available():  # they import CuPy
     from snapstore.cuda import engine as cuda_engine
     from snapstore.cuda import lanes, staging
@@ -420,3 +422,17 @@ def test_failed_saves_and_restores_keep_nothing(monkeypatch):
         assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
         made.save(9, state).result(60)
         assert differing(facts(made.restore(9)), facts(state)) == []
+
+
+def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
+    """As of an evaluation that restores an earlier step from the same repository."""
+    with Repository.create(tmp_path / "r") as repo, SnapshotManager(repo, run="r", staging="host") as snapshots:
+        state = {"w": torch.randn(3_000_000, device="cuda")}
+        snapshots.save(0, state).result()
+        engine = repo.engines.on(state["w"].device)
+        assert engine.batch_bytes == cuda_engine.BATCH_BYTES
+        engine.limit(staging.HOST_WORK_BYTES)  # as a save that has begun
+        bound = engine.batch_bytes
+        assert bound < cuda_engine.BATCH_BYTES
+        repo.restore("r@0", into={"w": torch.empty_like(state["w"])})
+        assert engine.batch_bytes == bound

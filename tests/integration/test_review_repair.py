@@ -1,0 +1,558 @@
+"""Review of check and repair: every test states what should be; those that fail show a finding."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from damage import packs_of, repository, restoring, twin
+from faults import OPTIONS, FaultStore, clone, keys_of, one_thread, opened, same, save, values
+from typer.testing import CliRunner
+
+from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, blob, cli, pack, records
+from snapstore.errors import SnapstoreError, StorageError
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    one_thread(monkeypatch, index=False)
+
+
+@pytest.fixture
+def store():
+    """a@0 to a@2 on each other."""
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(made) as found:
+        for step in range(3):
+            save(found, "a", step, step)
+    return made
+
+
+def flip(store, key, at):
+    data = bytearray(store.get(key))
+    data[at] ^= 1
+    store.delete([key])
+    store.put(key, bytes(data))
+
+
+def refs(snapshots):
+    return {s.ref for s in snapshots}
+
+
+def wound(store, ref="a@0", number=0):
+    with opened(store) as found:
+        key = packs_of(store, found.snapshot(ref))[number]
+    flip(store, key, pack.HEADER.size + 50)
+    return key
+
+
+class Unreadable(FaultStore):
+    """Objects that cannot be read (EIO), for good or for the first `times` reads."""
+
+    def __init__(self, inner, *keys, times=10**9):
+        super().__init__(inner)
+        self.bad, self.times = set(keys), times
+
+    def _act(self, name, key, effect):
+        if key in self.bad and name in ("get", "get_ranges") and self.times > 0:
+            self.times -= 1
+            raise StorageError(f"{key}: Input/output error (injected)")
+        if name == "delete":
+            self.bad.discard(key)
+        return super()._act(name, key, effect)
+
+
+# --- 1: seq of a save made while the newest record is damaged -----------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("more", [1, 2])
+def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, store, index, more):
+    monkeypatch.undo()
+    wrong = 0
+    for n in range(6):
+        disk = LocalStore(tmp_path / str(n), create=True)
+        for key in keys_of(store):
+            disk.put(key, store.get(key))
+        with opened(disk) as found:
+            key = found.snapshot("a@2").key
+        with opened(disk if index else disk) as found:
+            flip(disk, key, 60)
+            if not index:
+                found.rebuild_index()
+            for step in range(3, 3 + more):
+                save(found, "a", step, step)  # training goes on
+            found.repair(apply=True)
+            wrong += found.snapshot("a@latest").step != 2 + more
+    assert not wrong
+
+
+# --- 2: command and doc of damaged policies ------------------------------------------------------------------------
+
+
+def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch):
+    repository()
+    monkeypatch.undo()
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(repository()):
+        if not key.startswith(("gc/", "sessions/")):
+            disk.put(key, repository().get(key))
+    flip(disk, "policies/a.1", 30)
+
+    def shell(*arguments):
+        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        return result.exit_code, result.stdout
+
+    code, out = shell("check")
+    assert code == 20
+    assert "snapstore forget --run a --keep-..." in out
+    assert shell("show", "a@0")[0] == 0, "show needs no policy to show a snapshot"
+    assert shell("forget", "--run", "a", "--keep-last", "5")[0] == 0
+    assert shell("check")[0] == 0
+
+
+def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
+    repository()
+    monkeypatch.undo()
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(repository()):
+        if not key.startswith(("gc/", "sessions/")):
+            disk.put(key, repository().get(key))
+    flip(disk, "policies/a.1", 30)
+    with opened(disk) as found:
+        report = found.repair(apply=True)
+        assert report.ok == found.check().ok
+
+
+# --- 3: a copy that hides a record is called healed ----------------------------------------------------------------
+
+
+def test_a_copy_that_hides_a_record_is_not_called_healed(store):
+    with opened(store) as found:
+        record = found.snapshot("a@2")
+    copy = records.record_key(record.run, record.step, record.id, 1)
+    store.put(copy, store.get(record.key))
+    with opened(store) as found:
+        assert refs(found.check().damaged) == {"a@2"}
+        report = found.repair(apply=True)
+        healed = refs(report.healed)
+        assert refs(found.snapshots()) >= healed, "healed, and yet nobody sees it"
+        assert report.ok == found.check().ok
+
+
+# --- 4: a read that fails once condemns --------------------------------------------------------------------------
+
+
+def test_one_failed_read_condemns_no_blob(store):
+    """--level restore: a ranged read fails while chunks are rebuilt."""
+    faulty = FaultStore(store)
+    with Repository.open(faulty, options=OPTIONS) as found:
+        begin = len(faulty.log)
+        found.repair(level="restore")
+        reads = [i for i, (op, key) in enumerate(faulty.log[begin:]) if op == "get_ranges" and key.startswith("packs/")]
+    for k in (reads[0], reads[-1]):
+        inner = clone(store)
+        faulty = FaultStore(inner)
+        with Repository.open(faulty, options=OPTIONS) as found:
+            # the whole read of a batch and its repetition chunk by chunk: an outage of a second
+            faulty.at, faulty.mode = len(faulty.log) + k, "outage"
+            act = faulty._act
+
+            def short(name, key, effect, act=act, faulty=faulty, left=[12]):
+                if faulty.at is not None and len(faulty.log) > faulty.at:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        faulty.heal()
+                return act(name, key, effect)
+
+            faulty._act = short
+            try:
+                found.repair(apply=True, level="restore")
+            except StorageError:
+                continue  # it may stop
+        with opened(inner) as found:
+            report = found.repair(apply=True)
+            result = found.check("restore")
+            assert (refs(result.damaged), refs(s for s, _ in report.lost)) == (set(), set()), (
+                k, [p.message for p in result.problems][:3])
+
+
+def test_an_outage_while_healing_drops_nobody(store):
+    """The twin holds what was lost; reading it fails for a moment."""
+    with opened(store) as found:
+        twin(found, "twin", 0)
+    wound(store)
+    dry = FaultStore(clone(store))
+    with Repository.open(dry, options=OPTIONS) as found:
+        begin = len(dry.log)
+        assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
+        reads = [i for i, (op, key) in enumerate(dry.log[begin:]) if op == "get_ranges" and key.startswith("packs/")]
+    bad = []
+    for k in reads:
+        inner = clone(store)
+        faulty = FaultStore(inner)
+        with Repository.open(faulty, options=OPTIONS) as found:
+            faulty.at, faulty.mode = len(faulty.log) + k, "fail"
+            try:
+                report = found.repair(apply=True, drop=True)
+            except StorageError:
+                continue
+            if report.dropped:
+                bad.append((k, faulty.log[faulty.at], refs(report.dropped)))
+    assert not bad, (len(bad), len(reads), bad[:3])
+
+
+def test_one_failed_read_of_an_intact_blob_drops_nobody(store):
+    """Only the twin of a@0 is lost; what else the damaged pack holds is intact and lies nowhere else."""
+    with opened(store) as found:
+        data = np.random.default_rng(3).integers(0, 255, 8 * 1024, np.uint8)
+        found.save({"w": data}, run="b", step=0)
+        other = data.copy()
+        other[1024:] ^= 1  # the first chunk, whose blob is lost, lies here as well
+        found.save({"w": other}, run="twin", step=0, full=True)
+    wound(store, "b@0")
+    dry = FaultStore(clone(store))
+    with Repository.open(dry, options=OPTIONS) as found:
+        begin = len(dry.log)
+        assert refs(found.repair(apply=True).healed) == {"b@0"}
+        reads = [i for i, (op, key) in enumerate(dry.log[begin:]) if op == "get_ranges" and key.startswith("packs/")]
+    bad = []
+    for k in reads:
+        inner = clone(store)
+        faulty = FaultStore(inner)
+        with Repository.open(faulty, options=OPTIONS) as found:
+            faulty.at, faulty.mode = len(faulty.log) + k, "fail"
+            try:
+                report = found.repair(apply=True, drop=True)
+            except StorageError:
+                continue
+            if report.dropped:
+                bad.append((k, faulty.log[faulty.at], refs(report.dropped)))
+    assert not bad, (len(bad), len(reads), bad[:3])
+
+
+def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
+    """The manifest was read, then the snapshot is rewritten and its packs go, then its chunks are rebuilt."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@0", "a@1"])
+
+    class Meanwhile(FaultStore):
+        done = False
+
+        def _act(self, name, key, effect):
+            if name == "get_ranges" and key.startswith("packs/") and not self.done:
+                self.done = True
+                with opened(self.inner) as other:
+                    other.gc()
+                    assert other.compact().rewritten
+                    other.gc()
+            return super()._act(name, key, effect)
+
+    faulty = Meanwhile(clone(store))
+    with Repository.open(faulty, options=OPTIONS) as found:
+        result = found.check("restore")
+        assert faulty.done
+        assert (refs(result.damaged), [p.message for p in result.problems][:2]) == (set(), [])
+
+
+def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatch):
+    data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
+    encode = blob.encode
+    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    with Repository.open(store, options=options) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", lambda source, *args: encode(source ^ np.uint8(1), *args))
+            found.save({"w": data}, run="c", step=0)
+        found.repair(apply=True, level="restore")
+        notes = [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
+        assert notes
+    faulty = Unreadable(store, notes[0], times=1)
+    with Repository.open(faulty, options=options) as found:
+        found.repair(apply=True)
+    assert [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")] == notes, "its pack was let out"
+
+
+# --- 5: check --restore beside compact and gc ----------------------------------------------------------------------
+
+
+# --- 6: EIO ----------------------------------------------------------------------------------------------------------
+
+
+def eio_record(store, ref):
+    with opened(store) as found:
+        return Unreadable(store, found.snapshot(ref).key)
+
+
+def test_eio_of_a_record_leaves_the_others_alone(store):
+    with Repository.open(eio_record(store, "a@0"), options=OPTIONS) as found:
+        assert same(found.restore("a@1"), values("a", 1))
+
+
+def test_eio_of_a_record_lets_saves_go_on(store):
+    with Repository.open(eio_record(store, "a@0"), options=OPTIONS) as found:
+        save(found, "a", 3, 3)
+
+
+def test_eio_of_a_bases_manifest_lets_saves_go_on(store):
+    with opened(store) as found:
+        keys = [ref.key for ref in found.snapshot("a@2").manifests]
+    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found:
+        save(found, "a", 3, 3)
+
+
+def test_eio_of_a_bases_pack_lets_saves_go_on(store):
+    with opened(store) as found:
+        keys = packs_of(store, found.snapshot("a@0"))
+    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found:
+        save(found, "a", 3, 3)
+
+
+def test_eio_of_a_mark_lets_saves_go_on():
+    made = clone(repository())
+    key = next(key for key in keys_of(made, "gc/") if key.endswith(".mark"))
+    with Repository.open(Unreadable(made, key), options=OPTIONS) as found:
+        save(found, "a", 30, 3)
+
+
+def test_eio_of_a_policy_lets_a_manager_begin(store):
+    with opened(store) as found:
+        found.set_policies("a", [KeepLast(5)])
+    with Repository.open(Unreadable(store, "policies/a.0"), options=OPTIONS) as found:
+        SnapshotManager(found, run="a", keep=[KeepLast(10)]).close()
+
+
+def test_eio_of_a_manifest_beside_a_damaged_pack(store):
+    """Two kinds of damage: all of it is reported, and what can be healed is."""
+    with opened(store) as found:
+        twin(found, "twin", 0)
+        save(found, "b", 0, 50)
+        key = found.snapshot("b@0").manifests[0].key
+    wound(store)
+    with Repository.open(Unreadable(store, key), options=OPTIONS) as found:
+        assert refs(found.check("data").damaged) == {"a@0", "a@1", "a@2", "b@0"}
+        assert refs(found.repair().healed) == {"a@0", "a@1", "a@2"}
+        assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
+
+
+def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
+    with opened(store) as found:
+        twin(found, "twin", 0)
+    key = records.record_key("a", 9, records.new_id(), 0)
+    store.put(key, b"of an aborted save, say")
+    wound(store)
+    with Repository.open(Unreadable(store, key), options=OPTIONS) as found:
+        assert refs(found.repair().healed) == {"a@0", "a@1", "a@2"}
+        assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
+
+
+# --- 7: the record of a snapshot that was recoded ------------------------------------------------------------------
+
+
+def test_a_damaged_record_of_a_healed_snapshot(store):
+    """The ruling revision is a rewrite; the one before refers to what gc has deleted. No index."""
+    with opened(store) as found:
+        twin(found, "twin", 0)
+    wound(store)
+    with opened(store) as found:
+        found.repair(apply=True)
+        found.repair(apply=True, purge=True)
+        found.gc(), found.gc()
+        assert found.check("restore").ok
+        record = found.snapshot("a@0")
+        good = store.get(record.key)
+    assert record.revision == 1
+    flip(store, record.key, 60)
+    with opened(store) as found:
+        report = found.repair(apply=True)
+        assert refs(s for s, _ in report.lost) == {"a@0"}
+    store.delete([record.key])
+    store.put(record.key, good)  # concepts.md, step 2: put it back under its key
+    with opened(store) as found:
+        assert "a@0" in refs(found.check("restore").restorable)
+
+
+# --- 8: retention ------------------------------------------------------------------------------------------------------
+
+
+def test_policies_do_not_count_what_is_known_to_be_damaged(store):
+    """The newest two cannot be restored, and a repair has said so: KeepLast(2) forgets the only whole one."""
+    with opened(store) as found:
+        for step in (3, 4):
+            found.save({"w": np.random.default_rng(step).integers(0, 9, 8192, np.uint8)}, run="a", step=step)
+    for ref in ("a@3", "a@4"):
+        wound(store, ref)
+    with opened(store) as found:
+        found.repair(apply=True)
+        found.forget([KeepLast(2)], run="a")
+        found.gc()
+        assert [s.ref for s in found.check("restore").restorable if s.state == "committed"]
+
+
+# --- 9: latest ---------------------------------------------------------------------------------------------------------
+
+
+def test_latest_with_a_damaged_newest_record(store):
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    flip(store, key, 60)
+    with opened(store) as found, pytest.raises(IntegrityError):
+        print("latest is", found.snapshot("a@latest").ref)
+
+
+# --- 10: cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    data = np.random.default_rng(1).integers(0, 255, 1024 * 1000, np.uint8)
+    encode = blob.encode
+    calls = []
+
+    def wrong(source, *args):
+        calls.append(1)
+        return encode(source ^ np.uint8(1) if len(calls) == 500 else source, *args)
+
+    options = SaveOptions(threads=1, max_depth=0, verify_writes="off")
+    with Repository.open(made, options=options) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", wrong)
+            found.save({"w": data}, run="c", step=0)
+    faulty = FaultStore(made)
+    with Repository.open(faulty, options=options) as found:
+        begin = len(faulty.log)
+        result = found.check("restore")
+        assert refs(result.damaged) == {"c@0"}
+        reads = sum(op == "get_ranges" for op, _ in faulty.log[begin:])
+    assert reads < 60, reads
+
+
+# --- 11: more of latest and of a running job ----------------------------------------------------------------------------
+
+
+def test_a_job_does_not_begin_anew_because_its_only_record_is_damaged(store):
+    with opened(store) as found:
+        key = save(found, "b", 7, 7).key
+    flip(store, key, 60)
+    with opened(store) as found, pytest.raises(SnapstoreError):
+        step = SnapshotManager(found, run="b").latest_step()
+        print("latest_step() is", step)
+
+
+def test_a_step_saved_twice_whose_newer_record_is_damaged(store):
+    with opened(store) as found:
+        key = save(found, "a", 2, 5).key
+    flip(store, key, 60)
+    with opened(store) as found, pytest.raises(IntegrityError):
+        print("version", found.restore("a@2")["version"], "instead of 5")
+
+
+def test_damage_of_another_run_stops_no_saves(store):
+    with opened(store) as found:
+        key = save(found, "b", 0, 50).key
+    flip(store, key, 60)
+    with opened(store) as found:
+        manager = SnapshotManager(found, run="a", keep=[KeepLast(1)], async_save=False)
+        raised = []
+        for step in range(3, 9):
+            try:
+                manager.save(step, values("a", step))
+            except SnapstoreError as error:
+                raised.append((step, str(error)))
+        manager._errors.clear()
+        assert not raised, raised
+
+
+def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):
+    with opened(store) as found:
+        before = found.snapshot("a@2")
+    faulty = Unreadable(store, before.key, times=2)
+    with Repository.open(faulty, options=OPTIONS) as found:
+        found.repair(apply=True)
+    with opened(store) as found:
+        assert found.snapshot("a@2").metadata == before.metadata
+
+
+def test_a_config_that_could_not_be_read_once_stays(store):
+    before = store.get("config")
+    faulty = Unreadable(store, "config", times=1)
+    with Repository.open(faulty, options=OPTIONS, damaged=True) as found:
+        found.repair(apply=True)
+    assert store.get("config") == before
+
+
+def test_a_broken_config_costs_no_tags(tmp_path, monkeypatch):
+    """The index knows the damaged record; the config is damaged as well."""
+    repository()
+    monkeypatch.undo()
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(repository()):
+        if not key.startswith(("gc/", "sessions/")):
+            disk.put(key, repository().get(key))
+    with opened(disk) as found:
+        record = found.snapshot("a@1")
+        assert record.tags == ["good"]
+    flip(disk, record.key, 60)
+    flip(disk, "config", 30)
+    with Repository.open(disk, options=OPTIONS, damaged=True) as found:
+        found.repair(apply=True)
+    with opened(disk) as found:
+        assert found.snapshot("a@1").tags == ["good"]
+
+
+def test_a_forgotten_revision_that_vanished_hurts_nobody(tmp_path, monkeypatch):
+    """The revision before reads: the snapshot is restorable, only that it was forgotten is lost."""
+    repository()
+    monkeypatch.undo()
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(repository()):
+        if not key.startswith(("gc/", "sessions/")):
+            disk.put(key, repository().get(key))
+    with opened(disk) as found:
+        record = next(s for s in found.view().snapshots("a", ("forgotten",)))
+    disk.delete([record.key])
+    with opened(disk) as found:
+        assert same(found.restore("a@2"), values("a", 2))
+        result = found.check()
+        assert not result.ok
+        assert refs(result.damaged) == set()
+
+
+def test_an_empty_repository():
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(made) as found:
+        for level in ("metadata", "data", "restore"):
+            assert found.check(level).ok
+            assert found.repair(apply=True, level=level, drop=True, purge=True).ok
+        assert found.check("data", share=0.1).ok
+    made.delete(["config"])
+    with pytest.raises(KeyError):
+        Repository.open(made, damaged=True)
+
+
+def test_a_second_note_heals_in_one_go(store, monkeypatch):
+    """Two snapshots use one pack, the later one a wrong blob in it: one repair is enough."""
+    data = np.random.default_rng(1).integers(0, 255, 8192, np.uint8)
+    encode = blob.encode
+    calls = []
+
+    def wrong(source, *args):
+        calls.append(1)
+        return encode(source ^ np.uint8(1) if len(calls) == 8 else source, *args)
+
+    options = SaveOptions(threads=1, pack_bytes=1 << 20, max_depth=0, verify_writes="off")
+    with Repository.open(store, options=options) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", wrong)
+            found.save({"w": data}, run="d", step=0)
+        found.save({"w": data[: 5 * 1024].copy()}, run="c", step=0, bases=["d@0"])
+        result = found.check("restore")
+        assert refs(result.damaged) == {"d@0"}
+        found.repair(apply=True, level="restore")
+        again = found.repair(apply=True, level="restore")
+        assert {a.kind for a in again.actions} == {"index"}, again.actions

@@ -80,6 +80,13 @@ class View:
         """The committed snapshot of the highest seq."""
         return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
 
+    def next_seq(self, run: str) -> int:
+        """What comes behind every snapshot of a run, those included whose records cannot be read: nobody knows their
+        seq, and a save that took the same would tie with them, or stand before them, once they are repaired.
+        """
+        unknown = {parsed[2] for parsed in map(records.parse_record_key, self.damaged) if parsed and parsed[0] == run}
+        return 1 + len(unknown) + max((s.seq for s in self.snapshots(run, states=None)), default=-1)
+
     def children(self, snapshot_id: str) -> list[Snapshot]:
         """Committed snapshots whose parent this is."""
         return [s for s in self.snapshots() if s.parent == snapshot_id]

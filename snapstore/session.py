@@ -241,7 +241,7 @@ class Session(Claim):
             marked = self.marked()
             view = index.refresh()
             self.parent, self.bases = self._choose(view, parent, also, marked)
-            self.seq = 1 + max((s.seq for s in view.snapshots(run, states=None)), default=-1)
+            self.seq = view.next_seq(run)
         except BaseException:
             self._release()
             raise

@@ -22,10 +22,18 @@ from typing import Any
 import numpy as np
 
 from . import manifest, policies, records
-from .blob import Column
-from .damage import DamagedPacks, check_tree, lost_rows, unbuilt
+from .damage import DamagedPacks, answers, check_tree, lost_rows, unbuilt
 from .engine import Engines
-from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from .errors import (
+    DAMAGE,
+    CapabilityError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+)
 from .gc import OBJECT_NAME
 from .index import Index, View
 from .manifest import Manifest
@@ -206,8 +214,7 @@ class Survey:
 
     def _unreadable(self, key: str, error: StorageError) -> IntegrityError:
         """What it means that one object cannot be read; a store that cannot be reached is no damage."""
-        for _ in self._store.list("gc/"):
-            break
+        answers(self._store)
         return IntegrityError(f"{key}: cannot be read: {error}")
 
     # -- small objects
@@ -411,9 +418,8 @@ class Survey:
         for ref in snapshot.manifests:
             if ref.key in wrong:
                 self._without_manifest(snapshot, ref.key, wrong[ref.key])
-        for ref, read in found:
+        for _, read in found:
             keys = [records.pack_key(name) for name in read.header.pack_names]
-            needed.update(keys)
             for key, size in zip(keys, read.header.pack_size_list, strict=True):
                 if key in wrong:
                     self.packs.why.setdefault(key, wrong[key])
@@ -421,11 +427,20 @@ class Survey:
                     self.packs.why.setdefault(
                         key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
                     )
+        failed: dict[str, dict[int, SnapstoreError]] = {}
+        if self.result.level == "restore":
+            failed = {ref.sha256: self._unbuilt(read, seen) for ref, read in found}
+            if any(failed.values()) and (now := self._now(snapshot)).key != snapshot.key:
+                # Rewritten, and the old packs collected, while its chunks were rebuilt.
+                self.ruling[snapshot.id] = now
+                return self._snapshot(now, seen) if now.state in (COMMITTED, FORGOTTEN) else set()
+        for ref, read in found:
+            keys = [records.pack_key(name) for name in read.header.pack_names]
+            needed.update(keys)
             lost = self.packs.lost(read)
             for number in np.unique(read.table.ref_packs[lost]).tolist():
                 self._suffer.setdefault(keys[number], set()).add(snapshot.id)
-            if self.result.level == "restore":
-                self._rebuild(snapshot, read, lost, seen)
+            self._condemn(snapshot, read, failed.pop(ref.sha256, {}))
             for key in (key for key in keys if key in self.packs):
                 self.need.setdefault(key, set()).add(snapshot.id)
             if self.packs.within(read).any():
@@ -458,16 +473,21 @@ class Survey:
 
     # -- restore
 
-    def _rebuild(self, snapshot: Snapshot, m: Manifest, lost: Column, seen: set[tuple[str, int, bytes]]) -> None:
+    def _unbuilt(self, m: Manifest, seen: set[tuple[str, int, bytes]]) -> dict[int, SnapstoreError]:
         """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once, lost ones not at all."""
-        rows = [row for row in np.setdiff1d(np.arange(len(m.table)), lost_rows(m, lost)) if _chain(m, row) not in seen]
-        try:
-            failed = unbuilt(self._store, self._engines, m, rows)
-        except CapabilityError as lack:  # no damage, so nobody suffers; but nobody can say that all is well
+        without = lost_rows(m, self.packs.lost(m))
+        rows = [row for row in np.setdiff1d(np.arange(len(m.table)), without).tolist() if _chain(m, row) not in seen]
+        failed = unbuilt(self._store, self._engines, m, rows) if rows else {}
+        seen.update(_chain(m, row) for row in rows if row not in failed)
+        return failed
+
+    def _condemn(self, snapshot: Snapshot, m: Manifest, failed: dict[int, SnapstoreError]) -> None:
+        """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""
+        lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
+        for lack in list(lacks.values())[:1]:  # no damage, so nobody suffers; but nobody can say that all is well
             message = f"{snapshot.ref}: part {m.header.part!r} cannot be rebuilt here: {lack}"
             self._report("chunk", m.header.part, message, command="")
-            return
-        seen.update(_chain(m, row) for row in rows if row not in failed)
+        failed = {row: error for row, error in failed.items() if row not in lacks}
         for row, error in list(failed.items())[:CHUNKS_NAMED]:
             self._report(
                 "chunk", m.header.part, f"{snapshot.ref}: {_tensor_of(m, row)}: {error}", [snapshot.id]
@@ -475,10 +495,13 @@ class Survey:
         if len(failed) > CHUNKS_NAMED:
             message = f"{snapshot.ref}: {len(failed) - CHUNKS_NAMED} more chunks are lost"
             self._report("chunk", m.header.part, message, [snapshot.id])
-        for row in failed:
+        for row, error in failed.items():
             ref = int(m.table.starts[row])
             key = records.pack_key(m.header.pack_names[m.table.ref_packs[ref]])
-            self.packs.give_up(key, int(m.table.ref_offsets[ref]))
+            if isinstance(error, StorageError):  # it may be read tomorrow: the pack is damaged, no blob is condemned
+                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {error}")
+            else:
+                self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 
 
 def stand_in(key: str) -> Snapshot:

@@ -12,7 +12,7 @@ import numpy as np
 from . import blob, records
 from .blob import Column
 from .engine import Engines
-from .errors import DAMAGE, CapabilityError, StorageError
+from .errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
 from .storage import ObjectStore
@@ -49,12 +49,24 @@ class DamagedPacks:
     def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
         """Whether the blob of a chunk is intact there."""
         if (key, offset) not in self._found:
+            self._found[key, offset] = self._digest(key, offset, length)
+        return self._found[key, offset] == digest
+
+    def _digest(self, key: str, offset: int, length: int) -> bytes:
+        """Of the intact blob there; empty: there is none, or it could not be read twice.
+
+        Raises:
+            StorageError: the store does not answer at all, which is no damage.
+        """
+        for _ in range(2):
             try:
                 (data,) = self._store.get_ranges(key, [(offset, length)])
-                self._found[key, offset] = blob.parse(data, key).digest
-            except (*DAMAGE, StorageError):
-                self._found[key, offset] = b""
-        return self._found[key, offset] == digest
+                return blob.parse(data, key).digest
+            except DAMAGE:
+                return b""
+            except StorageError:
+                answers(self._store)
+        return b""
 
     def within(self, m: Manifest) -> Column:
         """Which references of a manifest point into damaged packs, (k,) bool."""
@@ -86,30 +98,35 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
     decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, str]:
-    """Rebuild chunks; row -> why, of those that cannot be.
+def answers(store: ObjectStore) -> None:
+    """Raise StorageError unless a store answers: one that cannot be reached is no damage."""
+    for _ in store.list("gc/"):
+        break
+
+
+def unbuilt(
+    store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]
+) -> dict[int, SnapstoreError]:  # fmt: skip
+    """Rebuild chunks; row -> why, of those that cannot be: each was tried by itself at last.
+
+    A CapabilityError says that this machine cannot, of any of them: no damage, though an unknown codec is in DAMAGE.
 
     Raises:
-        CapabilityError: one can be rebuilt elsewhere, maybe: nothing is known of it.
+        StorageError: the store does not answer at all.
     """
     try:
         for _ in Fetcher(store, engines).rebuild(_scratch(m, rows)):
             pass
         return {}
-    except CapabilityError:  # before DAMAGE, which a codec that is unknown is as well
-        raise
-    except (*DAMAGE, StorageError):
-        pass
-    failed: dict[int, str] = {}
-    for row in rows:
-        try:
-            for _ in Fetcher(store, engines).rebuild(_scratch(m, [row])):
-                pass
-        except CapabilityError:
-            raise
-        except (*DAMAGE, StorageError) as error:
-            failed[row] = str(error)
-    return failed
+    except CapabilityError as error:
+        return dict.fromkeys(rows, error)
+    except (*DAMAGE, StorageError) as error:
+        if isinstance(error, StorageError):
+            answers(store)
+        if len(rows) == 1:
+            return {rows[0]: error}
+    half = len(rows) // 2  # and not row by row: each try is a request
+    return unbuilt(store, engines, m, rows[:half]) | unbuilt(store, engines, m, rows[half:])
 
 
 def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:

@@ -24,7 +24,7 @@ from . import blob, manifest, records
 from .damage import DamagedPacks, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
-from .errors import DAMAGE, ConflictError, IntegrityError, SnapstoreError
+from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError
 from .index import Index, View
 from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest
 from .pack import ENTRY, PackWriter
@@ -224,7 +224,10 @@ class Healer:
                         del part.chains[row]
                         part.lost.add(row)
                 tried = [row for row in left if row in part.chains]
-                left = list(unbuilt(self._store, self._engines, self._remade(part), tried)) if tried else []
+                failed = unbuilt(self._store, self._engines, self._remade(part), tried) if tried else {}
+                if lack := next((error for error in failed.values() if isinstance(error, CapabilityError)), None):
+                    raise lack
+                left = list(failed)
         return parts
 
     def _ways(self, chain: Chain, bad: int, usable: set[str]) -> Iterator[Chain]:

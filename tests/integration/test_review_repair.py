@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from damage import packs_of, repository, restoring, twin
+from damage import packs_of, repository, twin
 from faults import OPTIONS, FaultStore, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
@@ -66,7 +64,7 @@ class Unreadable(FaultStore):
         return super()._act(name, key, effect)
 
 
-# --- 1: seq of a save made while the newest record is damaged -----------------------------------------------------
+# --- 1: seq of a save made while the newest record is damaged --------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -80,7 +78,7 @@ def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, stor
             disk.put(key, store.get(key))
         with opened(disk) as found:
             key = found.snapshot("a@2").key
-        with opened(disk if index else disk) as found:
+        with opened(disk) as found:
             flip(disk, key, 60)
             if not index:
                 found.rebuild_index()
@@ -91,7 +89,7 @@ def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, stor
     assert not wrong
 
 
-# --- 2: command and doc of damaged policies ------------------------------------------------------------------------
+# --- 2: command and doc of damaged policies --------------------------------------------------------------------------
 
 
 def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch):
@@ -128,7 +126,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
         assert report.ok == found.check().ok
 
 
-# --- 3: a copy that hides a record is called healed ----------------------------------------------------------------
+# --- 3: a copy that hides a record is called healed ------------------------------------------------------------------
 
 
 def test_a_copy_that_hides_a_record_is_not_called_healed(store):
@@ -144,7 +142,7 @@ def test_a_copy_that_hides_a_record_is_not_called_healed(store):
         assert report.ok == found.check().ok
 
 
-# --- 4: a read that fails once condemns --------------------------------------------------------------------------
+# --- 4: a read that fails once condemns ------------------------------------------------------------------------------
 
 
 def test_one_failed_read_condemns_no_blob(store):
@@ -162,7 +160,7 @@ def test_one_failed_read_condemns_no_blob(store):
             faulty.at, faulty.mode = len(faulty.log) + k, "outage"
             act = faulty._act
 
-            def short(name, key, effect, act=act, faulty=faulty, left=[12]):
+            def short(name, key, effect, act=act, faulty=faulty, left=[12]):  # noqa: B006
                 if faulty.at is not None and len(faulty.log) > faulty.at:
                     left[0] -= 1
                     if left[0] == 0:
@@ -178,7 +176,9 @@ def test_one_failed_read_condemns_no_blob(store):
             report = found.repair(apply=True)
             result = found.check("restore")
             assert (refs(result.damaged), refs(s for s, _ in report.lost)) == (set(), set()), (
-                k, [p.message for p in result.problems][:3])
+                k,
+                [p.message for p in result.problems][:3],
+            )
 
 
 def test_an_outage_while_healing_drops_nobody(store):
@@ -276,7 +276,7 @@ def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatc
     assert [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")] == notes, "its pack was let out"
 
 
-# --- 5: check --restore beside compact and gc ----------------------------------------------------------------------
+# --- 5: check --restore beside compact and gc ------------------------------------------------------------------------
 
 
 # --- 6: EIO ----------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
         assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
 
 
-# --- 7: the record of a snapshot that was recoded ------------------------------------------------------------------
+# --- 7: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
 def test_a_damaged_record_of_a_healed_snapshot(store):
@@ -375,7 +375,7 @@ def test_a_damaged_record_of_a_healed_snapshot(store):
         assert "a@0" in refs(found.check("restore").restorable)
 
 
-# --- 8: retention ------------------------------------------------------------------------------------------------------
+# --- 8: retention ----------------------------------------------------------------------------------------------------
 
 
 def test_policies_do_not_count_what_is_known_to_be_damaged(store):
@@ -392,7 +392,7 @@ def test_policies_do_not_count_what_is_known_to_be_damaged(store):
         assert [s.ref for s in found.check("restore").restorable if s.state == "committed"]
 
 
-# --- 9: latest ---------------------------------------------------------------------------------------------------------
+# --- 9: latest -------------------------------------------------------------------------------------------------------
 
 
 def test_latest_with_a_damaged_newest_record(store):
@@ -403,7 +403,7 @@ def test_latest_with_a_damaged_newest_record(store):
         print("latest is", found.snapshot("a@latest").ref)
 
 
-# --- 10: cost ---------------------------------------------------------------------------------------------------------
+# --- 10: cost --------------------------------------------------------------------------------------------------------
 
 
 def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
@@ -418,10 +418,9 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
         return encode(source ^ np.uint8(1) if len(calls) == 500 else source, *args)
 
     options = SaveOptions(threads=1, max_depth=0, verify_writes="off")
-    with Repository.open(made, options=options) as found:
-        with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", wrong)
-            found.save({"w": data}, run="c", step=0)
+    with Repository.open(made, options=options) as found, monkeypatch.context() as patch:
+        patch.setattr(blob, "encode", wrong)
+        found.save({"w": data}, run="c", step=0)
     faulty = FaultStore(made)
     with Repository.open(faulty, options=options) as found:
         begin = len(faulty.log)
@@ -431,7 +430,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
     assert reads < 60, reads
 
 
-# --- 11: more of latest and of a running job ----------------------------------------------------------------------------
+# --- 11: more of latest and of a running job -------------------------------------------------------------------------
 
 
 def test_a_job_does_not_begin_anew_because_its_only_record_is_damaged(store):
@@ -439,8 +438,7 @@ def test_a_job_does_not_begin_anew_because_its_only_record_is_damaged(store):
         key = save(found, "b", 7, 7).key
     flip(store, key, 60)
     with opened(store) as found, pytest.raises(SnapstoreError):
-        step = SnapshotManager(found, run="b").latest_step()
-        print("latest_step() is", step)
+        print("latest_step() is", SnapshotManager(found, run="b").latest_step())
 
 
 def test_a_step_saved_twice_whose_newer_record_is_damaged(store):

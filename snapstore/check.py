@@ -45,6 +45,7 @@ LEVELS = ("metadata", "data", "restore")
 #: So many damaged chunks of one snapshot are named; the rest is counted.
 CHUNKS_NAMED = 20
 REPAIR = "snapstore repair"
+REBUILD = "snapstore index rebuild"
 #: State of the stand-in for a snapshot whose record cannot be read: its key names it.
 UNREADABLE = "unreadable"
 _NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine}
@@ -320,7 +321,7 @@ class Survey:
                 and known.revision == found.revision
                 and records.encode(known) != records.encode(found)  # not known != found: metrics may be NaN
             ):
-                self._report("index", key, f"{key}: differs from the index", command="snapstore index rebuild")
+                self._report("index", key, f"{key}: differs from the index", command=REBUILD)
 
     def _misses(self, key: str, highest: dict[str, tuple[int, str]]) -> list[str]:
         """Who suffers as a record is gone: its snapshot, if it was restorable, and no later revision rules."""

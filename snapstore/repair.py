@@ -27,7 +27,7 @@ from functools import partial
 import msgspec
 
 from . import gc, manifest, records
-from .check import CheckResult, Survey, stand_in
+from .check import REBUILD, REPAIR, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
 from .engine import Engines
@@ -122,6 +122,7 @@ class _Repair:
     ) -> None:  # fmt: skip
         self._store, self._index, self._engines, self._survey, self._report = store, index, engines, survey, report
         self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
+        self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
         self._gone: dict[str, tuple[Snapshot, str]] = {}  # snapshots whose record vanished, and what they need as well
 
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
@@ -139,7 +140,15 @@ class _Repair:
             self._drop()
         if purge:
             self._purge()
+        self._left_to_others()
         self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
+
+    def _left_to_others(self) -> None:
+        """What `check` will go on reporting, since another command or a person has to mend it."""
+        for problem in self._report.found.problems:
+            if problem.command not in (REPAIR, REBUILD):
+                what = f"run '{problem.command}'" if problem.command else "no command does that"
+                self._report.open.append(f"{problem.message}; {what}")
 
     def _do(self, kind: str, key: str, message: str, effect: Callable[[], object]) -> bool:
         """Do it, if anything is to be done at all; whether nobody was in the way."""
@@ -170,6 +179,7 @@ class _Repair:
                 if self._do("record", record.key, f"{record.ref}: {whence}", partial(self._put, record)):
                     survey.ruling[record.id] = record
                     del survey.unreadable[key]
+                    self._mended.add(record.id)
             elif drop:
                 lost = stand_in(key)
                 reason = f"dropped by a repair: {why}"[:500]
@@ -189,6 +199,7 @@ class _Repair:
             message = f"{cached.ref}: its record is put back from the index"
             if self._do("record", key, message, partial(self._put, cached)):
                 survey.ruling[cached.id] = cached
+                self._mended.add(cached.id)
 
     def _put(self, record: Snapshot) -> None:
         """Create a record; one that is there already must be this one."""
@@ -345,7 +356,7 @@ class _Repair:
             (survey.ruling[name] for name in survey.affected), key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id)
         )
         healer.find_chains(chosen, view)
-        suffered = {name for problem in survey.result.problems for name in problem.snapshots}
+        suffered = {name: problem for problem in survey.result.problems for name in problem.snapshots}
         lost = {name: (survey.ruling[name], why) for name, why in survey.without_manifest.items()}
         for key, why in survey.unreadable.items():
             lost[stand_in(key).id] = stand_in(key), why
@@ -362,7 +373,7 @@ class _Repair:
                 suffered.discard(snapshot.id)  # neither healed nor lost: what is lost may be dropped
                 continue
             if done is None:
-                suffered.discard(snapshot.id)
+                suffered.pop(snapshot.id, None)
                 continue
             survey.ruling[snapshot.id] = done.snapshot
             if done.changes:
@@ -374,8 +385,11 @@ class _Repair:
                 log.info("repair: %s", message)
             if done.lost:
                 lost.setdefault(snapshot.id, (done.snapshot, f"{snapshot.ref}: {done.lost}"))
+            self._mended.add(snapshot.id)
+        for name in suffered.keys() & survey.ruling.keys() - self._mended:  # nothing here was about what ails it
+            lost.setdefault(name, (survey.ruling[name], suffered[name].message))
         report.lost = [lost[name] for name in sorted(lost)]
-        whole = [survey.ruling[name] for name in suffered - lost.keys() if name in survey.ruling]
+        whole = [survey.ruling[name] for name in suffered.keys() - lost.keys() if name in survey.ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
 
     # -- drop, purge

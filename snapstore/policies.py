@@ -47,6 +47,21 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
     raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
 
 
+def are_damaged(objects: ObjectStore, run: str) -> bool:
+    """Whether those that rule cannot be read, though they are not of a later release, which are nobody's to replace."""
+    newest = _newest(objects, run)
+    if newest is None:
+        return False
+    data = objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES)
+    try:
+        decode(data, run, newest[1])
+    except IntegrityError:
+        return True
+    except FormatError:
+        return records.is_damaged(data) or data[5] == records.FORMAT_VERSION
+    return False
+
+
 def decode(data: bytes, run: str, key: str) -> list[dict[str, Any]]:
     """The policies of a run, of which this is a revision.
 

@@ -117,7 +117,8 @@ def repair(
     """Mend what is damaged; without --apply, say how. Deletes no data.
 
     Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, rebuilds the index.
-    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something is left open, for later or another command.
+    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something is left open, for later or for
+    another command.
     """
     with shell.repository(damaged=True) as repository, spinner(f"looking, level {level.value}"):
         report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)

@@ -99,8 +99,10 @@ def forget(
             result = repository.forget_snapshots(refs, dry_run=dry_run, force=force)
         else:
             assert run is not None
-            keep = keep or _stored_policies(repository, run, force)
+            given_here, keep = keep, keep or _stored_policies(repository, run, force)
             result = repository.forget(keep, run=run, dry_run=dry_run, force=force)
+            if given_here and not dry_run:
+                _replace_damaged_policies(repository, run, given_here)
     _print_forget(shell, result)
 
 
@@ -133,6 +135,15 @@ def _stored_policies(repository: Repository, run: str, force: bool) -> list[Poli
             "SnapshotManager(keep=[...])"
         )
     return stored
+
+
+def _replace_damaged_policies(repository: Repository, run: str, keep: list[Policy]) -> None:
+    """What is stored for a run and is damaged has been said again by this command line: store it."""
+    from .. import policies
+
+    if policies.are_damaged(repository.store, run):
+        repository.set_policies(run, keep)
+        note(f"the policies stored for run {run!r} were damaged; these are stored in their place")
 
 
 def _print_forget(shell: Shell, result: ForgetResult) -> None:

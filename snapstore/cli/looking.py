@@ -135,10 +135,14 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
     """Why a committed snapshot would stay by its run's stored policies; why a forgotten one went."""
     from .. import retention
+    from ..errors import DAMAGE
 
     if snapshot.state != "committed":
         return [text for text in (snapshot.reason, snapshot.policy) if text]
-    policies = repository.policies(snapshot.run)
+    try:
+        policies = repository.policies(snapshot.run)
+    except DAMAGE as error:  # no reason not to show the snapshot
+        return [f"cannot be told: {error}"]
     decisions = retention.apply(policies, view.snapshots(snapshot.run), force=True)
     return next(list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id)
 

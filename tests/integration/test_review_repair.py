@@ -92,14 +92,15 @@ def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, stor
 # --- 2: command and doc of damaged policies --------------------------------------------------------------------------
 
 
-def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [1, 6, 30])
+def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     repository()
     monkeypatch.undo()
     disk = LocalStore(tmp_path / "r", create=True)
     for key in keys_of(repository()):
         if not key.startswith(("gc/", "sessions/")):
             disk.put(key, repository().get(key))
-    flip(disk, "policies/a.1", 30)
+    flip(disk, "policies/a.1", at)
 
     def shell(*arguments):
         result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")

@@ -226,16 +226,18 @@ class _Repair:
                 return self._after(earlier, revision)
         return None if revision else self._made_up(key)
 
-    def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str]:
+    def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:
         """What follows a revision that reads and one that does not.
 
         Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
-        back, if it is all there, and no policy forgets it before somebody has looked.
+        back, if it is all there, and no policy forgets it before somebody has looked. If it was committed and is not
+        all there, it has been rewritten (recode, compact, heal), and only the lost revision names its manifests: any
+        other would hide that one from whoever puts it back.
         """
         kept = msgspec.structs.replace(earlier, revision=revision)
         whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
         if earlier.state not in _STATES or not self._is_there(earlier):
-            return kept.revised(), whence
+            return None if earlier.state == COMMITTED else (kept.revised(), whence)
         tags = sorted({*kept.tags, _tag(earlier.id)})
         return kept.revised(state=COMMITTED, tags=tags), f"{whence}, and it is tagged {_tag(earlier.id)!r}: look at it"
 

@@ -370,6 +370,8 @@ class Survey:
             else:
                 self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
         self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt
+        if self.result.level != "restore":  # which blobs a damaged note gave up only rebuilding tells
+            self.recovered -= records.quarantined(self.small)
         for key in sorted(self.recovered):
             self._note("pack", key, f"{key}: is in quarantine for nothing: it is whole, or gone and not missed", REPAIR)
 

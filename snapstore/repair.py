@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,15 @@ from .check import REBUILD, REPAIR, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
 from .engine import Engines
-from .errors import DAMAGE, AlreadyExistsError, CapabilityError, ConflictError, NotFoundError, SnapstoreError
+from .errors import (
+    DAMAGE,
+    AlreadyExistsError,
+    CapabilityError,
+    ConflictError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+)
 from .heal import Healer
 from .index import Index, View
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
@@ -129,7 +138,7 @@ class _Repair:
         """Everything, in the order of this module's first lines."""
         if config is not None:
             message = f"config: written anew, chunks of {config.chunk_bytes} bytes"
-            self._do("config", "config", message, partial(self._replace, "config", records.encode(config)))
+            self._do("config", "config", message, partial(self._replace, "config", config))
         self._survey.read_records()
         self._records(drop)
         self._survey.read_rest()
@@ -162,10 +171,20 @@ class _Repair:
         self._report.actions.append(Action(kind, key, message))
         return True
 
-    def _replace(self, key: str, data: bytes) -> None:
-        """Put a damaged object anew that no two processes decide anything by."""
-        self._store.delete([key])
-        self._store.put(key, data)
+    def _replace(self, key: str, value: Config | Quarantine) -> None:
+        """Put a damaged object anew that no two processes decide anything by.
+
+        Raises:
+            ConflictError: it reads by now: another repair was first, or reading it had failed for a moment.
+        """
+        kind: Any = type(value)
+        try:
+            records.decode(self._store.get(key), kind, key)
+        except (*DAMAGE, StorageError):
+            self._store.delete([key])
+            self._store.put(key, records.encode(value))
+        else:
+            raise ConflictError(f"{key}: can be read")
 
     # -- records
 
@@ -305,7 +324,10 @@ class _Repair:
             if packs := records.quarantined([key]):
                 note = self._note(packs.pop(), "")
                 message = f"{key}: is damaged and written anew"
-                self._do("quarantine", key, message, partial(self._replace, key, records.encode(note)))
+                if self._report.found.level == "restore":
+                    self._do("quarantine", key, message, partial(self._replace, key, note))
+                else:  # its name keeps the pack in quarantine; which blobs it gave up only rebuilding tells
+                    self._report.open.append(f"{key}: is damaged; run '{REPAIR} --apply --level restore'")
                 continue
             try:
                 silent_s = self._store.now_s() - self._store.stat(key).modified_s

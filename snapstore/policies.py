@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import records, retention
-from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError
+from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError, StorageError
 from .records import Policy
 from .storage import ObjectStore
 
@@ -36,7 +36,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
         try:
             if newest is not None and _read(objects, run, newest[1]) == stored:
                 return
-        except (IntegrityError, FormatError) as error:
+        except (IntegrityError, FormatError, StorageError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
         revision = newest[0] + 1 if newest else 0
         try:

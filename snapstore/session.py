@@ -106,9 +106,9 @@ class Claim:
             for key in filter(_is_mark, keys):
                 mark = read_mark(self.store, key)
                 marked |= mark.keys() if mark else set()
-        except (IntegrityError, FormatError) as error:
+        except (IntegrityError, FormatError, StorageError) as error:
             log.warning(
-                "run=%s a gc mark is damaged, %ss share nothing until a gc has removed it: %s",
+                "run=%s a gc mark cannot be read, %ss share nothing until a gc or a repair has removed it: %s",
                 self.run,
                 self.verb,
                 error,
@@ -262,7 +262,7 @@ class Session(Claim):
                     bases.append(snapshot)
                 else:
                     log.info("run=%s base %s is being collected: not used", self.run, snapshot.ref)
-            except (NotFoundError, IntegrityError, FormatError) as error:
+            except (NotFoundError, IntegrityError, FormatError, StorageError) as error:
                 log.warning("run=%s base %s is damaged and not used: %s", self.run, snapshot.ref, error)
         return first, bases
 

@@ -22,7 +22,7 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError
+from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded
@@ -416,7 +416,11 @@ class _Chunks:
             try:
                 for _ in Fetcher(self._store, self._engines).rebuild([wanted]):
                     self._session.heartbeat()
-            except (*DAMAGE, CapabilityError) as error:  # an ANS blob, and no GPU here, is as good as damaged
+            except (
+                *DAMAGE,
+                StorageError,
+                CapabilityError,
+            ) as error:  # an ANS blob, and no GPU here, is as good as damaged
                 raise BaseDamagedError(str(error)) from error
             which[missing], starts[missing] = len(memories) - 1, places
         return Chunks(memories, which, starts, lengths)
@@ -557,7 +561,7 @@ def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifes
         for snapshot in session.bases:
             try:
                 manifests = [cache.get(ref.sha256) or manifest.read(store, ref) for ref in snapshot.manifests]
-            except DAMAGE as error:
+            except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
             yield Base(snapshot, manifests)

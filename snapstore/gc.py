@@ -119,10 +119,18 @@ def _standing_marks(store: ObjectStore) -> list[Mark]:
 
 
 def need_all_records(view: View, verb: str, outcome: str) -> None:
-    """Raise IntegrityError, of a verb and its outcome, unless every record is there and can be read."""
+    """Raise, naming a verb and its outcome, unless every record is there and can be read.
+
+    Raises:
+        IntegrityError: one is damaged, or missing.
+        StorageError: one cannot be read.
+    """
     if view.damaged:
         key, why = next(iter(view.damaged.items()))
         raise IntegrityError(f"{verb}: {why} ({key}); {outcome}; run 'snapstore check'")
+    if view.unread:
+        key, why = next(iter(view.unread.items()))
+        raise StorageError(f"{verb}: {why} ({key}); {outcome}; try again, or run 'snapstore check'")
     if view.vanished:
         raise IntegrityError(
             f"{verb}: the listing lacks {len(view.vanished)} known records, first {view.vanished[0]}; {outcome}; "

@@ -165,7 +165,10 @@ class Healer:
             IntegrityError, FormatError, NotFoundError: it was damaged further while we looked.
         """
         for _ in range(ATTEMPTS):
-            ruling = self._index.refresh().get(snapshot.id)
+            view = self._index.refresh()
+            ruling = view.get(snapshot.id)
+            if view.is_unknown(snapshot.id):
+                raise ConflictError(f"{snapshot.ref}: its record can no longer be read; repair again")
             if ruling is None or ruling.state not in (COMMITTED, FORGOTTEN):
                 return None  # swept meanwhile
             if {ref.sha256 for ref in ruling.manifests}.isdisjoint(self._affected[snapshot.id]):

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ import xxhash
 from . import manifest, records
 from .cache import cache_folder, chosen_cache, on_network
 from .environment import Environment
-from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError
 from .manifest import ManifestHeader
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from .storage import ObjectInfo, ObjectStore
@@ -56,14 +57,49 @@ class View:
     """What one listing showed: the ruling revision of every snapshot.
 
     Attributes:
-        damaged: key -> why its record cannot be read.
+        damaged: key -> why its record is none: damaged bytes.
+        unread: key -> why its record could not be read, though the store answers: it may be read tomorrow.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
     """
 
-    def __init__(self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[str]) -> None:
+    def __init__(
+        self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[str],
+        unread: Mapping[str, str] | None = None, seqs: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._by_id = {snapshot.id: snapshot for snapshot in ruling}
         self.damaged = damaged
+        self.unread = dict(unread or {})
         self.vanished = list(vanished)
+        self._seqs = dict(seqs or {})  # of damaged and unread ones by id, where an earlier revision tells
+
+    def _unknown(self) -> Iterator[tuple[str, int, str, str]]:
+        """(run, step, id, key) of every snapshot whose ruling record is damaged or could not be read."""
+        for key in (*self.damaged, *self.unread):
+            parsed = records.parse_record_key(key)
+            if parsed is not None:
+                yield parsed[0], parsed[1], parsed[2], key
+
+    def is_unknown(self, snapshot_id: str) -> bool:
+        """Whether there is such a snapshot, and its record cannot be read."""
+        return any(name == snapshot_id for _, _, name, _ in self._unknown())
+
+    def _require_known(self, asked: str, run: str, found: Snapshot | None, step: int | None = None) -> None:
+        """Raise if a snapshot that nothing is known of may be what a run's newest (of a step) is, rather than `found`.
+
+        Raises:
+            StorageError, IntegrityError: its record could not be read; is damaged.
+        """
+        for of_run, of_step, name, key in self._unknown():
+            seq = self._seqs.get(name)
+            older = found is not None and seq is not None and (seq, name) < (found.seq, found.id)
+            if of_run != run or older or (step is not None and of_step != step):
+                continue
+            kind = StorageError if key in self.unread else IntegrityError
+            instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
+            raise kind(
+                f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record cannot be read: "
+                f"{self.damaged.get(key) or self.unread[key]}; run 'snapstore repair'{instead}"
+            )
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Snapshots of a run (of all runs) in these states (in any), by run and seq."""
@@ -80,11 +116,21 @@ class View:
         """The committed snapshot of the highest seq."""
         return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
 
+    def latest(self, run: str) -> Snapshot | None:
+        """`newest`, for those to whom an older one would be a loss.
+
+        Raises:
+            IntegrityError, StorageError: a newer one may be behind a record that cannot be read.
+        """
+        found = self.newest(run)
+        self._require_known(f"{run}@latest", run, found)
+        return found
+
     def next_seq(self, run: str) -> int:
         """What comes behind every snapshot of a run, those included whose records cannot be read: nobody knows their
         seq, and a save that took the same would tie with them, or stand before them, once they are repaired.
         """
-        unknown = {parsed[2] for parsed in map(records.parse_record_key, self.damaged) if parsed and parsed[0] == run}
+        unknown = {name for of_run, _, name, _ in self._unknown() if of_run == run}
         return 1 + len(unknown) + max((s.seq for s in self.snapshots(run, states=None)), default=-1)
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
@@ -125,28 +171,36 @@ class View:
             raise InvalidInputError(f"reference {ref!r}: expected run@step, run@latest, run@tag or id:<prefix>")
         of_run = self.snapshots(run, states)
         if not of_run:
+            self._require_known(ref, run, None)
             there = ", ".join(self.runs()) or "none"
             raise NotFoundError(f"reference {ref!r}: no run {run!r} in this repository; runs: {there}")
         committed = [s for s in of_run if s.state == COMMITTED]
+        step = int(name) if name.isdecimal() and len(name) <= 128 else None  # int() refuses thousands of digits
         if name == "latest":
             found = committed
         else:
             found = [s for s in committed if name in s.tags]
-            if not found and name.isdecimal() and len(name) <= 128:  # int() refuses thousands of digits
-                found = [s for s in committed if s.step == int(name)] or [s for s in of_run if s.step == int(name)]
-        if not found:
+            if not found and step is not None:
+                found = [s for s in committed if s.step == step] or [s for s in of_run if s.step == step]
+        best = max(found, key=lambda s: (s.seq, s.id), default=None)
+        if best is None or name not in best.tags:  # a tag is on one snapshot of its run
+            self._require_known(ref, run, best, step)
+        if best is None:
             steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
             raise NotFoundError(
                 f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
-        return max(found, key=lambda s: (s.seq, s.id))
+        return best
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
         prefix = ref[3:].lower()
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {ref!r}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
+        for run, _, name, _ in self._unknown():
+            if name.startswith(prefix):
+                self._require_known(ref, run, None)
         if not found:
             raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
         if len(found) > 1:
@@ -211,7 +265,7 @@ class Index:
         """List the store, read the records that are new or others than they were, and answer.
 
         Raises:
-            StorageError: the listing failed.
+            StorageError: the listing failed, or the store cannot be read at all; one record is in `View.unread`.
         """
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
@@ -225,6 +279,7 @@ class Index:
             self._date(infos[key] for key in known if self._records[key].modified_s == JUST_MADE)
             wanted = iter(sorted(ruling - known))
             damaged: dict[str, str] = {}
+            unread: dict[str, str] = {}
             while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
                 fresh: dict[str, bytes] = {}
                 for key, data in zip(keys, _in_threads(self._get_record, keys), strict=True):
@@ -235,9 +290,29 @@ class Index:
                         self._records[key], fresh[key] = record, record.pack(data)
                     except (FormatError, IntegrityError, NotFoundError) as error:
                         damaged[key] = str(error)
+                    except StorageError as error:
+                        unread[key] = str(error)
                 self._store_all(b"records", fresh)
             vanished = sorted(self._records.keys() - listed.keys())
-            return View([self._records[key].snapshot for key in ruling - damaged.keys()], damaged, vanished)
+            unknown = damaged.keys() | unread.keys()
+            shown = [self._records[key].snapshot for key in ruling - unknown]
+            return View(shown, damaged, vanished, unread, self._seqs_of(unknown, listed) if unknown else None)
+
+    def _seqs_of(self, unknown: Iterable[str], listed: Mapping[str, tuple[str, int, str, int]]) -> dict[str, int]:
+        """The seq, by id, of snapshots whose ruling record cannot be read: no revision changes it."""
+        names = {listed[key][2]: key for key in unknown}
+        seqs: dict[str, int] = {}
+        for key, (_, _, name, _) in listed.items():
+            known = self._records.get(key)
+            if name in names and known is not None:
+                seqs[name] = known.snapshot.seq
+        for key, parsed in listed.items():
+            if parsed[2] in names and parsed[2] not in seqs and key != names[parsed[2]]:
+                data = self._get_record(key)
+                with suppress(SnapstoreError):
+                    if isinstance(data, bytes):
+                        seqs[parsed[2]] = self._read(key, data, parsed).seq
+        return seqs
 
     def _date(self, infos: Iterable[ObjectInfo]) -> None:
         """Records that were made here are listed for the first time: from now on others in their place are seen."""
@@ -248,10 +323,18 @@ class Index:
         )
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
-        """The bytes of a record, or what is wrong with it."""
+        """The bytes of a record, or what is wrong with it.
+
+        Raises:
+            StorageError: the store cannot be read at all.
+        """
         try:
             return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
         except (FormatError, IntegrityError, NotFoundError) as error:
+            return error
+        except StorageError as error:
+            with suppress(NotFoundError, FormatError, IntegrityError):
+                self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)  # a read: listings may go on without
             return error
 
     @staticmethod

@@ -319,7 +319,7 @@ class SnapshotManager:
 
     def latest_step(self) -> int | None:
         """Step of the newest committed snapshot; None when there is none."""
-        newest = self.repository.view().newest(self.run)
+        newest = self.repository.view().latest(self.run)
         return newest.step if newest else None
 
     def best_step(self) -> int | None:
@@ -345,7 +345,7 @@ class SnapshotManager:
         self._check_open()
         self._join()
         if step is None:
-            newest = self.repository.view().newest(self.run)
+            newest = self.repository.view().latest(self.run)
             if newest is None:
                 raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
             ref = f"id:{newest.id}"

@@ -192,6 +192,8 @@ class _Repair:
         """The next revision of every record that cannot be read, and records that vanished, from what is known."""
         survey = self._survey
         for key, why in list(survey.unreadable.items()):
+            if self._reads_by_now(key):
+                continue
             found = self._record_for(key)
             if found is not None:
                 record, whence = found
@@ -219,6 +221,18 @@ class _Repair:
             if self._do("record", key, message, partial(self._put, cached)):
                 survey.ruling[cached.id] = cached
                 self._mended.add(cached.id)
+
+    def _reads_by_now(self, key: str) -> bool:
+        """Whether a record that could not be read a moment ago can be: no guess takes its place then."""
+        with suppress(*DAMAGE, StorageError):
+            found = records.decode(self._store.get(key), Snapshot, key)
+            if found.key == key:
+                self._survey.ruling[found.id] = found
+                del self._survey.unreadable[key]
+                self._mended.add(found.id)
+                self._report.open.append(f"{key}: could not be read a moment ago, and can be now; check the disk")
+                return True
+        return False
 
     def _put(self, record: Snapshot) -> None:
         """Create a record; one that is there already must be this one."""
@@ -419,7 +433,10 @@ class _Repair:
     # -- drop, purge
 
     def _drop(self) -> None:
-        """Forget what stays damaged."""
+        """Forget what stays damaged; nothing as long as a record that might heal it could not be read."""
+        if self._report.applied and (unread := self._index.refresh().unread):
+            self._report.open.append(f"nothing is dropped: {next(iter(unread.values()))}; repair again")
+            return
         for snapshot, why in self._report.lost:
             if snapshot.state != COMMITTED:
                 continue

@@ -633,7 +633,7 @@ class Repository:
     def rebuild_index(self) -> int:
         """Build the index anew from the objects; the number of records read."""
         view = self._index.rebuild()
-        return len(view.snapshots(states=None)) + len(view.damaged)
+        return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
     def stats(self) -> Stats:
         """Bytes by tensor group and codec, dedup, ratio, chain depths."""

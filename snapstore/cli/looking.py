@@ -40,8 +40,8 @@ def log(
         print_json({"snapshots": [snapshot_json(s) for s in snapshots]})
     else:
         _print_log(snapshots, everything)
-    if view.damaged:
-        note(f"snapstore: warning: {len(view.damaged)} records cannot be read and are left out; run 'snapstore check'")
+    if unknown := len(view.damaged) + len(view.unread):
+        note(f"snapstore: warning: {unknown} records cannot be read and are left out; run 'snapstore check'")
         return PARTIAL
     return None
 

@@ -286,7 +286,7 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
         with pytest.raises(IntegrityError, match="nothing was deleted"):
             repository.gc()
         assert keys_of(LocalStore(root), "packs/") == packs
-        with pytest.raises(NotFoundError):
+        with pytest.raises(IntegrityError, match="snapstore repair"):
             repository.restore("a@2")
         save(repository, "a", 5, 5)
         repository.restore("a@5")

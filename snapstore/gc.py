@@ -272,7 +272,9 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
     """A `swept` revision for every forgotten record that loses bytes; False when one was revised under us."""
     for snapshot, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
-        # An error: its manifest is gone, as an earlier sweep died between deleting and here.
+        if isinstance(keys, StorageError):
+            raise keys  # it cannot be read, which does not say that it is gone
+        # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             try:
                 revise(store, index, snapshot, state=SWEPT)

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import blob, manifest, records
-from .damage import DamagedPacks, lost_rows, unbuilt
+from .damage import DamagedPacks, answers, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
-from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError
+from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
 from .index import Index, View
 from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest
 from .pack import ENTRY, PackWriter
@@ -118,8 +118,12 @@ class Healer:
         names = np.frombuffer(b"".join(sorted(wanted)), "V16")
         for snapshot in view.snapshots():
             for ref in snapshot.manifests:
-                with suppress(*DAMAGE):
+                try:
                     self._add_chains(manifest.read(self._store, ref), names)
+                except DAMAGE:
+                    continue
+                except StorageError:
+                    answers(self._store)
 
     def _add_chains(self, m: Manifest, wanted: npt.NDArray[np.void]) -> None:
         """The chains of one manifest that give wanted digests, from their reference on."""

@@ -333,9 +333,13 @@ class Index:
         except (FormatError, IntegrityError, NotFoundError) as error:
             return error
         except StorageError as error:
-            with suppress(NotFoundError, FormatError, IntegrityError):
-                self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)  # a read: listings may go on without
+            self._require_reads()
             return error
+
+    def _require_reads(self) -> None:
+        """Raise StorageError unless the store can be read: a listing may go on where reads do not."""
+        with suppress(NotFoundError, FormatError, IntegrityError):
+            self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
 
     @staticmethod
     def _read(key: str, data: bytes, parsed: tuple[str, int, str, int]) -> Snapshot:
@@ -364,6 +368,7 @@ class Index:
 
         Raises:
             NotFoundError, IntegrityError, FormatError: the manifest is missing or damaged.
+            StorageError: it cannot be read.
         """
         (header,) = self.headers([ref])
         if isinstance(header, SnapstoreError):
@@ -401,6 +406,9 @@ class Index:
             manifest.decode_header(data, ref.key)  # a damaged one is not cached: it may be mended in the store
             return data
         except (FormatError, IntegrityError, NotFoundError) as error:
+            return error
+        except StorageError as error:
+            self._require_reads()
             return error
 
     def _cached(self, sha256: str) -> bytes | None:

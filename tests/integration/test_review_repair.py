@@ -555,3 +555,16 @@ def test_a_second_note_heals_in_one_go(store, monkeypatch):
         found.repair(apply=True, level="restore")
         again = found.repair(apply=True, level="restore")
         assert {a.kind for a in again.actions} == {"index"}, again.actions
+
+
+def test_a_sweep_gives_up_no_forgotten_snapshot_because_its_manifest_cannot_be_read(store):
+    with opened(store) as found:
+        save(found, "b", 0, 50)
+        save(found, "b", 1, 51)
+        keys = [ref.key for ref in found.snapshot("b@0").manifests]
+        found.forget_snapshots(["b@0", "a@0"])
+    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found, pytest.raises(StorageError):
+        found.gc()
+    with opened(store) as found:
+        assert found.unforget("b@0").state == "committed"
+        assert same(found.restore("b@0"), values("b", 50))

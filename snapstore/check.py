@@ -324,14 +324,14 @@ class Survey:
                 self._report("index", key, f"{key}: differs from the index", command=REBUILD)
 
     def _misses(self, key: str, highest: dict[str, tuple[int, str]]) -> list[str]:
-        """Who suffers as a record is gone: its snapshot, if it was restorable, and no later revision rules."""
+        """Who suffers as a record is gone: its snapshot, if it was restorable, and has no other revision."""
         gone = self._index.cached(key)
         if gone is None or gone.state not in (COMMITTED, FORGOTTEN):
             return []
-        rules = highest.get(gone.id, (-1, ""))[0] < gone.revision
-        if rules and gone.id not in highest:
-            self.result.damaged.append(stand_in(key))
-        return [gone.id] if rules else []
+        if gone.id in highest:
+            return []
+        self.result.damaged.append(stand_in(key))
+        return [gone.id]
 
     # -- packs
 

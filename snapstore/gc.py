@@ -168,6 +168,14 @@ def in_quarantine(store: ObjectStore) -> set[str]:
     return records.quarantined(info.key for info in store.list("gc/"))
 
 
+def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence[Snapshot]) -> set[str]:
+    """Ids of the snapshots that need a pack in quarantine. One that was healed needs none; no other data is read."""
+    damaged = in_quarantine(store)
+    if not damaged:
+        return set()
+    return {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
+
+
 def _exists(store: ObjectStore, key: str) -> bool:
     """Objects of a save that committed after our listing are there, though the listing lacks them."""
     try:

@@ -114,7 +114,8 @@ class SnapshotManager:
         self._slot = threading.Lock()
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
-        self._errors: list[BaseException] = []
+        self._errors: list[BaseException] = []  # of saves
+        self._retention_error: BaseException | None = None  # costs space, so no save is refused for it
         self._closed = False
         if self.keep and not read_only:
             self.repository.set_policies(self.run, self.keep)
@@ -155,7 +156,7 @@ class SnapshotManager:
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
         step = check_step(step)
-        self.check_for_errors()
+        self._raise_of_saves()
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
@@ -169,7 +170,7 @@ class SnapshotManager:
         try:
             self._slot.acquire()
             try:
-                self.check_for_errors()
+                self._raise_of_saves()
                 full = retention.keeps_for_long(self.keep, step)
                 request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
                 handle = self._begin(request, state, started, token)
@@ -239,13 +240,14 @@ class SnapshotManager:
         if self.keep:
             try:
                 self._retain()
-            except BaseException as error:  # noqa: BLE001  likewise
-                log.error("run=%s retention stopped: %s", self.run, error)
-                self._errors.append(error)
+            except BaseException as error:  # noqa: BLE001  likewise, though not by `save`
+                log.error("run=%s nothing is forgotten or collected until this is mended: %s", self.run, error)
+                self._retention_error = error
 
     def _retain(self) -> None:
-        """Forget and collect. What fails here costs space, not snapshots: only damage is raised."""
+        """Forget and collect. What fails here costs space, not snapshots: only damage is raised, not by `save`."""
         try:
+            self._retention_error = None
             if self.repository.forget(self.keep, run=self.run, force=True).forgotten:
                 self.repository.gc()
         except IntegrityError:
@@ -261,7 +263,13 @@ class SnapshotManager:
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raise what failed in the background since the last call; does not wait."""
+        """Raise what failed in the background since the last call, retention included; does not wait."""
+        self._raise_of_saves()
+        if (error := self._retention_error) is not None:
+            self._retention_error = None
+            raise error
+
+    def _raise_of_saves(self) -> None:
         if self._errors:
             error, self._errors = self._errors[0], []
             raise error

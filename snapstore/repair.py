@@ -156,8 +156,7 @@ class _Repair:
         """What `check` will go on reporting, since another command or a person has to mend it."""
         for problem in self._report.found.problems:
             if problem.command not in (REPAIR, REBUILD):
-                what = f"run '{problem.command}'" if problem.command else "no command does that"
-                self._report.open.append(f"{problem.message}; {what}")
+                self._report.open.append(problem.message + f"; run '{problem.command}'" * bool(problem.command))
 
     def _do(self, kind: str, key: str, message: str, effect: Callable[[], object]) -> bool:
         """Do it, if anything is to be done at all; whether nobody was in the way."""
@@ -404,11 +403,11 @@ class _Repair:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
             except CapabilityError as error:  # not lost: it may be whole where it can be read
                 report.open.append(f"{snapshot.ref}: cannot be healed here: {error}")
-                suffered.discard(snapshot.id)
+                suffered.pop(snapshot.id, None)
                 continue
             except (*DAMAGE, ConflictError) as error:
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {error}")
-                suffered.discard(snapshot.id)  # neither healed nor lost: what is lost may be dropped
+                suffered.pop(snapshot.id, None)  # neither healed nor lost: what is lost may be dropped
                 continue
             if done is None:
                 suffered.pop(snapshot.id, None)

@@ -438,7 +438,8 @@ class Repository:
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
-        Tagged snapshots and the newest one always stay.
+        Tagged snapshots and the newest one always stay. One that a repair has found damaged stays as well, and counts
+        for no policy: it must not cost a whole one its place.
 
         Raises:
             InvalidInputError: no policy, or one that keeps nothing, without `force`.
@@ -451,10 +452,12 @@ class Repository:
         if not snapshots:
             there = ", ".join(view.runs()) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
-        decisions = retention.apply(keep, snapshots, force=force)
+        damaged = gc.in_need_of_quarantined(self.store, self._index, snapshots)
+        decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
         chosen = [d.snapshot for d in decisions if not d.reasons]
         by_id = {s.id: s for s in snapshots}
         kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
+        kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
         if dry_run:
             return ForgetResult(kept, [by_id[s.id] for s in chosen], True)
         superseded = view.superseded()

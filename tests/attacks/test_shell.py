@@ -71,7 +71,7 @@ def place(made, tmp_path_factory):
     os.chdir(before)
 
 
-@settings(max_examples=150 * EXAMPLES, deadline=None)
+@settings(max_examples=100 + 30 * EXAMPLES, deadline=None)
 @given(lines())
 @example(["forget", "--run", "r", "--keep-last", "99999999999999999999999"])
 @example(["compact", "--max-repack-size", "1e309"])

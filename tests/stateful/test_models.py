@@ -1,0 +1,28 @@
+"""The model of rewriting: its rules keep what is needed, and none of them can be spared."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tally import tally
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from rewriting import RULES, explore
+
+THOROUGH = "SNAPSTORE_TEST_THOROUGH" in os.environ
+
+
+@pytest.mark.parametrize("saver", [False, pytest.param(True, marks=pytest.mark.skipif(not THOROUGH, reason="long"))])
+def test_the_rules_hold(saver):
+    broken, states = explore(rounds=1 if saver else 2, saver=saver)
+    tally("model states", states)
+    assert broken is None
+    assert states > 300_000
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_can_be_spared(rule):
+    broken, _ = explore(frozenset([rule]))
+    assert broken is not None

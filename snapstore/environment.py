@@ -129,6 +129,12 @@ class Environment:
         for name in ("data.mdb", "lock.mdb", "verified"):
             (self._folder / name).unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Free the disk that it takes. Whoever still uses it gets lmdb.Error."""
+        with self._locked():
+            self._env.close()
+            self._remove()
+
     def wipe(self) -> None:
         """Start again with an empty index."""
         with self._locked():

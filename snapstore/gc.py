@@ -90,7 +90,7 @@ def collect(
     if mark_now is not None:
         _sweep(store, index, mark_now, fence_after_s, result)
     else:
-        _fence_dead(store, fence_after_s, result)
+        _fence_dead(store, index, fence_after_s, result)
     _forget_done(store)
     result.waiting_for = sorted(set(result.waiting_for))
     result.stored_bytes = sum(_sizes(store).values())
@@ -176,6 +176,16 @@ def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence
     return {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
 
 
+def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
+    """Put a word about what is to be freed. On a full disk the index, which is only a cache, makes room for it."""
+    try:
+        store.put(key, data)
+    except StorageFullError:
+        if not index.give_up():
+            raise
+        store.put(key, data)
+
+
 def _exists(store: ObjectStore, key: str) -> bool:
     """Objects of a save that committed after our listing are there, though the listing lacks them."""
     try:
@@ -227,17 +237,17 @@ def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
     mark = Mark(
         id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
     )
-    store.put(f"gc/{mark.id}.mark", records.encode(mark))
+    _put(store, index, f"gc/{mark.id}.mark", records.encode(mark))
     return mark
 
 
-def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
+def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
     """Step 4: the sessions listed after the mark was put; the first such list stands."""
     key = f"gc/{mark.id}.wait"
     sessions = [info.key.split("/")[1] for info in store.list("sessions/")]
     wait = Wait(id=mark.id, sessions=sessions)
     try:
-        store.put(key, records.encode(wait))
+        _put(store, index, key, records.encode(wait))
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
@@ -250,8 +260,8 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
 
 def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> bool:
     """Complete a mark; False when it must wait."""
-    wait = _wait_list(store, mark)
-    waiting = [session for session in wait.sessions if not _ended(store, session, fence_after_s, result)]
+    wait = _wait_list(store, index, mark)
+    waiting = [session for session in wait.sessions if not _ended(store, index, session, fence_after_s, result)]
     if waiting:
         result.waiting_for.extend(waiting)
         return False
@@ -291,7 +301,7 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
     return True
 
 
-def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: GcResult) -> bool:
+def _ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: float, result: GcResult) -> bool:
     """Whether a session has ended, by itself or because we fence it now."""
     key = f"sessions/{session_id}"
     try:
@@ -307,18 +317,18 @@ def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: Gc
     over = session_id in LEFT_OVER or held is False
     if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False
-    _fence(store, key, session)
+    _fence(store, index, key, session)
     LEFT_OVER.discard(session_id)
     result.fenced.append(session_id)
     return True
 
 
-def _fence(store: ObjectStore, key: str, session: Session) -> None:
+def _fence(store: ObjectStore, index: Index, key: str, session: Session) -> None:
     """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
     fence = _fence_of(store, session)
     if fence is not None:
         with suppress(AlreadyExistsError):
-            store.put(fence.key, records.encode(fence))
+            _put(store, index, fence.key, records.encode(fence))
     store.release(key)  # the key that was listed, not what the object says of itself
 
 
@@ -346,10 +356,10 @@ def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
     return found.revised()
 
 
-def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> None:
+def _fence_dead(store: ObjectStore, index: Index, fence_after_s: float, result: GcResult) -> None:
     """Tidy up sessions of the dead when there is nothing to sweep."""
     for info in list(store.list("sessions/")):
-        _ended(store, info.key.split("/")[1], fence_after_s, result)
+        _ended(store, index, info.key.split("/")[1], fence_after_s, result)
 
 
 def _forget_done(store: ObjectStore, keep: int = 10) -> None:
@@ -370,7 +380,7 @@ def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: obje
     """
     revision = snapshot.revised(**changes)
     try:
-        store.put(revision.key, records.encode(revision))
+        _put(store, index, revision.key, records.encode(revision))
     except AlreadyExistsError as error:
         found = records.decode(store.get(revision.key), Snapshot, revision.key)
         if found.write_id != revision.write_id:

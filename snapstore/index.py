@@ -246,6 +246,7 @@ class Index:
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._environment: Environment | None = None
+        self._given_up = False
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
             self._load()
@@ -432,6 +433,22 @@ class Index:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             return self.refresh()
 
+    def give_up(self) -> bool:
+        """Free the disk that the index takes of the store's own: whoever opens the repository next builds it anew.
+
+        Returns:
+            Whether it has been given up, now or before.
+        """
+        with self._lock:
+            local = isinstance(self._store, LocalStore) and self.folder.is_relative_to(self._store.root)
+            if self._environment is not None and local:
+                log.warning("no space is left in %s: the index is given up, it will be built anew", self._store.url)
+                with suppress(lmdb.Error, OSError):
+                    self._environment.discard()
+                    self._given_up = True
+                self._release()
+            return self._given_up
+
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
         """Cache; a cache that cannot be written is no failure."""
         if not items or self._environment is None:
@@ -463,9 +480,12 @@ class Index:
         if os.getpid() != self._pid:  # before the lock: the fork may have left it held
             return
         with self._lock:
-            if self._environment is not None:
-                self._environment.release()
-            self._environment = None
+            self._release()
+
+    def _release(self) -> None:
+        if self._environment is not None:
+            self._environment.release()
+        self._environment = None
 
 
 def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence[T]) -> list[bytes | SnapstoreError]:

@@ -12,10 +12,9 @@ import torch
 from faults import sampled
 from tally import tally
 
-from snapstore import Repository, SaveOptions, SnapshotManager, StorageFullError
+from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
 
 PAGE = 4096
-FEW_PAGES = 8
 OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
 
 
@@ -68,20 +67,16 @@ def saved(snapshots: SnapshotManager, step: int) -> bool:
     return True
 
 
-def collected(url: Path, disk: Path, pages: int) -> set[int]:
-    """On the full disk: forget a snapshot and collect it. That needs a few blocks, for the words that say so."""
+def collected(url: Path, disk: Path) -> set[int]:
+    """On the full disk: forget a snapshot and collect it."""
     with Repository.open(url, options=OPTIONS) as repository:
         oldest, *rest = sorted(repository.snapshots(), key=lambda s: s.step)
         if not rest:
             return set()
         before = free_pages(disk)
-        try:
-            repository.forget_snapshots([oldest.ref])
-            repository.gc()
-        except StorageFullError:
-            assert before < FEW_PAGES
-        else:
-            assert free_pages(disk) > before
+        repository.forget_snapshots([oldest.ref])
+        repository.gc()
+        assert free_pages(disk) > before
         return {oldest.step} - {s.step for s in repository.snapshots()}
 
 
@@ -108,7 +103,7 @@ def test_at_every_page_of_a_save(disk, background):
             fits = saved(snapshots, step)
             failed += not fits
             assert whole(url) == known | ({step} if fits else set()), pages
-            known -= collected(url, disk, pages)
+            known -= collected(url, disk)
             (disk / "ballast").unlink()
             snapshots.save(step + 2, state_of(step + 2)).result()
         assert whole(url) == known | ({step} if fits else set()) | {step + 2}
@@ -117,3 +112,21 @@ def test_at_every_page_of_a_save(disk, background):
             repository.gc()
             assert repository.stats().unneeded_bytes == 0
     assert failed, "the disk was never full"
+
+
+def test_not_one_free_block(disk):
+    """The words of a forget and a gc need room: the index, which is only a cache, makes it."""
+    url = disk / "repository"
+    with Repository.create(url, options=OPTIONS) as repository:
+        for step in range(4):
+            repository.save(state_of(step), run="r", step=step)
+    leave(disk, 0)
+    while free_pages(disk):  # what opening a file took, and gave back
+        leave(disk, 0)
+    with Repository.open(url, options=OPTIONS) as repository:
+        assert len(repository.forget([KeepLast(1)], run="r").forgotten) == 3
+        assert repository.gc().deleted_objects >= 3
+        assert free_pages(disk) > 10
+        (disk / "ballast").unlink()
+        repository.save(state_of(9), run="r", step=9)
+    assert whole(url) == {3, 9}

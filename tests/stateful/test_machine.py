@@ -345,7 +345,7 @@ def test_machine(monkeypatch):
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=500 if THOROUGH else 100,
+            max_examples=2000 if THOROUGH else 100,
             stateful_step_count=60 if THOROUGH else 30,
             deadline=None,
             derandomize=not THOROUGH,

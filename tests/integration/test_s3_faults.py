@@ -20,12 +20,13 @@ from itertools import product
 from pathlib import Path
 
 import boto3
+import foreign
 import pytest
-from faults import OPTIONS, THOROUGH, check_restores, check_whole, keys_of, same, save, values, version_of
+from faults import OPTIONS, THOROUGH, check_restores, check_whole, clone, keys_of, same, save, values, version_of
 from s3_stores import fresh_url, impatient, needs_server
 from tcp_proxy import Fault, Proxy, answer, lose_answer
 
-from snapstore import Repository
+from snapstore import Repository, manifest
 from snapstore.errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -35,7 +36,7 @@ from snapstore.errors import (
     StorageError,
     StorageFullError,
 )
-from snapstore.records import ABORTED, Snapshot, encode, parse_record_key
+from snapstore.records import ABORTED, Snapshot, encode, pack_key, parse_record_key
 from snapstore.retention import KeepLast
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3 import S3Store
@@ -69,13 +70,13 @@ def two_snapshots() -> MemoryStore:
 
 
 class World:
-    """A copy of `two_snapshots`, seen straight and through the proxy."""
+    """A copy of `made`, seen straight and through the proxy."""
 
-    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, made: MemoryStore) -> None:
         self.url, self.proxy = fresh_url(), proxy
         self.straight = S3Store(self.url)
-        for key in keys_of(two_snapshots()):
-            self.straight.put(key, two_snapshots().get(key))
+        for key in keys_of(made):
+            self.straight.put(key, made.get(key))
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         self.store = impatient(self.url)
         self.began = time.monotonic()
@@ -104,7 +105,7 @@ class World:
 
 @pytest.fixture
 def world(proxy, monkeypatch):
-    return World(proxy, monkeypatch)
+    return World(proxy, monkeypatch, two_snapshots())
 
 
 def cases(*chosen: tuple, every: list[tuple]) -> list[tuple]:
@@ -162,6 +163,92 @@ def test_every_answer_to_the_commit_is_lost(world):
     world.proxy.fault(put_of("snapshots"), lose_answer(), times=3)
     world.save()
     world.check([0, 1, 2])
+
+
+# --- compact, recode, repair ---
+
+
+def to_compact() -> MemoryStore:
+    """a@5 to a@7, their chains through what is forgotten."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(8):
+            save(repository, "a", step, step)
+        repository.forget([KeepLast(3)], run="a")
+        repository.gc()
+    return store
+
+
+def to_recode() -> MemoryStore:
+    """a@0 and a@1 in another codec."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository, foreign.written():
+        for step in range(2):
+            save(repository, "a", step, step)
+    return store
+
+
+def to_repair() -> MemoryStore:
+    """a@0 with a damaged pack, and b@0 with the same content, stored after that was known."""
+    store = clone(two_snapshots())
+    with Repository.open(store, options=OPTIONS) as repository:
+        repository.forget_snapshots(["a@1"], force=True)
+        repository.gc()
+        parts = repository.snapshot("a@0").manifests
+        key = pack_key(next(name for ref in parts for name in manifest.read(store, ref).header.pack_names))
+        data = bytearray(store.get(key))
+        data[len(data) // 2] ^= 1
+        store.delete([key])
+        store.put(key, bytes(data))
+        repository.repair(apply=True)
+        repository.save(values("a", 0), run="b", step=0)
+    return store
+
+
+REWRITES = {
+    "compact": (to_compact, lambda r: r.compact(), [5, 6, 7]),
+    "recode": (to_recode, lambda r: r.recode(), [0, 1]),
+    "repair": (to_repair, lambda r: r.repair(apply=True), [0]),
+}
+
+
+def needed(repository) -> list[tuple[str, int]]:
+    return [(s.ref, s.revision) for s in repository.snapshots()]
+
+
+@pytest.mark.parametrize("what", ["lost", "stays"])
+@pytest.mark.parametrize("kind", KINDS if THOROUGH else ["snapshots", "packs"])
+@pytest.mark.parametrize("verb", REWRITES)
+def test_a_rewrite_beside_a_bad_network(proxy, monkeypatch, verb, kind, what):
+    """An answer that is lost costs nothing; a storm that stays ends it, and a second run finishes the job."""
+    foreign.readable(monkeypatch)
+    make, act, steps = REWRITES[verb]
+    world = World(proxy, monkeypatch, make())
+    with Repository.open(world.store, options=OPTIONS) as repository:
+        before = dict(needed(repository))
+        rule = proxy.fault(
+            put_of(kind),
+            lose_answer() if what == "lost" else answer(503, "SlowDown"),
+            times=1 if what == "lost" else 10**6,
+        )
+        try:
+            act(repository)
+        except StorageError:
+            assert what == "stays"
+        assert rule.fired or (verb, kind) == ("repair", "packs")
+    assert time.monotonic() - world.began < IN_TIME_S
+    world.proxy.heal()
+    with Repository.open(world.store, options=OPTIONS) as repository:
+        act(repository)
+        repository.gc()
+        after = dict(needed(repository))
+        assert after.keys() == before.keys()
+        assert any(after[ref] > before[ref] for ref in after), "it is done"
+        for snapshot in repository.snapshots("a"):
+            assert snapshot.step in steps
+            assert same(repository.restore(f"id:{snapshot.id}"), values(*version_of(snapshot)))
+        assert repository.stats().unneeded_bytes == 0 or verb == "repair"
+        assert repository.check("restore").ok or verb == "repair"
 
 
 @pytest.mark.parametrize("kind", KINDS)

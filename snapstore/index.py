@@ -436,18 +436,29 @@ class Index:
     def give_up(self) -> bool:
         """Free the disk that the index takes of the store's own: whoever opens the repository next builds it anew.
 
+        Not as long as the store lacks a record that it may know: it keeps gc from what that one needs, and `repair`
+        puts it back from here.
+
         Returns:
             Whether it has been given up, now or before.
         """
         with self._lock:
             local = isinstance(self._store, LocalStore) and self.folder.is_relative_to(self._store.root)
-            if self._environment is not None and local:
+            if self._environment is not None and local and self._is_only_a_cache():
                 log.warning("no space is left in %s: the index is given up, it will be built anew", self._store.url)
                 with suppress(lmdb.Error, OSError):
                     self._environment.discard()
                     self._given_up = True
                 self._release()
             return self._given_up
+
+    def _is_only_a_cache(self) -> bool:
+        """Whether the store shows every record that is known here."""
+        try:
+            view = self.refresh()
+        except SnapstoreError:
+            return False
+        return not (view.damaged or view.unread or view.vanished)
 
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
         """Cache; a cache that cannot be written is no failure."""

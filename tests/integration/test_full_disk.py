@@ -12,7 +12,8 @@ import torch
 from faults import sampled
 from tally import tally
 
-from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
+from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
+from snapstore.storage.local import LocalStore
 
 PAGE = 4096
 OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
@@ -130,3 +131,31 @@ def test_not_one_free_block(disk):
         (disk / "ballast").unlink()
         repository.save(state_of(9), run="r", step=9)
     assert whole(url) == {3, 9}
+
+
+@pytest.mark.parametrize("harm", ["vanished", "damaged"])
+def test_the_index_is_not_given_up_while_a_record_is_only_there(tmp_path, monkeypatch, harm):
+    """A full disk that has lost a record: `repair` puts it back from the index, and until then no gc goes on."""
+    url = tmp_path / "repository"
+    with Repository.create(url, options=OPTIONS) as repository:
+        for step in range(3):
+            repository.save(state_of(step), run="r", step=step, metrics={"loss": 1.0})
+        record = url / repository.snapshot("r@1").key
+    record.unlink() if harm == "vanished" else record.write_bytes(b"SNAP")
+    put = LocalStore.put
+
+    def full(self, key, data):
+        if (url / "index" / "data.mdb").exists():
+            raise StorageFullError("no space is left (injected)")
+        return put(self, key, data)
+
+    with monkeypatch.context() as patch, Repository.open(url, options=OPTIONS) as repository:
+        patch.setattr(LocalStore, "put", full)
+        with pytest.raises(StorageFullError):
+            repository.forget_snapshots(["r@0"])
+    with Repository.open(url, options=OPTIONS) as repository:
+        with pytest.raises(IntegrityError):
+            repository.gc()
+        repository.repair(apply=True)
+        assert repository.snapshot("r@1").metrics == {"loss": 1.0}
+    assert whole(url) == {0, 1, 2}

@@ -83,8 +83,11 @@ class View:
         """Whether there is such a snapshot, and its record cannot be read."""
         return any(name == snapshot_id for _, _, name, _ in self._unknown())
 
-    def _require_known(self, asked: str, run: str, found: Snapshot | None, step: int | None = None) -> None:
-        """Raise if a snapshot that nothing is known of may be what a run's newest (of a step) is, rather than `found`.
+    def _require_known(
+        self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
+    ) -> None:  # fmt: skip
+        """Raise if a snapshot that nothing is known of may be what a run's newest (of a step, or the one of an id) is,
+        rather than `found`.
 
         Raises:
             StorageError, IntegrityError: its record could not be read; is damaged.
@@ -92,7 +95,7 @@ class View:
         for of_run, of_step, name, key in self._unknown():
             seq = self._seqs.get(name)
             older = found is not None and seq is not None and (seq, name) < (found.seq, found.id)
-            if of_run != run or older or (step is not None and of_step != step):
+            if of_run != run or older or (step is not None and of_step != step) or snapshot_id not in ("", name):
                 continue
             kind = StorageError if key in self.unread else IntegrityError
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
@@ -200,7 +203,7 @@ class View:
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
         for run, _, name, _ in self._unknown():
             if name.startswith(prefix):
-                self._require_known(ref, run, None)
+                self._require_known(ref, run, None, snapshot_id=name)
         if not found:
             raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
         if len(found) > 1:

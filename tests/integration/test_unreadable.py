@@ -522,3 +522,14 @@ def test_a_sweep_gives_up_no_forgotten_snapshot_because_its_manifest_cannot_be_r
     with opened(store) as found:
         assert found.unforget("b@0").state == "committed"
         assert same(found.restore("b@0"), values("b", 50))
+
+
+def test_a_damaged_record_is_named_by_its_own_id(store):
+    with opened(store) as found:
+        wanted = [found.snapshot(ref) for ref in ("a@0", "a@1")]
+    for snapshot in wanted:
+        flip(store, snapshot.key, 60)
+    with opened(store) as found:
+        for snapshot in wanted:
+            with pytest.raises(IntegrityError, match=f"may be {snapshot.ref} "):
+                found.restore(f"id:{snapshot.id}")

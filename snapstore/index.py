@@ -417,8 +417,9 @@ class Index:
 
     def _cached(self, sha256: str) -> bytes | None:
         """A manifest's header from the cache; a cache that cannot be read has none."""
+        environment = self._environment  # another thread may give it up
         try:
-            return self._environment.get(b"manifests", sha256) if self._environment else None
+            return environment.get(b"manifests", sha256) if environment else None
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
             return None
@@ -465,22 +466,23 @@ class Index:
 
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
         """Cache; a cache that cannot be written is no failure."""
-        if not items or self._environment is None:
+        environment = self._environment  # another thread may give it up
+        if not items or environment is None:
             return
         try:
             try:
-                self._environment.put(database, items)
+                environment.put(database, items)
             except lmdb.MapFullError:
                 log.warning("index %s does not fit its %d bytes; it is begun anew", self.folder, self._limit_bytes)
-                self._environment.wipe()
+                environment.wipe()
                 known = {key: records.parse_record_key(key) for key in self._records}
                 ruling = _highest({key: parsed for key, parsed in known.items() if parsed is not None})
                 kept = {key: self._records[key] for key in ruling}
-                self._environment.put(
+                environment.put(
                     b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in kept.items()}
                 )
                 if database != b"records":
-                    self._environment.put(database, items)
+                    environment.put(database, items)
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be written (%s); it will be caught up later", self.folder, error)
 

@@ -663,3 +663,18 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
         assert index_module.folder_for(store, "0" * 32)[1] is not None
     else:
         index_module.remove(temporary)
+
+
+def test_an_index_that_another_thread_gives_up_is_no_failure(root, monkeypatch):
+    """Retention does, on a full disk, while a save or a restore is looking something up."""
+    with Repository.open(root, options=OPTIONS) as repository:
+        index, ref = repository._index, repository.snapshot("a@2").manifests[0]
+        environment, looks = index._environment, iter(range(10))
+        gone = property(lambda _: environment if next(looks) == 0 else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(index), "_environment", gone, raising=False)
+            assert index._cached(ref.sha256)
+        looks = iter(range(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(index), "_environment", gone, raising=False)
+            index._store_all(b"manifests", {"a": b"b"})

@@ -149,6 +149,7 @@ class _Compacting(Rewriting):
         self.spent = 0  # bytes written
         self.anew: set[bytes] = set()  # blobs that are no copies
         self._chains: dict[bytes, Chain] = {}  # digest -> how it is rebuilt from now on
+        self._packs: set[str] = set()  # that these need, and maybe more
         self._work: Work | None = None  # the session that runs
         self._fresh: dict[bytes, Chain] = {}  # what it adds to `_chains`
         self._old: dict[bytes, Chain] = {}  # how these were rebuilt before
@@ -250,13 +251,18 @@ class _Compacting(Rewriting):
             self._chains[digest] = [
                 replace(link, place=places[link.key], key=b"") if link.key else link for link in chain
             ]
+            self._packs.update(link.place.pack for link in self._chains[digest] if link.place)
 
     def _drop_unsafe(self, work: Work) -> None:
         """Forget chains of other snapshots that a gc may be deleting by now: those snapshots may be gone."""
-        used = {digest: {link.place.pack for link in chain if link.place} for digest, chain in self._chains.items()}
-        packs = set().union(*used.values())
-        unsafe = packs - self.safe(work, packs)
-        self._chains = {digest: chain for digest, chain in self._chains.items() if unsafe.isdisjoint(used[digest])}
+        unsafe = self._packs - self.safe(work, self._packs)
+        if unsafe:
+            self._chains = {
+                digest: chain
+                for digest, chain in self._chains.items()
+                if not any(link.place and link.place.pack in unsafe for link in chain)
+            }
+            self._packs -= unsafe
 
     def _known(self, digest: bytes) -> Chain | None:
         return self._fresh.get(digest) or self._chains.get(digest)
@@ -338,6 +344,7 @@ class _Compacting(Rewriting):
             with suppress(*DAMAGE, CapabilityError):  # they are made anew then
                 self._encoder.rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
                 self._chains.update({chain[0].digest: chain for chain in own})
+                self._packs.update(link.place.pack for chain in own for link in chain if link.place)
             work.claim.heartbeat()
         packs = {link.place.pack for digest in wanted for link in self._chains.get(digest, []) if link.place}
         safe = self.safe(work, packs)

@@ -85,7 +85,29 @@ class Environment:
                 for database in self._databases.values():
                     transaction.drop(database, delete=False)
                 transaction.put(b"identity", identity, db=self._databases[b"meta"])
+        self._file = self._file_now()
         self._seal()
+
+    def _file_now(self) -> tuple[int, int]:
+        """Which file lies there.
+
+        Raises:
+            FileNotFoundError: none: it was discarded.
+        """
+        status = (self._folder / "data.mdb").stat()
+        return status.st_dev, status.st_ino
+
+    def _follow(self) -> None:
+        """Go on with the file that another process has begun in place of ours: a seal of ours would be no seal of it.
+
+        Raises:
+            FileNotFoundError: there is none: it was discarded, and whoever opens the repository next begins it anew.
+        """
+        if self._users and self._file_now() != self._file:  # without users there may be another one in this process
+            self._env.close()
+            if not self._seal_holds():
+                self._remove()
+            self._open_lmdb()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -145,6 +167,7 @@ class Environment:
     def put(self, database: bytes, items: dict[str, bytes]) -> None:
         """Store all items in one transaction."""
         with self._locked():
+            self._follow()
             with self._env.begin(write=True) as transaction:
                 for key, data in items.items():
                     transaction.put(key.encode(), data, db=self._databases[database])

@@ -678,3 +678,35 @@ def test_an_index_that_another_thread_gives_up_is_no_failure(root, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(index), "_environment", gone, raising=False)
             index._store_all(b"manifests", {"a": b"b"})
+
+
+def test_an_index_that_another_process_begins_anew_is_gone_on_with(root, caplog):
+    """Its seal would else be none of the file that is there: every opener would throw that away."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from faults import OPTIONS, save
+from snapstore import Repository
+with Repository.open({str(root)!r}, options=OPTIONS) as repository:
+    repository.view()
+    print("opened", flush=True)
+    for line in sys.stdin:
+        save(repository, "other", int(line), 0)
+        print("saved", flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as other:
+        assert other.stdout.readline() == "opened\n"
+        for step, anew in enumerate(("rebuild", "give_up")):
+            with Repository.open(root, options=OPTIONS) as repository:
+                getattr(repository._index, anew)()
+            for number in range(2):
+                with Repository.open(root, options=OPTIONS) as repository:
+                    assert len(repository.snapshots("other")) == 2 * step + number
+                other.stdin.write(f"{2 * step + number}\n")
+                assert other.stdout.readline() == "saved\n"
+        other.stdin.close()
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert len(repository.snapshots("other")) == 4
+    assert "damaged or unfinished" not in caplog.text

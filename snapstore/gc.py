@@ -183,7 +183,12 @@ def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
     except StorageFullError:
         if not index.give_up():
             raise
-        store.put(key, data)
+        try:
+            store.put(key, data)
+        except AlreadyExistsError:
+            if store.get(key, limit_bytes=MARK_LIMIT_BYTES) != data:
+                raise
+            # else it was ours: its name was there, and the folder had no room to be synced
 
 
 def _exists(store: ObjectStore, key: str) -> bool:

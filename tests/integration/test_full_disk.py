@@ -159,3 +159,23 @@ def test_the_index_is_not_given_up_while_a_record_is_only_there(tmp_path, monkey
         repository.repair(apply=True)
         assert repository.snapshot("r@1").metrics == {"loss": 1.0}
     assert whole(url) == {0, 1, 2}
+
+
+def test_a_mark_that_landed_on_a_full_disk_is_gone_on_with(tmp_path, monkeypatch):
+    """Its name is there, and then the folder cannot be synced."""
+    url = tmp_path / "repository"
+    with Repository.create(url, options=OPTIONS) as repository:
+        for step in range(3):
+            repository.save(state_of(step), run="r", step=step)
+        repository.forget([KeepLast(1)], run="r")
+        put = LocalStore.put
+
+        def full(self, key, data):
+            put(self, key, data)
+            if key.endswith(".mark"):
+                raise StorageFullError("no space is left (injected)")
+
+        monkeypatch.setattr(LocalStore, "put", full)
+        assert repository.gc().deleted_objects
+        monkeypatch.undo()
+    assert whole(url) == {2}

@@ -130,11 +130,14 @@ class View:
         return found
 
     def next_seq(self, run: str) -> int:
-        """What comes behind every snapshot of a run, those included whose records cannot be read: nobody knows their
-        seq, and a save that took the same would tie with them, or stand before them, once they are repaired.
+        """What comes behind every snapshot of a run, those included whose records cannot be read: where nobody knows
+        their seq, a save that took the same would tie with them, or stand before them, once they are repaired.
         """
-        unknown = {name for of_run, _, name, _ in self._unknown() if of_run == run}
-        return 1 + len(unknown) + max((s.seq for s in self.snapshots(run, states=None)), default=-1)
+        names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
+        seqs = [s.seq for s in self.snapshots(run, states=None)]
+        seqs += [self._seqs[name] for name in names & self._seqs.keys()]
+        # Each of the others may have been saved beside the rest, and have left room for them.
+        return 1 + len(names - self._seqs.keys()) ** 2 + max(seqs, default=-1)
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
         """Committed snapshots whose parent this is."""

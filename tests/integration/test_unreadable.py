@@ -533,3 +533,29 @@ def test_a_damaged_record_is_named_by_its_own_id(store):
         for snapshot in wanted:
             with pytest.raises(IntegrityError, match=f"may be {snapshot.ref} "):
                 found.restore(f"id:{snapshot.id}")
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_path, monkeypatch, store, index):
+    monkeypatch.undo()
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+
+    def harm(key):
+        disk.delete([key])
+        disk.put(key, b"SNAP")
+
+    with opened(disk) as found:
+        key = found.snapshot("a@2").key
+    harm(key)
+    made = []
+    for step in range(3, 6):
+        with opened(disk) as found:
+            made.append(save(found, "a", step, step))
+    for snapshot in made:
+        harm(snapshot.key)
+    with opened(disk) as found:
+        if not index:
+            found.rebuild_index()
+        assert save(found, "a", 6, 6).seq > max(snapshot.seq for snapshot in made)

@@ -187,7 +187,6 @@ class Rewriting(ABC):
             IntegrityError, FormatError, NotFoundError: it is damaged, and as it was.
             ConflictError: others keep revising it.
         """
-        made: set[Key] = set()
         for _ in range(ATTEMPTS):
             ruling = self.index.refresh().get(snapshot.id)
             if ruling is None or ruling.state not in self._states:
@@ -204,7 +203,7 @@ class Rewriting(ABC):
                         self.made.update({place: (place.length, 0) for place in places_of(part)})
                     self.rewritten.append(ruling)
                     return
-                revision = self._rewrite(ruling, parts, made)
+                revision = self._rewrite(ruling, parts)
                 (self.skipped if revision is ruling else self.rewritten).append(revision)
                 return
             except ConflictError as error:
@@ -265,11 +264,8 @@ class Rewriting(ABC):
             self._listings[name] = entries[np.argsort(entries["offset"], kind="stable")]
         return self._listings[name]
 
-    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part], made: set[Key]) -> Snapshot:
+    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part]) -> Snapshot:
         """New packs, new manifests and the next revision, or `ruling` if nothing changes after all.
-
-        Args:
-            made: collects the blobs that were new by it.
 
         Raises:
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
@@ -292,9 +288,8 @@ class Rewriting(ABC):
             if not any(data for _, data in written):
                 return ruling
             refs = [ref for ref, _ in written]
-            self.made.update({key: (work.before[key], length) for key, (_, _, length) in work.new.items()})
-            made |= work.new.keys()
-            grown = sum(self.made[key][1] - self.made[key][0] for key in made)
+            made = {key: (work.before[key], length) for key, (_, _, length) in work.new.items()}
+            grown = sum(after - before for before, after in made.values())
             grown += sum(ref.size_bytes for ref in refs) - sum(ref.size_bytes for ref in ruling.manifests)
             stored_bytes = max(0, ruling.stored_bytes + grown)
             headers = {ref.sha256: manifest.header_bytes(data) for ref, data in written if data}
@@ -305,6 +300,7 @@ class Rewriting(ABC):
             revision = ruling.revised(manifests=refs, stored_bytes=stored_bytes, depth=depth)
             claim.publish(revision, lambda _: ruling.revised())
         self.index.add(revision, headers)
+        self.made.update(made)
         self.published(work)
         log.info(
             "run=%s step=%d %s: %d blobs rewritten, total=%.2fs", ruling.run, ruling.step, self.verb, len(work.new),

@@ -2,9 +2,11 @@
 // a barrier runs the others. Just what the kernels in snapstore/cuda use.
 
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <ucontext.h>
 #include <vector>
@@ -43,66 +45,87 @@ static void __threadfence() {}
 static unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
 
 struct Fibre {
+    jmp_buf place;  // where it goes on, once it has begun; unlike swapcontext, that takes no system call
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(64 * 1024);
-    bool done = false;
-    unsigned long waits[2] = {0, 0};  // barriers it has come to: of the block, of its warp
+    bool begun = false, done = false;
     uint64_t shuffled = 0;
 };
-static std::vector<Fibre> fibres;
-static ucontext_t scheduler;
+static std::deque<Fibre> fibres;  // used again by later blocks
+static jmp_buf scheduler;
 static unsigned running;
 static const std::function<void()>* body;
 
-static void yield() { swapcontext(&fibres[running].context, &scheduler); }
-static void barrier(int kind, unsigned first, unsigned count) {  // of the threads first to first + count
-    unsigned long mine = ++fibres[running].waits[kind];
-    auto behind = [&] {
-        for (unsigned i = first; i < first + count && i < fibres.size(); i++)
-            if (!fibres[i].done && fibres[i].waits[kind] < mine) return true;
-        return false;
-    };
-    while (behind()) yield();
+static void yield() {
+    if (!_setjmp(fibres[running].place)) _longjmp(scheduler, 1);
 }
-static void __syncthreads() { barrier(0, 0, fibres.size()); }
+
+struct Barrier {  // of a block, or of a warp; threads that have ended are waited for no more
+    unsigned alive = 0, here = 0;
+    unsigned long passed = 0;
+    void look() {
+        if (alive && here == alive) passed++, here = 0;
+    }
+    void wait() {
+        unsigned long mine = passed + 1;
+        here++;
+        look();
+        while (passed < mine) yield();
+    }
+    void leave() {
+        alive--;
+        look();
+    }
+};
+static Barrier of_block, of_warp[32];
+
+static void __syncthreads() { of_block.wait(); }
 template <typename T>
 static T __shfl_xor_sync(unsigned, T value, int step) {
-    unsigned warp = running / 32 * 32;
     std::memcpy(&fibres[running].shuffled, &value, sizeof(T));
-    barrier(1, warp, 32);
+    of_warp[running / 32].wait();
     T other;
     std::memcpy(&other, &fibres[running ^ step].shuffled, sizeof(T));
-    barrier(1, warp, 32);
+    of_warp[running / 32].wait();
     return other;
 }
 static void enter() {
-    (*body)();
-    fibres[running].done = true;
-    yield();
+    while (true) {  // a thread of one block after another
+        (*body)();
+        fibres[running].done = true;
+        of_block.leave();
+        of_warp[running / 32].leave();
+        yield();
+    }
+}
+static void resume() {  // the fibre `running`, until it yields
+    if (_setjmp(scheduler)) return;
+    Fibre& fibre = fibres[running];
+    if (fibre.begun) _longjmp(fibre.place, 1);
+    fibre.begun = true;
+    getcontext(&fibre.context);
+    fibre.context.uc_stack.ss_sp = fibre.stack.data();
+    fibre.context.uc_stack.ss_size = fibre.stack.size();
+    fibre.context.uc_link = nullptr;
+    makecontext(&fibre.context, enter, 0);
+    setcontext(&fibre.context);
 }
 
 static void launch(unsigned grid_x, unsigned grid_y, unsigned block, const std::function<void()>& kernel) {
     body = &kernel;
+    while (fibres.size() < block) fibres.emplace_back();
     for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
         for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) {
-            fibres.resize(block);
-            for (auto& fibre : fibres) {
-                fibre.done = false;
-                fibre.waits[0] = fibre.waits[1] = 0;
-                getcontext(&fibre.context);
-                fibre.context.uc_stack.ss_sp = fibre.stack.data();
-                fibre.context.uc_stack.ss_size = fibre.stack.size();
-                fibre.context.uc_link = nullptr;
-                makecontext(&fibre.context, enter, 0);
+            of_block = {block};
+            for (unsigned i = 0; i < block; i++) {
+                if (i % 32 == 0) of_warp[i / 32] = {block - i < 32 ? block - i : 32};
+                fibres[i].done = false;
             }
-            for (bool alive = true; alive;) {
-                alive = false;
+            while (of_block.alive)
                 for (running = 0; running < block; running++)
                     if (!fibres[running].done) {
-                        alive = true;
                         threadIdx.x = running;
-                        swapcontext(&scheduler, &fibres[running].context);
+                        resume();
                     }
-            }
         }
 }

@@ -54,8 +54,7 @@ class Emulator:
     def launch(self, kernel, grid, block, *args):
         function = getattr(emulated(kernel), f"launch_{kernel}")
         grid = (*grid, 1)[:2]
-        values = [ctypes.c_uint64(a.address if isinstance(a, Placed) else int(a)) for a in args]
-        function(*(ctypes.c_uint(n) for n in grid), ctypes.c_uint(block), *values)
+        function(*grid, block, *(a.address if isinstance(a, Placed) else int(a) for a in args))
 
 
 @cache
@@ -78,6 +77,7 @@ def emulated(kernel):
     flags = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
     subprocess.run(["g++", *flags, "-o", library, folder / "kernel.cpp"], check=True)
     loaded = ctypes.CDLL(str(library))
+    getattr(loaded, f"launch_{kernel}").argtypes = [ctypes.c_uint] * 3 + [ctypes.c_uint64] * len(names)
     shutil.rmtree(folder)
     return loaded
 

@@ -1,0 +1,87 @@
+"""The tests of the GPU engine on a CPU that plays a GPU (tests/fake_cuda.py): its host code runs in CI as well."""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+RUN = [
+    "gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "gpu/test_gpu_memory.py",
+    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py",
+    "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
+]  # fmt: skip
+
+LEFT_OUT = {
+    "a process of its own, which has no GPU": [
+        "gpu/test_gpu_ans.py::test_recode_by_the_shell",
+        "gpu/test_gpu_damage.py::test_forged_streams_under_right_checksums",
+    ],
+    "work that goes on while the host does something else": [
+        "gpu/test_gpu_memory.py::test_memory_from_an_engine_may_be_used_at_once",
+        "gpu/test_gpu_staging.py::test_save_waits_for_nothing_on_the_device",
+    ],
+    "CUDA graphs": [
+        "gpu/test_gpu_staging.py::test_changes_by_a_replayed_graph",
+        "gpu/test_gpu_staging.py::test_a_save_while_a_graph_is_captured_is_refused",
+    ],
+    "a size that the smaller states do not reach": [
+        "gpu/test_gpu_memory.py::test_an_engine_without_memory_restores[{'above': 2097152}]",
+    ],
+    "time": [
+        "gpu/test_nvcomp.py::test_there_and_back[700",
+        "gpu/test_nvcomp.py::test_there_and_back[2100",
+        "gpu/test_gpu_ans.py::test_there_and_back[1024]",
+        "gpu/test_gpu_ans.py::test_recode_there_and_back[cpu]",
+        "gpu/test_gpu_memory.py::test_small_chunks_take_little_memory",
+        "gpu/test_gpu_memory.py::test_many_saves_keep_nothing[host]",
+        "gpu/test_gpu_staging.py::test_auto_decides_again_when_the_state_grows",
+        "gpu/test_gpu_staging.py::test_many_tensors",
+        "gpu/test_gpu_staging.py::test_several_managers_in_one_process",
+        "gpu/test_gpu_staging.py::test_changes_right_after_save[False",
+        "gpu/test_gpu_staging.py::test_changes_right_after_save[True-auto]",
+        "gpu/test_gpu_directions.py::test_saved_on_the_gpu_restored_where_there_is_none",
+        "gpu/test_gpu_directions.py::test_restored_onto_the_gpu",
+        "gpu/test_gpu_directions.py::test_restored_into_tensors",
+        "gpu/test_gpu_directions.py::test_a_repository_passes_check_on_both",
+        "gpu/test_gpu_directions.py::test_packs_of_any_size[100000]",
+        "gpu/test_gpu_directions.py::test_long_chains[repository",
+        "gpu/test_gpu_directions.py::test_long_chains[manager-4096]",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
+def test_the_gpu_engine_on_a_cpu(tmp_path):
+    left_out = [f"--deselect=tests/{name}" for names in LEFT_OUT.values() for name in names]
+    report = tmp_path / "report.xml"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-p", "fake_cuda", "-p", "no:cacheprovider", "-m", "gpu", "-q",
+            f"--junitxml={report}", *left_out, *(f"tests/{name}" for name in RUN),
+        ],
+        cwd=TESTS.parent, env=environment(), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-20_000:]}\n{done.stderr[:6000]}"
+    counts = Counter(outcome(case) for case in ElementTree.parse(report).iter("testcase"))
+    assert counts["passed"] > 100
+    assert set(counts) == {"passed"}, done.stdout[-3000:]
+
+
+def environment():
+    """Ours, without what belongs to this run of pytest, and to its coverage."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    own.pop("CUDA_VISIBLE_DEVICES", None)
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return own | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def outcome(case):
+    return next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")

@@ -91,10 +91,11 @@ def compact(
         IntegrityError: a record is damaged or missing, so what lives cannot be told.
         StorageError: the store failed; snapshots before that are rewritten.
     """
+    named = None if only is None else {snapshot.id for snapshot in only}
     for _ in range(ATTEMPTS):
         view = index.refresh()
         need_all_records(view, "compact", "nothing was rewritten")
-        chosen = view.snapshots() if only is None else [s for s in view.snapshots() if s.id in {o.id for o in only}]
+        chosen = [s for s in view.snapshots() if named is None or s.id in named]
         live = LiveBlobs(store, view, {s.id for s in chosen})
         now = index.refresh() if live.damaged else view
         if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):

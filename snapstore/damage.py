@@ -104,9 +104,7 @@ def answers(store: ObjectStore) -> None:
         break
 
 
-def unbuilt(
-    store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]
-) -> dict[int, SnapstoreError]:  # fmt: skip
+def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, SnapstoreError]:
     """Rebuild chunks; row -> why, of those that cannot be: each was tried by itself at last.
 
     A CapabilityError says that this machine cannot, of any of them: no damage, though an unknown codec is in DAMAGE.

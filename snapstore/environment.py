@@ -128,10 +128,9 @@ class Environment:
     def _seal(self) -> None:
         used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         seal, file = self._digest(used_bytes), self._folder / "verified"
-        if (
-            not file.exists() or file.read_text(errors="replace") != seal
-        ):  # a look that finds nothing new writes nothing
-            file.write_text(seal)
+        if file.exists() and file.read_text(errors="replace") == seal:
+            return  # a look that finds nothing new writes nothing
+        file.write_text(seal)
 
     def _seal_holds(self) -> bool:
         data = self._folder / "data.mdb"

@@ -177,7 +177,7 @@ def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence
 
 
 def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
-    """Put a word about what is to be freed. On a full disk the index, which is only a cache, makes room for it."""
+    """Put a revision or a note of gc. On a full disk the index, where it is only a cache, makes room for it."""
     try:
         store.put(key, data)
     except StorageFullError:

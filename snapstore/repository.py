@@ -566,6 +566,7 @@ class Repository:
 
         Raises:
             NotFoundError, InvalidInputError: a reference names nothing; no such number of bytes.
+            IntegrityError: a record is damaged or missing, so what lives cannot be told; nothing was rewritten.
             StorageError: the store failed; snapshots before that are rewritten.
         """
         from .compact import compact

@@ -107,12 +107,8 @@ class Claim:
                 mark = read_mark(self.store, key)
                 marked |= mark.keys() if mark else set()
         except (IntegrityError, FormatError, StorageError) as error:
-            log.warning(
-                "run=%s a gc mark cannot be read, %ss share nothing until a gc or a repair has removed it: %s",
-                self.run,
-                self.verb,
-                error,
-            )
+            text = "run=%s a gc mark cannot be read, %ss share nothing until a gc or a repair has removed it: %s"
+            log.warning(text, self.run, self.verb, error)
             return None
         return marked
 

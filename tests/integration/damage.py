@@ -194,3 +194,34 @@ def _another(name: str, key: str) -> bytes:
     data = {other: repository().get(other) for other in keys_of(repository(), prefix) if other != key}
     size = len(repository().get(key))
     return next(found for found in data.values() if len(found) != size)  # by its size it is known at every level
+
+
+def three() -> MemoryStore:
+    """a@0 to a@2 on each other."""
+    made = MemoryStore()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(made) as found:
+        for step in range(3):
+            save(found, "a", step, step)
+    return made
+
+
+def flip(store: Any, key: str, at: int) -> None:
+    """A bit of an object."""
+    data = bytearray(store.get(key))
+    data[at] ^= 1
+    store.delete([key])
+    store.put(key, bytes(data))
+
+
+def refs(snapshots: Any) -> set[str]:
+    """What to call them."""
+    return {s.ref for s in snapshots}
+
+
+def wound(store: Any, ref: str = "a@0", number: int = 0) -> str:
+    """A bit flips in the first blob of a pack that a save has written; its key."""
+    with opened(store) as found:
+        key = packs_of(store, found.snapshot(ref))[number]
+    flip(store, key, pack.HEADER.size + 50)
+    return key

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
-from damage import packs_of, repository, restoring
+from damage import flip, packs_of, refs, repository, restoring, three, wound
 from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
@@ -35,32 +35,7 @@ def _fast(monkeypatch):
 
 @pytest.fixture
 def store():
-    """a@0 to a@2 on each other."""
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
-    with opened(made) as found:
-        for step in range(3):
-            save(found, "a", step, step)
-    return made
-
-
-def flip(store, key, at):
-    data = bytearray(store.get(key))
-    data[at] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
-
-
-def refs(snapshots):
-    return {s.ref for s in snapshots}
-
-
-def wound(store, ref="a@0", number=0):
-    """A bit flips in the first blob of a pack that a save has written; its key."""
-    with opened(store) as found:
-        key = packs_of(store, found.snapshot(ref))[number]
-    flip(store, key, pack.HEADER.size + 50)
-    return key
+    return three()
 
 
 def snapshots_of(store):

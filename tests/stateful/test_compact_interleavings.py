@@ -5,30 +5,35 @@ Random schedules first, then the stands at which a rule of docs/design/protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import (
     OPTIONS,
-    SEED,
     Actor,
     check_clean,
     check_restores,
     clone,
     keys_of,
-    one_thread,
     opened,
-    run_randomly,
     same,
     save,
     values,
 )
-from tally import tally
-from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
+from schedules import (
+    PER_TEST,
+    SCHEDULES,
+    Stage,
+    collecting,
+    forgetting,
+    played,
+    saving,
+    several,
+    tagging,
+    unforgetting,
+)
 
 from snapstore import KeepLast, Repository
 from snapstore.storage import ObjectStore
@@ -50,16 +55,6 @@ def history() -> MemoryStore:
     return store
 
 
-@pytest.fixture
-def actors(monkeypatch) -> Iterator[list[Actor]]:
-    """Whom to stop at the end."""
-    one_thread(monkeypatch, index=False)
-    found: list[Actor] = []
-    yield found
-    for actor in found:
-        actor.stop()
-
-
 def compacting(*refs: str, **options: Any) -> Any:
     def body(store: ObjectStore) -> Any:
         with opened(store) as repository:
@@ -70,23 +65,10 @@ def compacting(*refs: str, **options: Any) -> Any:
     return body
 
 
-def tagging(ref: str, name: str) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.tag(ref, name)
-
-    return body
-
-
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
-    for seed in range(first, min(first + PER_TEST, SCHEDULES // 4)):
-        tally("schedules")
-        random = Random(f"{SEED} {seed}")
-        store = clone(history())
-        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
-        gc = collecting(0.0 if impatient else 3600.0)
-        cast = {
+    def cast(gc, _):
+        return {
             "C": several(compacting(), compacting()),
             "D": several(compacting(max_repack_bytes=8000), compacting()),
             "S": several(saving("a", 10, 10), saving("b", 1, 51)),
@@ -96,15 +78,8 @@ def test_random_schedules(first, actors):
             "G": several(gc, gc),
             "H": several(gc),
         }
-        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
-        actors.extend(playing)
-        trace = run_randomly(playing, random)
-        about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
-            " ".join(t) for t in trace[-60:]
-        )
-        for actor in playing:
-            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
-        store.drop_holds()
+
+    for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 4))):
         with opened(store) as repository:
             check_restores(repository, about)
             assert repository.compact().failed == [], about
@@ -112,29 +87,9 @@ def test_random_schedules(first, actors):
         check_clean(store, about)
 
 
-class Stage:
-    """A store, and actors that go on when told to."""
-
-    def __init__(self, cast: list[Actor]) -> None:
-        self.store, self._cast = clone(history()), cast
-
-    def enter(self, name: str, body: Any, **options: Any) -> Actor:
-        self._cast.append(Actor(name, self.store, body, **options))
-        return self._cast[-1]
-
-    def check(self) -> dict[str, Any]:
-        """All restores; and after everybody is gone nothing is left over. The committed snapshots."""
-        with opened(self.store) as repository:
-            found = {s.ref: s for s in check_restores(repository)}
-            repository.gc()
-            assert {s.ref for s in repository.snapshots()} == set(found)
-        check_clean(self.store)
-        return found
-
-
 @pytest.fixture
 def stage(actors) -> Stage:
-    return Stage(actors)
+    return Stage(history(), actors, check_restores)
 
 
 @pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])

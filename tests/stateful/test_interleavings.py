@@ -6,34 +6,25 @@ when one of its rules is dropped, each driven by hand.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
 from faults import (
     OPTIONS,
-    SEED,
-    Actor,
     check_clean,
     clone,
     keys_of,
-    one_thread,
     opened,
     restored,
-    run_randomly,
     save,
     values,
 )
-from tally import tally
+from schedules import PER_TEST, SCHEDULES, Stage, collecting, forgetting, played, saving, several, unforgetting
 
 from snapstore import (
     ConflictError,
     IntegrityError,
-    InvalidInputError,
     KeepLast,
     NotFoundError,
     Repository,
@@ -41,10 +32,6 @@ from snapstore import (
 )
 from snapstore.storage import ObjectStore
 from snapstore.storage.memory import MemoryStore
-
-#: As many as a run of the tests makes; other ones in each run.
-SCHEDULES = int(os.environ.get("SNAPSTORE_TEST_SCHEDULES", "100"))
-PER_TEST = 20
 
 
 @cache
@@ -60,90 +47,22 @@ def history() -> MemoryStore:
     return store
 
 
-@pytest.fixture
-def actors(monkeypatch) -> Iterator[list[Actor]]:
-    """Whom to stop at the end."""
-    one_thread(monkeypatch, index=False)
-    found: list[Actor] = []
-    yield found
-    for actor in found:
-        actor.stop()
-
-
-# --- what the actors do ----------------------------------------------------------------------------------------------
-
-
-def saving(run: str, step: int, version: int, **options: Any) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return save(repository, run, step, version, **options)
-
-    return body
-
-
-def collecting(fence_after_s: float = 3600.0) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.gc(fence_after_s=fence_after_s)
-
-    return body
-
-
-def forgetting(*refs: str) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.forget_snapshots(refs, force=True) if refs else repository.forget([KeepLast(1)], run="a")
-
-    return body
-
-
-def unforgetting(ref: str) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.unforget(ref)
-
-    return body
-
-
-def several(*bodies: Any) -> Any:
-    """One after the other; what a lost race or a collected reference refuses does not stop the next."""
-
-    def body(store: ObjectStore) -> None:
-        for each in bodies:
-            with suppress(ConflictError, NotFoundError, InvalidInputError):
-                each(store)
-
-    return body
-
-
 # --- random schedules ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_random_schedules(first, actors):
-    for seed in range(first, min(first + PER_TEST, SCHEDULES)):
-        tally("schedules")
-        random = Random(f"{SEED} {seed}")
-        store = clone(history())
-        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
-        gc = collecting(0.0 if impatient else 3600.0)
-        cast = {
+    def cast(gc, random):
+        return {
             "S": several(saving("a", 10, 10), saving("a", 11, 11)),
             "T": several(saving("a", 20, 20, parent=random.choice((None, "a@0"))), saving("b", 1, 51)),
             "F": several(forgetting("a@0"), unforgetting("a@0"), unforgetting("a@1"), forgetting("a@2"), forgetting()),
             "G": several(gc, gc),
             "H": several(gc),
         }
-        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
-        actors.extend(playing)
-        trace = run_randomly(playing, random)
-        about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: " + " | ".join(
-            " ".join(t) for t in trace[-60:]
-        )
-        for actor in playing:
-            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
-        store.drop_holds()
+
+    for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES))):
         with opened(store) as repository:
             restored(repository, about)
             repository.gc()
@@ -153,29 +72,9 @@ def test_random_schedules(first, actors):
 # --- schedules of the models' counter-examples -----------------------------------------------------------------------
 
 
-class Stage:
-    """A store, and actors that go on when told to."""
-
-    def __init__(self, cast: list[Actor]) -> None:
-        self.store, self._cast = clone(history()), cast
-
-    def enter(self, name: str, body: Any, **options: Any) -> Actor:
-        self._cast.append(Actor(name, self.store, body, **options))
-        return self._cast[-1]
-
-    def check(self) -> set[str]:
-        """All restores; and after everybody is gone nothing is left over. The references committed."""
-        with opened(self.store) as repository:
-            refs = {s.ref for s in restored(repository)}
-            repository.gc()
-            assert {s.ref for s in repository.snapshots()} == refs
-        check_clean(self.store)
-        return refs
-
-
 @pytest.fixture
 def stage(actors) -> Stage:
-    return Stage(actors)
+    return Stage(history(), actors)
 
 
 def test_gc_between_session_and_record_waits(stage):
@@ -222,7 +121,7 @@ def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
     assert len(gc.finish().fenced) == 1
     with pytest.raises(ConflictError, match="gave this save up"):
         saver.finish()
-    refs = stage.check()
+    refs = stage.check().keys()
     assert "a@3" not in refs
 
 
@@ -271,7 +170,7 @@ def test_unforget_races_the_sweep(stage, stand):
         except NotFoundError:
             assert stand in ("stat mark", "delete")
     gc.finish()
-    assert stage.check() >= back
+    assert stage.check().keys() >= back
 
 
 def test_unforget_paused_past_the_sweep(stage):
@@ -301,7 +200,7 @@ def test_another_gc_completes_the_mark_of_one_that_stalls(stage, stand):
     again = stage.enter("S", saving("a", 4, 4)).until("put", "snapshots/")
     a.finish()
     again.finish()
-    assert {"a@3", "a@4"} <= stage.check()
+    assert {"a@3", "a@4"} <= stage.check().keys()
 
 
 def test_a_mark_that_was_completed_is_not_acted_upon(stage):

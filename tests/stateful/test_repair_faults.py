@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from faults import (
     CRASHES,
     MODES,
     OPTIONS,
-    SEED,
     Actor,
     Crash,
     FaultStore,
@@ -23,14 +20,13 @@ from faults import (
     keys_of,
     one_thread,
     opened,
-    run_randomly,
     same,
     save,
     values,
     version_of,
 )
+from schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
 from tally import tally
-from test_interleavings import PER_TEST, SCHEDULES, collecting, forgetting, saving, several, unforgetting
 
 from snapstore import IntegrityError, Repository, SnapstoreError, StorageError, pack
 from snapstore.storage import ObjectStore
@@ -164,38 +160,18 @@ def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
 # --- beside others ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def actors(monkeypatch) -> Iterator[list[Actor]]:
-    """Whom to stop at the end."""
-    one_thread(monkeypatch, index=False)
-    found: list[Actor] = []
-    yield found
-    for actor in found:
-        actor.stop()
-
-
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
-    for seed in range(first, min(first + PER_TEST, SCHEDULES // 4)):
-        tally("schedules")
-        random = Random(f"{SEED} {seed}")
-        store = clone(wounded())
-        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
-        gc = several(collecting(0.0 if impatient else 3600.0))
-        cast = {
+    def cast(gc, _):
+        return {
             "R": several(repairing(), repairing()),
             "Q": several(repairing()),
             "S": several(saving("a", 10, 10), saving("a", 11, 0)),
             "F": several(forgetting("a@0"), unforgetting("a@0"), forgetting("a@3")),
-            "G": lambda inner, gc=gc: _unless_damaged(gc, inner),
+            "G": lambda store: _unless_damaged(several(gc), store),
         }
-        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in cast.items()]
-        actors.extend(playing)
-        trace = run_randomly(playing, random)
-        about = f"seed {SEED} {seed}: " + " | ".join(" ".join(t) for t in trace[-60:])
-        for actor in playing:
-            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
-        store.drop_holds()
+
+    for store, about in played(wounded(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 4))):
         with opened(store) as repository:
             repository.gc()
         finish(store, about, committed=None)

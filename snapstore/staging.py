@@ -13,7 +13,6 @@ A Staging belongs to one SnapshotManager; only one save at a time touches it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,11 +38,11 @@ RETRY_AFTER_SAVES = 32
 
 def keys_of(part: Part) -> list[Key]:
     """A name for each of a part's tensors, the same in the next save."""
-    seen: Counter[tuple[str | int, ...]] = Counter()
+    seen: dict[tuple[str | int, ...], int] = {}
     keys = []
     for spec in part.specs:
-        keys.append((part.name, spec.path, seen[spec.path]))
-        seen[spec.path] += 1
+        number = seen[spec.path] = seen.get(spec.path, -1) + 1
+        keys.append((part.name, spec.path, number))
     return keys
 
 
@@ -93,7 +92,8 @@ class Staging:
             Per part, per tensor (nbytes,) uint8, safe from later changes of the state once `landed` has returned.
         """
         names = [keys_of(part) for part in parts]
-        self._spare.keep_only({key for keys in names for key in keys})
+        if self._spare:
+            self._spare.keep_only({key for keys in names for key in keys})
         copies: list[list[Memory]] = []
         on_devices: list[tuple[int, int, Key, Any, int]] = []
         for p, (part, keys) in enumerate(zip(parts, names, strict=True)):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: Device memory that a save works in at most, beside the copies, and with copies on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: Copies and work together should not take more, as a multiple of the state.
-MOST_OF_STATE = 2.1
+#: Copies and work together should not take more, as a multiple of the state: 2.1 with what torch's allocator keeps.
+MOST_OF_STATE = 2.05
 #: What one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies are put together anew once this share of the state would lie better apart.
@@ -52,6 +53,18 @@ class Pinned:
 
     def __len__(self) -> int:
         return len(self.array)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rooms:
+    """Memory for the copies of one device's tensors.
+
+    `memories` makes one Memory a tensor; called once the copies are under way, since that takes a while as well.
+    """
+
+    addresses: Column  # (n,)
+    memories: Callable[[], list[Memory]]
+    on_device: bool
 
 
 class DeviceStaging:
@@ -94,18 +107,17 @@ class DeviceStaging:
                 rooms = self._rooms([items[i] for i in large], device, spare, base, unpaid)
                 try:
                     hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
+                    copies = rooms.memories()
                 except torch.OutOfMemoryError:
-                    rooms = self._without_memory([items[i] for i in large], device, spare, base)
+                    copies = self._without_memory([items[i] for i in large], device, spare, base)
                     hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
-                for i, room in zip(large, rooms, strict=True):
-                    memories[i] = spare[items[i][0]] = room
+                for i, memory in zip(large, copies, strict=True):
+                    memories[i] = spare[items[i][0]] = memory
                 for i, memory in zip(small, hosted, strict=True):
                     memories[i] = memory
         return memories
 
-    def _begin(
-        self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: Sequence[Memory]
-    ) -> list[Bytes]:
+    def _begin(self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: _Rooms) -> list[Bytes]:
         """Enqueue all copies of one device on a stream of our own, between two waits of the training stream."""
         training, stream = torch.cuda.current_stream(device), self._stream(device)
         self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may let go of them at once
@@ -115,12 +127,12 @@ class DeviceStaging:
         with torch.cuda.stream(stream):
             n = len(small)
             hosted = self._copy_small(sources[:n], lengths[:n], device, stream)
-            if rooms and isinstance(rooms[0], Pinned):
-                for source, room in zip(sources[n:].tolist(), rooms, strict=True):
-                    copy_async(room.array.ctypes.data, source, len(room), stream)
-            elif rooms:
-                places = np.array([room.data_ptr() for room in rooms], np.int64)
-                _gather(sources[n:], places, lengths[n:], device, stream)
+            if rooms.on_device:
+                _gather(sources[n:], rooms.addresses, lengths[n:], device, stream)
+            else:
+                columns = (rooms.addresses, sources[n:], lengths[n:])
+                for place, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+                    copy_async(place, source, nbytes, stream)
             done = torch.cuda.Event()
             done.record(stream)
         training.wait_event(done)
@@ -193,14 +205,15 @@ class DeviceStaging:
     def _rooms(
         self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
         unpaid: Container[Key],
-    ) -> list[Memory]:  # fmt: skip
+    ) -> _Rooms:  # fmt: skip
         """Memory for the copies: on the device, or else on the host."""
         if items and self._mode(items, device, spare, base) == "device":
             try:
                 return self._device_rooms(items, device, spare, unpaid)
             except torch.OutOfMemoryError:
                 self._give_up(device, spare, base)
-        return [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+        pinned = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+        return _Rooms(np.array([room.array.ctypes.data for room in pinned], np.int64), lambda: list(pinned), False)
 
     def _give_up(self, device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
         """There is no room for copies on a device: none stays there."""
@@ -223,24 +236,34 @@ class DeviceStaging:
 
     def _device_rooms(
         self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], unpaid: Container[Key]
-    ) -> list[Memory]:
-        """Two allocations cut to pieces, since one a tensor would take a millisecond: those of bases to be, and others.
+    ) -> _Rooms:
+        """Two allocations, since one a tensor would take a millisecond: for those of bases to be, and for others.
 
         The spare buffers of the device are let go first: torch gives the same memory again. It is our stream's: out of
         the training's, the training would take small pieces between saves, and the rest of it would fit no copy again.
         """
         lie_apart = self._lie_apart(items, device, unpaid)
-        rooms: list[Memory] = [None] * len(items)
         for key in [k for k, m in spare.items() if isinstance(m, torch.Tensor) and m.device == device]:
             del spare[key]
-        for apart in (False, True):
-            own = [i for i, (key, _, _) in enumerate(items) if (key in lie_apart) == apart]
-            sizes = [nbytes + -nbytes % ALIGNMENT for _, _, nbytes in map(items.__getitem__, own)]
+        sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
+        is_apart = np.array([key in lie_apart for key, _, _ in items], bool)
+        addresses = np.empty(len(items), np.int64)
+        groups: list[tuple[Column, torch.Tensor]] = []  # rows, and the memory that they share
+        for rows in (np.flatnonzero(~is_apart), np.flatnonzero(is_apart)):
             with torch.cuda.stream(self._stream(device)):
-                together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            for i, room in zip(own, together.split_with_sizes(sizes), strict=True):
-                rooms[i] = room
-        return rooms
+                together = torch.empty(int(sizes[rows].sum()), dtype=torch.uint8, device=device)
+            addresses[rows] = together.data_ptr() + np.cumsum(sizes[rows]) - sizes[rows]
+            groups.append((rows, together))
+
+        def memories() -> list[Memory]:
+            views: list[Memory] = [None] * len(items)
+            for rows, together in groups:
+                pieces = together.split_with_sizes(sizes[rows].tolist())
+                for row, piece in zip(rows.tolist(), pieces, strict=True):
+                    views[row] = piece
+            return views
+
+        return _Rooms(addresses, memories, True)
 
     def _lie_apart(self, items: Sequence[Item], device: torch.device, unpaid: Container[Key]) -> set[Key]:
         """Which copies to put apart: nearly always the same, so that the same memory fits them again."""
@@ -293,16 +316,23 @@ def _gather(
     sources: Column, destinations: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
 ) -> None:
     """One kernel copies every tensor, address to address; `stream` is the current one."""
-    pieces = -(-lengths // PIECE_BYTES)
-    which = np.repeat(np.arange(len(lengths)), pieces)
-    at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    which, at, sizes = _pieces(lengths.tobytes())
     table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
     view = table.numpy()
-    view[0], view[1] = sources[which] + at, destinations[which] + at
-    view[2] = np.minimum(lengths[which] - at, PIECE_BYTES)
+    view[0], view[1], view[2] = sources[which] + at, destinations[which] + at, sizes
     on_device = table.to(device, non_blocking=True)
     start = on_device.data_ptr()
     kernels.launch("gather", (len(which),), stream, [start + 8 * len(which) * i for i in range(3)])
+
+
+@lru_cache(maxsize=8)  # every save copies the same tensors: as good as always the same lengths
+def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
+    """Tensors of some lengths, int64, cut for the blocks of a kernel: each piece's tensor, start in it, and length."""
+    whole = np.frombuffer(lengths, np.int64)
+    pieces = -(-whole // PIECE_BYTES)
+    which = np.repeat(np.arange(len(whole)), pieces)
+    at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    return which, at, np.minimum(whole[which] - at, PIECE_BYTES)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -276,15 +276,30 @@ class Index:
         """
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
-            listed, infos = {}, {}
+            vanished = set(self._records)
+            # Of every id the revision that rules, its key, and how it is listed where that is news. No more of each:
+            # there may be ten thousands, and every thread that ever looked keeps the memory that its look took.
+            highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
             for info in self._store.list("snapshots/"):
-                parsed = records.parse_record_key(info.key)
-                if parsed is not None:
-                    listed[info.key], infos[info.key] = parsed, info
-            ruling = _highest(listed)  # the others are history, which nobody reads
-            known = {key for key, record in self._records.items() if key in ruling and record.is_listed_as(infos[key])}
-            self._date(infos[key] for key in known if self._records[key].modified_s == JUST_MADE)
-            wanted = iter(sorted(ruling - known))
+                record = self._records.get(info.key)
+                if record is not None and record.is_listed_as(info):
+                    name, revision = record.snapshot.id, record.snapshot.revision
+                    news = info if record.modified_s == JUST_MADE else None
+                else:
+                    parsed = records.parse_record_key(info.key)
+                    if parsed is None:
+                        continue
+                    (name, revision), news = parsed[2:], info
+                vanished.discard(info.key)
+                if name not in highest or (revision, info.key) > highest[name][:2]:
+                    highest[name] = revision, info.key, news
+            ruling = {key for _, key, _ in highest.values()}  # the others are history, which nobody reads
+            infos = {key: info for _, key, info in highest.values() if info is not None}
+            known = {
+                key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
+            }
+            self._date(infos[key] for key in known)
+            wanted = iter(sorted(infos.keys() - known))
             damaged: dict[str, str] = {}
             unread: dict[str, str] = {}
             while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
@@ -293,32 +308,27 @@ class Index:
                     try:
                         if isinstance(data, SnapstoreError):
                             raise data
-                        record = _Record.listed(self._read(key, data, listed[key]), infos[key])
+                        record = _Record.listed(self._read(key, data), infos[key])
                         self._records[key], fresh[key] = record, record.pack(data)
                     except (FormatError, IntegrityError, NotFoundError) as error:
                         damaged[key] = str(error)
                     except StorageError as error:
                         unread[key] = str(error)
                 self._store_all(b"records", fresh)
-            vanished = sorted(self._records.keys() - listed.keys())
             unknown = damaged.keys() | unread.keys()
             shown = [self._records[key].snapshot for key in ruling - unknown]
-            return View(shown, damaged, vanished, unread, self._seqs_of(unknown, listed) if unknown else None)
+            return View(shown, damaged, sorted(vanished), unread, self._seqs_of(unknown) if unknown else None)
 
-    def _seqs_of(self, unknown: Iterable[str], listed: Mapping[str, tuple[str, int, str, int]]) -> dict[str, int]:
+    def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
         """The seq, by id, of snapshots whose ruling record cannot be read: no revision changes it."""
-        names = {listed[key][2]: key for key in unknown}
-        seqs: dict[str, int] = {}
-        for key, (_, _, name, _) in listed.items():
-            known = self._records.get(key)
-            if name in names and known is not None:
-                seqs[name] = known.snapshot.seq
-        for key, parsed in listed.items():
-            if parsed[2] in names and parsed[2] not in seqs and key != names[parsed[2]]:
-                data = self._get_record(key)
-                with suppress(SnapstoreError):
-                    if isinstance(data, bytes):
-                        seqs[parsed[2]] = self._read(key, data, parsed).seq
+        keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := records.parse_record_key(key))}
+        seqs = {r.snapshot.id: r.snapshot.seq for r in self._records.values() if r.snapshot.id in keys}
+        for name, (key, (run, step, _, revision)) in keys.items():
+            others = (records.record_key(run, step, name, other) for other in (revision - 1, 0) if other >= 0)
+            for other in dict.fromkeys(others):
+                if name not in seqs and other != key and isinstance(data := self._get_record(other), bytes):
+                    with suppress(SnapstoreError):
+                        seqs[name] = self._read(other, data).seq
         return seqs
 
     def _date(self, infos: Iterable[ObjectInfo]) -> None:
@@ -349,9 +359,9 @@ class Index:
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
 
     @staticmethod
-    def _read(key: str, data: bytes, parsed: tuple[str, int, str, int]) -> Snapshot:
+    def _read(key: str, data: bytes) -> Snapshot:
         snapshot = records.decode(data, Snapshot, key)
-        if (snapshot.run, snapshot.step, snapshot.id, snapshot.revision) != parsed:
+        if snapshot.key != key:
             raise IntegrityError(f"{key}: holds the record of {snapshot.key}; it was moved or altered")
         return snapshot
 

@@ -61,8 +61,6 @@ from . import (
 )
 from .locks import clean_temp, drop_temp, is_locked, keep, let_go, open_temp
 
-_Entries = list[tuple[str, os.stat_result]]
-
 _READ_PIECE_BYTES = 1024 * 1024 * 1024  # one read(2) moves less than 2 GiB at most
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -187,8 +185,10 @@ class LocalStore:
             self._root_identity()
             if (self._root / prefix).is_dir():
                 self._make_levels(self._root / prefix)
-                for directory, _, _ in self._walk(prefix):
-                    _fsync_directory(directory)
+                _fsync_directory(self._root / prefix)
+                for key, status in self._walk(prefix):
+                    if stat.S_ISDIR(status.st_mode):
+                        _fsync_directory(self._root / key)
 
     def touch(self, key: str) -> None:
         """Set `modified_s` to the file system's present; NotFoundError when the object is gone."""
@@ -214,7 +214,7 @@ class LocalStore:
         freed_bytes = 0
         with self._failures("tmp/", "clean"):
             self._root_identity()
-            for name, _ in _entries(self._temps):
+            for name in _names(self._temps):
                 freed_bytes += clean_temp(self._temps / name)
         return freed_bytes
 
@@ -318,23 +318,28 @@ class LocalStore:
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._failures(prefix or "/", "list"):
             before = self._root_identity()
-            for _, below, entries in self._walk(prefix):
-                for name, status in entries:
-                    if stat.S_ISREG(status.st_mode):
-                        yield _info(below + name, status)
+            for key, status in self._walk(prefix):
+                if stat.S_ISREG(status.st_mode):
+                    yield _info(key, status)
             # An unmount in mid-listing makes every directory look vanished; less than there is must not pass for all.
             if self._root_identity() != before:
                 raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
 
-    def _walk(self, prefix: str) -> Iterator[tuple[Path, str, _Entries]]:
-        """(directory, its key prefix, its entries) of `prefix` and below; a stack, so that depth is no attack."""
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(key, status) of files and directories below `prefix`; a stack, so that depth is no attack."""
         pending = [prefix]
         while pending:
             below = pending.pop()
-            directory = self._root / below
-            entries = [entry for entry in _entries(directory) if below or entry[0] not in RESERVED]
-            yield directory, below, entries
-            pending.extend(f"{below}{name}/" for name, status in entries if stat.S_ISDIR(status.st_mode))
+            for name in _names(self._root / below):
+                if below or name not in RESERVED:
+                    key = below + name
+                    try:
+                        status = os.stat(f"{self._root}/{key}")  # noqa: PTH116  a Path takes longer than the stat
+                    except _GONE:
+                        continue
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(f"{key}/")
+                    yield key, status
 
     # --- names and errors ---
 
@@ -380,18 +385,17 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key, status.st_size, status.st_mtime, f"{status.st_ino:x}-{status.st_ctime_ns:x}")
 
 
-def _entries(directory: Path) -> _Entries:
-    """(name, status) of what is there and could be part of a key; empty when the directory has vanished."""
+def _names(directory: Path) -> list[str]:
+    """What is there and could be part of a key; nothing when the directory has vanished.
+
+    At once, since one that is read while files in it are deleted may hide others; without their status, which of
+    thousands takes megabytes.
+    """
     try:
         with os.scandir(directory) as scan:
-            found = [entry for entry in scan if is_component(entry.name)]
+            return [entry.name for entry in scan if is_component(entry.name)]
     except _GONE:
         return []
-    entries = []
-    for entry in found:
-        with suppress(*_GONE):
-            entries.append((entry.name, entry.stat()))
-    return entries
 
 
 def _fsync_directory(directory: Path) -> None:

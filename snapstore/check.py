@@ -35,11 +35,12 @@ from .errors import (
     StorageError,
 )
 from .gc import OBJECT_NAME
-from .index import Index, View
+from .index import Index
 from .manifest import Manifest
 from .records import COMMITTED, FORGOTTEN, Done, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from .session import MARK_LIMIT_BYTES
 from .storage import ObjectInfo, ObjectStore
+from .view import View
 
 LEVELS = ("metadata", "data", "restore")
 #: So many damaged chunks of one snapshot are named; the rest is counted.

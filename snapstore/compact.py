@@ -30,7 +30,7 @@ from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
 from .gc import need_all_records
-from .index import Index, View
+from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .records import COMMITTED, ManifestRef, Snapshot, pack_key
@@ -40,6 +40,7 @@ from .rewrite import ATTEMPTS, Part, Rewriting, Target, Work
 from .storage import ObjectStore
 from .stored import batches, lengths_of, names_of
 from .survey import Cut, LiveBlobs, Plan, room, rows_of, worth
+from .view import View
 
 log = logging.getLogger("snapstore")
 

@@ -32,11 +32,12 @@ from .errors import (
     StorageError,
     StorageFullError,
 )
-from .index import Index, View
+from .index import Index
 from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
 from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
 from .storage import ObjectStore
 from .threads import Threads
+from .view import View
 
 log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0

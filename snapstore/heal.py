@@ -25,13 +25,14 @@ from .damage import DamagedPacks, answers, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
-from .index import Index, View
+from .index import Index
 from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest
 from .pack import ENTRY, PackWriter
 from .packing import put_once
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot, pack_key
 from .session import Claim, all_needed_keys
 from .storage import ObjectStore
+from .view import View
 
 log = logging.getLogger("snapstore")
 #: How often a snapshot that others revise meanwhile is begun again.

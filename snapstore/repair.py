@@ -42,10 +42,11 @@ from .errors import (
     StorageError,
 )
 from .heal import Healer
-from .index import Index, View
+from .index import Index
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
 from .session import all_needed_keys, needed_keys
 from .storage import ObjectStore
+from .view import View
 
 log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)

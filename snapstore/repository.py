@@ -33,10 +33,11 @@ from .errors import (
     StorageError,
 )
 from .gc import GcResult
-from .index import Index, View
+from .index import Index
 from .pack import DEFAULT_PACK_BYTES
 from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
 from .storage import ObjectStore, open_store
+from .view import View
 
 if TYPE_CHECKING:
     from .check import CheckResult

@@ -32,7 +32,7 @@ from .blob import Column
 from .chain import Key, Place
 from .engine import Engine
 from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
-from .index import Index, View
+from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .packing import Packs
@@ -41,6 +41,7 @@ from .session import Claim
 from .storage import ObjectStore
 from .stored import NAME, Stored, batches, bytes_of, digests_of, laid_out, lengths_of, names_of, parse
 from .threads import Threads
+from .view import View
 
 log = logging.getLogger("snapstore")
 #: How often a snapshot that others revise meanwhile is begun again.

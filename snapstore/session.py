@@ -33,9 +33,10 @@ from .errors import (
     StorageError,
     StorageFullError,
 )
-from .index import Index, View
+from .index import Index
 from .records import ABORTED, COMMITTED, Mark, Snapshot
 from .storage import ObjectStore
+from .view import View
 
 log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4

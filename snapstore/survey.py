@@ -18,11 +18,11 @@ from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
 from .errors import DAMAGE
-from .index import View
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
 from .records import ManifestRef, Snapshot
 from .storage import ObjectStore
+from .view import View
 
 log = logging.getLogger("snapstore")
 #: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.

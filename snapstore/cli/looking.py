@@ -12,10 +12,10 @@ from .output import line, local, note, plain, print_json, snapshot_json, spinner
 from .shell import PARTIAL, Ref, Shell, UsageError, verb
 
 if TYPE_CHECKING:
-    from ..index import View
     from ..manifest import Manifest
     from ..records import Snapshot
     from ..repository import Repository
+    from ..view import View
 
 
 @verb()

@@ -523,3 +523,35 @@ def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_
         if not index:
             found.rebuild_index()
         assert save(found, "a", 6, 6).seq > max(snapshot.seq for snapshot in made)
+
+
+# --- a record whose reads fail slowly --------------------------------------------------------------------------------
+
+
+def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store):
+    """On S3 an object that answers 5xx takes half a minute to say so, and a save under a policy looks six times."""
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    failing = Unreadable(store, key)
+    with opened(failing) as found:
+        reads = 10**9 - failing.times
+        monkeypatch.setattr("snapstore.index.SLOW_FAILURE_S", 0.0)
+        monkeypatch.setattr("snapstore.index.FAILURE_REST", 10**9)
+        for _ in range(3):
+            assert list(found.view().unread) == [key]
+        save(found, "b", 5, 5)
+        assert 10**9 - failing.times == reads + 1
+        failing.bad.clear()
+        assert list(found.view().unread) == [key]  # nobody has asked
+        found.rebuild_index()
+        assert not found.view().unread
+        assert found.snapshot("a@2").key == key
+
+
+def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    with opened(Unreadable(store, key, times=3)) as found:
+        for _ in range(3):
+            found.view()
+        assert not found.view().unread

@@ -88,7 +88,7 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         "SNAPSTORE_TEST_EXAMPLES": str(max(1, round(factor * args.examples))),
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--no-header", "-rN",
-               "-p", "no:cacheprovider", "--timeout", "7200", "-n", str(args.workers), "--dist", "worksteal",
+               "-p", "no:cacheprovider", "--timeout", "7200", f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
                *tests]  # fmt: skip
     print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}", flush=True)
     began = time.monotonic()
@@ -108,7 +108,7 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
     report["seconds"] = round(report["seconds"] + took, 1)
     if done.returncode:
         shown = " ".join(f"{key}={value}" for key, value in settings.items())
-        again = f"{shown} python -m pytest {shlex.join(tests)}"
+        again = f"{shown} python -m pytest --hypothesis-seed={seed} {shlex.join(tests)}"
         print(done.stdout[-6000:], flush=True)
         report["failed_runs"] += 1
         said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]

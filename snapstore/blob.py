@@ -246,7 +246,7 @@ def parse(blob: memoryview, where: str) -> Header:
     if magic != MAGIC:
         raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
     if version != VERSION:
-        raise FormatError(f"{where}: blob version {version}, this snapstore reads {VERSION}")
+        raise FormatError(f"{where}: blob version {version}, this snapstore reads {VERSION}; use a newer one")
     if zero:  # the one field that the checksum does not cover
         raise IntegrityError(f"{where}: {zero} where zero must stand; run 'snapstore check --read-data'")
     length = HEADER.size + 4 * count + payload_bytes

@@ -220,7 +220,7 @@ def _prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
     if magic != MAGIC:
         raise FormatError(f"{where}: no manifest: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise FormatError(f"{where}: manifest version {version}, this snapstore reads {VERSION}")
+        raise FormatError(f"{where}: manifest version {version}, this snapstore reads {VERSION}; use a newer one")
     return length, check
 
 

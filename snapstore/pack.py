@@ -149,7 +149,7 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     if magic != MAGIC:
         raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise FormatError(f"{key}: pack version {version}, this snapstore reads {VERSION}")
+        raise FormatError(f"{key}: pack version {version}, this snapstore reads {VERSION}; use a newer one")
     return PackHeader(rank, save_id, sequence)
 
 

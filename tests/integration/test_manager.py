@@ -643,6 +643,22 @@ def test_killed_in_mid_save(root, end):
     check_after(root, [0])
 
 
+def test_sigterm_with_time_to_live(root):
+    """A scheduler's SIGTERM, seconds before its SIGKILL: a handler that ends the program leaves the snapshot."""
+    got, out = run(
+        root,
+        """
+        import signal
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        snapshots.save(1, state(1))
+        time.sleep(30)
+        """,
+        kill=signal.SIGTERM,
+    )
+    assert got == 0, out
+    check_after(root, [0, 1])
+
+
 def test_sigint_in_mid_save_leaves_a_snapshot(root):
     got, out = run(root, "snapshots.save(1, state(1))\nsnapshots.wait_until_finished()", kill=signal.SIGINT)
     assert got != 0

@@ -52,13 +52,14 @@ HEADERS_IN_MEMORY = 256
 _SEEN = struct.Struct("<qd16s")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 JUST_MADE = -1.0
 #: A store that takes longer for a small object is asked for several at a time [s].
 SLOW_S = 0.003
-#: A record that could not be read, and took longer to say so [s], is left alone for so many times as long.
-SLOW_FAILURE_S, FAILURE_REST = 1.0, 10
+#: A record that could not be read, and took longer to say so [s], is left alone for so many times as long, at most [s].
+SLOW_FAILURE_S, RESTS, MOST_REST_S = 1.0, 10, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,15 @@ class _Record:
         return _SEEN.pack(self.size_bytes, self.modified_s, self.tag) + data
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """A record that took long to fail. Its error as text: the frames of an exception hold the state that is saved."""
+
+    until_s: float  # time.monotonic
+    info: ObjectInfo
+    why: str
+
+
 class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
@@ -92,7 +102,7 @@ class Index:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
-        self._failures: dict[str, tuple[float, StorageError]] = {}  # key -> until when it is not asked for again
+        self._resting: dict[str, _Rest] = {}
         self._environment: Environment | None = None
         self._given_up = False
         try:
@@ -141,12 +151,12 @@ class Index:
                 key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
             }
             self._date(infos[key] for key in known)
-            wanted = iter(sorted(infos.keys() - known))
+            unread = self._still_resting(infos)
+            wanted = iter(sorted(infos.keys() - known - unread.keys()))
             damaged: dict[str, str] = {}
-            unread: dict[str, str] = {}
             while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
                 fresh: dict[str, bytes] = {}
-                for key, data in zip(keys, _in_threads(self._get_record, keys), strict=True):
+                for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
                     try:
                         if isinstance(data, SnapstoreError):
                             raise data
@@ -156,10 +166,28 @@ class Index:
                         damaged[key] = str(error)
                     except StorageError as error:
                         unread[key] = str(error)
+                        if took_s > SLOW_FAILURE_S:
+                            until = time.monotonic() + min(RESTS * took_s, MOST_REST_S)
+                            self._resting[key] = _Rest(until, infos[key], unread[key])
                 self._store_all(b"records", fresh)
             unknown = damaged.keys() | unread.keys()
             shown = [self._records[key].snapshot for key in ruling - unknown]
             return View(shown, damaged, sorted(vanished), unread, self._seqs_of(unknown) if unknown else None)
+
+    def _still_resting(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
+        """Records that lately took long to fail, as they are listed now -> why: no look asks for them, since every save
+        looks several times, and each would wait as long.
+
+        Raises:
+            StorageError: the store cannot be read at all.
+        """
+        now = time.monotonic()
+        self._resting = {
+            key: rest for key, rest in self._resting.items() if now < rest.until_s and infos.get(key) == rest.info
+        }
+        if self._resting:
+            self._require_reads()
+        return {key: rest.why for key, rest in self._resting.items()}
 
     def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
         """The seq, by id, of snapshots whose ruling record cannot be read: no revision changes it."""
@@ -181,25 +209,22 @@ class Index:
             b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in dated.items()}
         )
 
+    def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
+        began = time.monotonic()
+        return self._get_record(key), time.monotonic() - began
+
     def _get_record(self, key: str) -> bytes | SnapstoreError:
         """The bytes of a record, or what is wrong with it.
 
         Raises:
             StorageError: the store cannot be read at all.
         """
-        rests_until, failure = self._failures.get(key, (0.0, None))
-        began = time.monotonic()
-        if failure is not None and began < rests_until:  # every save looks several times: each would wait as long
-            return failure
         try:
             return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
         except (FormatError, IntegrityError, NotFoundError) as error:
             return error
         except StorageError as error:
             self._require_reads()
-            now = time.monotonic()
-            if now - began > SLOW_FAILURE_S:
-                self._failures[key] = now + FAILURE_REST * (now - began), error
             return error
 
     def _require_reads(self) -> None:
@@ -291,7 +316,7 @@ class Index:
         self.check_process()
         with self._lock:
             self._records.clear()
-            self._failures.clear()
+            self._resting.clear()
             try:
                 if self._environment is None:
                     self._environment = Environment.open(self.folder, self._uuid, self._limit_bytes)
@@ -367,7 +392,7 @@ class Index:
         self._environment = None
 
 
-def _in_threads(function: Callable[[T], bytes | SnapstoreError], items: Sequence[T]) -> list[bytes | SnapstoreError]:
+def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """`function` of every item, several at a time where the first ones show that each takes long."""
     began = time.monotonic()
     done = [function(item) for item in items[:2]]

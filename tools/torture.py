@@ -88,7 +88,8 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         "SNAPSTORE_TEST_EXAMPLES": str(max(1, round(factor * args.examples))),
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--no-header", "-rN",
-               "-p", "no:cacheprovider", "--timeout", "7200", f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
+               "-p", "no:cacheprovider", "--timeout", "7200",
+               f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
                *tests]  # fmt: skip
     print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}", flush=True)
     began = time.monotonic()

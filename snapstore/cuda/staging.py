@@ -121,6 +121,8 @@ class DeviceStaging:
         """Enqueue all copies of one device on a stream of our own, between two waits of the training stream."""
         training, stream = torch.cuda.current_stream(device), self._stream(device)
         self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may let go of them at once
+        if not rooms.on_device:  # an interrupt may come before anybody else holds what the copies write to
+            self._keep.append(rooms)
         sources = np.array([self._address(value) for _, value, _ in (*small, *large)], np.int64)
         lengths = np.array([nbytes for _, _, nbytes in (*small, *large)], np.int64)
         stream.wait_stream(training)

@@ -12,11 +12,14 @@ from snapstore.storage.memory import MemoryStore
 
 
 class Beside(FaultStore):
-    """Calls `verbs` once, before the first pack is put."""
+    """A store where only a heartbeat tells who lives, as S3; `verbs` run once, before the first pack is put."""
 
     def __init__(self, inner, verbs):
         super().__init__(inner)
         self.verbs = verbs
+
+    def is_held(self, key):
+        return None
 
     def _act(self, name, key, effect):
         if self.verbs is not None and name == "put" and key.startswith("packs/"):
@@ -40,7 +43,7 @@ def test_a_host_whose_clock_is_off(monkeypatch, off_by_hours):
         def act():
             with monkeypatch.context() as patch:
                 patch.setattr(time, "time", lambda: right() + off_by_s)
-                with opened(inner) as repository:
+                with opened(Beside(inner, None)) as repository:
                     save(repository, run, 0, 7)
                     repository.forget([KeepLast(1)], run="a")
                     waited.append(len(repository.gc().waiting_for))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import numpy as np
 import pytest
 from damage import flip, packs_of, refs, repository, three, twin, wound
@@ -528,24 +532,76 @@ def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_
 # --- a record whose reads fail slowly --------------------------------------------------------------------------------
 
 
-def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store):
+@pytest.fixture
+def slow(monkeypatch):
+    """Every failure is a slow one."""
+    monkeypatch.setattr("snapstore.index.SLOW_FAILURE_S", 0.0)
+    monkeypatch.setattr("snapstore.index.RESTS", 10**9)
+
+
+def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store, slow):
     """On S3 an object that answers 5xx takes half a minute to say so, and a save under a policy looks six times."""
     with opened(store) as found:
         key = found.snapshot("a@2").key
     failing = Unreadable(store, key)
     with opened(failing) as found:
         reads = 10**9 - failing.times
-        monkeypatch.setattr("snapstore.index.SLOW_FAILURE_S", 0.0)
-        monkeypatch.setattr("snapstore.index.FAILURE_REST", 10**9)
         for _ in range(3):
             assert list(found.view().unread) == [key]
         save(found, "b", 5, 5)
         assert 10**9 - failing.times == reads + 1
         failing.bad.clear()
         assert list(found.view().unread) == [key]  # nobody has asked
-        found.rebuild_index()
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 61)
         assert not found.view().unread
         assert found.snapshot("a@2").key == key
+
+
+@pytest.mark.parametrize("how", ["rebuilt", "replaced"])
+def test_a_record_that_was_put_back_is_asked_for_at_once(store, slow, how):
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    failing = Unreadable(store, key)
+    with opened(failing) as found:
+        assert list(found.view().unread) == [key]
+        failing.bad.clear()
+        if how == "rebuilt":
+            found.rebuild_index()
+        else:
+            data = store.get(key)
+            store.delete([key])
+            store.put(key, data)
+        assert not found.view().unread
+
+
+def test_a_store_that_cannot_be_read_at_all_fails_beside_a_resting_record(store, slow):
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    failing = Unreadable(store, key)
+    with opened(failing) as found:
+        assert list(found.view().unread) == [key]
+        failing.bad.add("config")
+        with pytest.raises(StorageError, match="config"):
+            found.view()
+
+
+def test_a_record_that_rests_holds_no_state(store, slow):
+    """The frames of a stored exception hold all that their callers do: the copies of a save."""
+    with opened(store) as found:
+        key = found.snapshot("a@2").key
+    held = []
+
+    def look(found):
+        state = np.zeros(10)
+        held.append(weakref.ref(state))
+        assert list(found.view().unread) == [key]
+
+    with opened(Unreadable(store, key)) as found:
+        for _ in range(3):
+            look(found)
+        gc.collect()
+        assert [ref() is None for ref in held] == [True] * 3
 
 
 def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):

@@ -115,9 +115,9 @@ class Index:
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
-                snapshot = records.decode(data[_SEEN.size :], Snapshot, key.decode())
-                self._records[key.decode()] = _Record(snapshot, *_SEEN.unpack_from(data))
-            except (FormatError, IntegrityError):
+                snapshot = self._read(key.decode(), data[_SEEN.size :])
+                self._records[snapshot.key] = _Record(snapshot, *_SEEN.unpack_from(data))
+            except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
 
     def refresh(self) -> View:

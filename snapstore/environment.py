@@ -3,7 +3,8 @@
 LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
 fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
 can kill the process; so behind every write the XXH3-64 of the file's used pages goes into `verified`, under a lock that
-openers share, and a file that does not match it is built anew before LMDB sees it. The folder is in use (cache.py) as
+openers share, and a file that does not match it is built anew before LMDB sees it. Each value has a checksum of its own
+with its key, so that none is taken for another's. The folder is in use (cache.py) as
 long as the environment is open.
 """
 
@@ -24,7 +25,7 @@ from .cache import begin_use, end_use
 from .storage.locks import locked
 
 log = logging.getLogger("snapstore")
-SCHEMA = b"3"
+SCHEMA = b"4"
 #: What a thread takes to read a file of megabytes stays with it: C's allocator keeps it for that thread.
 DIGEST_PIECE_BYTES = 128 * 1024
 
@@ -170,19 +171,31 @@ class Environment:
             self._follow()
             with self._env.begin(write=True) as transaction:
                 for key, data in items.items():
-                    transaction.put(key.encode(), data, db=self._databases[database])
+                    value = self._own(database, key.encode(), data) + data
+                    transaction.put(key.encode(), value, db=self._databases[database])
             self._seal()
 
     def get(self, database: bytes, key: str) -> bytes | None:
         """One item."""
         with self._lock, self._env.begin() as transaction:
             value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
-            return value
+        return None if value is None else self._opened(database, key.encode(), value)
 
     def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
         """All items, copied out so that no reader stays open."""
         with self._lock, self._env.begin() as transaction:
-            return list(transaction.cursor(db=self._databases[database]))
+            values = list(transaction.cursor(db=self._databases[database]))
+        opened = ((key, self._opened(database, key, value)) for key, value in values)
+        return [(key, data) for key, data in opened if data is not None]
+
+    def _own(self, database: bytes, key: bytes, data: bytes) -> bytes:
+        """What goes before a value: an XXH3-64 that is no other's, since a gc deletes by what is cached under a key."""
+        return xxhash.xxh3_64_digest(b"\0".join((self._uuid.encode(), database, key, data)))
+
+    def _opened(self, database: bytes, key: bytes, value: bytes) -> bytes | None:
+        """The data of a value; None if it was put under another key, or into the index of another repository."""
+        data = value[8:]
+        return data if value[:8] == self._own(database, key, data) else None
 
 
 def _renew_lock() -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,11 @@ from .errors import (
     NotFoundError,
     SnapstoreError,
     StorageError,
+    without_advice,
 )
 from .gc import OBJECT_NAME
 from .index import Index
-from .manifest import Manifest
+from .manifest import Manifest, part_name
 from .records import COMMITTED, FORGOTTEN, Done, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from .session import MARK_LIMIT_BYTES
 from .storage import ObjectInfo, ObjectStore
@@ -46,6 +47,12 @@ LEVELS = ("metadata", "data", "restore")
 #: So many damaged chunks of one snapshot are named; the rest is counted.
 CHUNKS_NAMED = 20
 REPAIR = "snapstore repair"
+#: Looks as closely as the level that found it: `snapstore repair` alone would find nothing.
+REPAIR_CHUNKS = f"{REPAIR} --level restore"
+#: What no repair can mend; without --apply it only says what it would forget.
+DROP = f"{REPAIR} --drop"
+GC = "snapstore gc"
+COPY = "a copy of the object from elsewhere, put back under its key,"
 REBUILD = "snapstore index rebuild"
 #: State of the stand-in for a snapshot whose record cannot be read: its key names it.
 UNREADABLE = "unreadable"
@@ -62,6 +69,7 @@ class Problem:
         message: what is wrong.
         snapshots: ids of the snapshots that cannot be restored because of it.
         command: what to run; empty where there is nothing to be done.
+        help: what the command does that is not to be undone, and what may be done instead; mostly empty.
     """
 
     kind: str
@@ -69,6 +77,7 @@ class Problem:
     message: str
     snapshots: tuple[str, ...] = ()
     command: str = ""
+    help: str = ""
 
 
 @dataclass(slots=True)
@@ -80,7 +89,8 @@ class CheckResult:
         notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
         restorable: committed and forgotten snapshots without a finding against them, in order.
         damaged: the others; of one whose record cannot be read a stand-in of state "unreadable".
-        unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them.
+        unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
+            wait: what is needed cannot be told then.
     """
 
     level: str
@@ -99,6 +109,7 @@ class CheckResult:
 def check(
     store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
     subset: tuple[int, int] = (1, 1), config: str = "",
+    unmendable: Callable[[Survey], set[str]] = lambda _: set(),
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
 
@@ -106,6 +117,7 @@ def check(
         share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
         subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         config: what is wrong with the config, if anything is.
+        unmendable: of a survey, keys of the records that cannot be read and that no repair can write again.
 
     Raises:
         StorageError: the store cannot be listed; a single object that cannot be read is a finding.
@@ -116,7 +128,14 @@ def check(
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
     survey = Survey(store, index, engines, level, share, subset, config)
     survey.read_records()
-    return survey.read_rest()
+    result = survey.read_rest()
+    if survey.unreadable:
+        lost = unmendable(survey)
+        result.problems = [
+            replace(p, command=DROP, help=f"gives it up; {COPY} keeps it") if p.key in lost else p
+            for p in result.problems
+        ]
+    return result
 
 
 class Survey:
@@ -184,7 +203,8 @@ class Survey:
             if snapshot.state == COMMITTED:
                 needed |= keys
         self._report_packs()
-        result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
+        if not self._stops_gc(needed):
+            result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
         bad = {name for problem in result.problems for name in problem.snapshots}
         snapshots = [now for s in snapshots if (now := self.ruling[s.id]).state in (COMMITTED, FORGOTTEN)]
         result.restorable = [s for s in snapshots if s.id not in bad]
@@ -192,13 +212,20 @@ class Survey:
         result.damaged += [s for s in snapshots if s.id in bad - named]
         return result
 
+    def _stops_gc(self, needed: set[str]) -> bool:
+        """Whether gc would refuse or wait, or whether it cannot be told what committed snapshots need."""
+        untold = any(self.ruling[name].state == COMMITTED for name in self.without_manifest)
+        kinds = {problem.kind for problem in self.result.problems}
+        absent = needed - self.sizes.keys() - self.quarantined
+        return untold or not kinds.isdisjoint(("config", "session")) or bool(self.unreadable or self.vanished or absent)
+
     def _report(
-        self, kind: str, key: str, message: str, suffer: Iterable[str] = (), *, command: str = REPAIR
+        self, kind: str, key: str, message: str, suffer: Iterable[str] = (), *, command: str = REPAIR, instead: str = ""
     ) -> None:  # fmt: skip
-        self.result.problems.append(Problem(kind, key, message, tuple(suffer), command))
+        self.result.problems.append(Problem(kind, key, without_advice(message), tuple(suffer), command, instead))
 
     def _note(self, kind: str, key: str, message: str, command: str = "") -> None:
-        self.result.notes.append(Problem(kind, key, message, (), command))
+        self.result.notes.append(Problem(kind, key, without_advice(message), (), command))
 
     def _stray(self, kind: str, key: str) -> None:
         self._report(kind, key, f"{key}: no name of an object; it does not belong here, remove it", command="")
@@ -243,7 +270,8 @@ class Survey:
                 continue  # it ended while we look
             except DAMAGE as error:
                 self.small.append(info.key)
-                self._report(kind, info.key, str(error))
+                command = REPAIR_CHUNKS if records.quarantined([info.key]) else REPAIR  # which blobs, only that tells
+                self._report(kind, info.key, str(error), command=command)
 
     def _policies(self) -> None:
         """Retention policies; nobody reads those that newer ones replace."""
@@ -308,7 +336,7 @@ class Survey:
                     self._note("record", key, f"{error}; a later revision rules, nothing is lost")
                     continue
                 decided.add(name)
-                self.unreadable[key] = str(error)
+                self.unreadable[key] = without_advice(error)
                 self._report("record", key, str(error), [name])
                 self.result.damaged.append(stand_in(key))
                 continue
@@ -350,10 +378,10 @@ class Survey:
             except NotFoundError:
                 continue  # its manifests tell whether that matters
             except DAMAGE as error:
-                self.packs.why[key] = str(error)
+                self.packs.why[key] = without_advice(error)
                 continue
             except StorageError as error:
-                self.packs.why[key] = str(self._unreadable(key, error))
+                self.packs.why[key] = without_advice(self._unreadable(key, error))
                 continue
             got = hashlib.sha256(data).hexdigest()
             if not key.endswith(got):
@@ -365,9 +393,10 @@ class Survey:
         known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
         for key, why in sorted((known | self.packs.why).items()):
             lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
-            message = f"{why}; {len(lost)} of {len(need)} snapshots that need it lose chunks"
+            message = f"{why}; snapshots that need it: {len(need)}, of which {len(lost)} lose chunks"
             if need or key not in self.quarantined:
-                self._report("pack", key, message, lost, command=REPAIR if need else "snapstore gc")
+                command, instead = self._what_helps(key)
+                self._report("pack", key, message, lost, command=command, instead=instead)
             else:
                 self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
         self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt
@@ -375,6 +404,19 @@ class Survey:
             self.recovered -= records.quarantined(self.small)
         for key in sorted(self.recovered):
             self._note("pack", key, f"{key}: is in quarantine for nothing: it is whole, or gone and not missed", REPAIR)
+
+    def _what_helps(self, key: str) -> tuple[str, str]:
+        """The command, and what may be done instead, about a damaged pack."""
+        need, lost = self.need.get(key, set()), self._suffer.get(key, set())
+        if need and key not in self.quarantined:
+            return REPAIR, ""
+        kept = {name for name in need if self.ruling[name].state == COMMITTED}
+        if not kept:
+            return GC, ""
+        if kept.isdisjoint(lost):
+            return REPAIR, ""  # the intact blobs that they need have not been copied out yet
+        again = "save the same content again" + ", or put a copy of the pack back," * (key in self.packs.why)
+        return DROP, f"forgets what no save has stored again; to keep it, {again} then '{REPAIR} --apply'"
 
     # -- manifests
 
@@ -465,8 +507,12 @@ class Survey:
         return read
 
     def _without_manifest(self, snapshot: Snapshot, key: str, why: str) -> None:
-        self.without_manifest[snapshot.id] = f"{snapshot.ref}: {why}"
-        self._report("manifest", key, f"{snapshot.ref}: {why}", [snapshot.id])
+        why = without_advice(f"{snapshot.ref}: {why}")
+        self.without_manifest[snapshot.id] = why
+        if snapshot.state == COMMITTED:
+            self._report("manifest", key, why, [snapshot.id], command=DROP, instead=f"forgets it; {COPY} keeps it")
+        else:
+            self._report("manifest", key, why, [snapshot.id], command=GC)
 
     def _tree(self, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
         """The trees, the tensors and the parts belong together."""
@@ -489,21 +535,22 @@ class Survey:
         """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""
         lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
         for lack in list(lacks.values())[:1]:  # no damage, so nobody suffers; but nobody can say that all is well
-            message = f"{snapshot.ref}: part {m.header.part!r} cannot be rebuilt here: {lack}"
+            message = f"{snapshot.ref}: {part_name(m.header.part)} cannot be rebuilt here: {lack}"
             self._report("chunk", m.header.part, message, command="")
         failed = {row: error for row, error in failed.items() if row not in lacks}
         for row, error in list(failed.items())[:CHUNKS_NAMED]:
             self._report(
-                "chunk", m.header.part, f"{snapshot.ref}: {_tensor_of(m, row)}: {error}", [snapshot.id]
+                "chunk", m.header.part, f"{snapshot.ref}: {_tensor_of(m, row)}: {error}", [snapshot.id],
+                command=REPAIR_CHUNKS,
             )  # fmt: skip
         if len(failed) > CHUNKS_NAMED:
-            message = f"{snapshot.ref}: {len(failed) - CHUNKS_NAMED} more chunks are lost"
-            self._report("chunk", m.header.part, message, [snapshot.id])
+            message = f"{snapshot.ref}: chunks lost beside these: {len(failed) - CHUNKS_NAMED}"
+            self._report("chunk", m.header.part, message, [snapshot.id], command=REPAIR_CHUNKS)
         for row, error in failed.items():
             ref = int(m.table.starts[row])
             key = records.pack_key(m.header.pack_names[m.table.ref_packs[ref]])
             if isinstance(error, StorageError):  # it may be read tomorrow: the pack is damaged, no blob is condemned
-                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {error}")
+                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {without_advice(error)}")
             else:
                 self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 

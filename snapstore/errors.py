@@ -13,6 +13,10 @@ SnapstoreError                    anything below; the message names the thing, s
 └── CapabilityError               something this machine, store or installation cannot do
 """
 
+import re
+
+_LOOK_CLOSER = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
+
 
 class SnapstoreError(Exception):
     """Base of every error that snapstore raises on purpose."""
@@ -67,3 +71,8 @@ class UnknownCodecError(FormatError, CapabilityError):
 
 #: What reading a damaged repository raises.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
+
+
+def without_advice(error: object) -> str:
+    """What an error says, but not that one should look closer: for the reports of those who just do."""
+    return _LOOK_CLOSER.sub("", str(error))

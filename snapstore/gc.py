@@ -43,6 +43,8 @@ log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: Each revision is one small durable put: they wait for the disk, not for a core.
 FORGET_THREADS = 8
+#: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
+DROPPED = "damaged: "
 #: What else may lie there was put there by somebody else, and is left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -78,7 +80,7 @@ def collect(
     """
     result = GcResult(dry_run=dry_run)
     if dry_run:
-        candidates, sizes = _candidates(store, index)
+        _, candidates, sizes = _candidates(store, index)
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
         return result
@@ -224,17 +226,20 @@ def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[Vie
                 raise
 
 
-def _candidates(store: ObjectStore, index: Index) -> tuple[set[str], dict[str, int]]:
-    """(keys that nothing live needs, sizes of all): objects are listed before records."""
+def _candidates(store: ObjectStore, index: Index) -> tuple[View, set[str], dict[str, int]]:
+    """(the records, keys that nothing live needs, sizes of all): objects are listed before records."""
     sizes = _sizes(store)
-    _, live = _live(store, index, sizes)
-    return sizes.keys() - live - in_quarantine(store), sizes
+    view, live = _live(store, index, sizes)
+    return view, sizes.keys() - live - in_quarantine(store), sizes
 
 
 def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
     """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""
-    candidates = _candidates(store, index)[0] - pending
+    view, candidates, _ = _candidates(store, index)
+    candidates -= pending
     if not candidates:
+        if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete, and is over
+            _write_swept(store, index, view, set())
         return None
     names = {"packs": bytearray(), "manifests": bytearray()}
     for key in sorted(candidates):
@@ -296,7 +301,8 @@ def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, r
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
     """A `swept` revision for every forgotten record that loses bytes; False when one was revised under us."""
     for snapshot, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
-        if isinstance(keys, StorageError):
+        # A bad sector must not stop every gc: what a repair has dropped was given up by somebody who knew of it.
+        if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
             raise keys  # it cannot be read, which does not say that it is gone
         # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):

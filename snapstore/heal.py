@@ -26,10 +26,10 @@ from .digest import Bytes
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
 from .index import Index
-from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest
+from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest, part_name
 from .pack import ENTRY, PackWriter
 from .packing import put_once
-from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot, pack_key
+from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot, counted, pack_key
 from .session import Claim, all_needed_keys
 from .storage import ObjectStore
 from .view import View
@@ -185,7 +185,11 @@ class Healer:
         raise ConflictError(f"{snapshot.ref}: other processes keep revising it; repair again")
 
     def _healing(self, snapshot: Snapshot, parts: Sequence[_Part]) -> Healing:
-        lost = [f"{len(part.lost)} chunks of part {part.manifest.header.part!r}" for part in parts if part.lost]
+        lost = [
+            f"{counted(len(part.lost), 'chunk')} of {part_name(part.manifest.header.part)}"
+            for part in parts
+            if part.lost
+        ]
         elsewhere = sum(len(part.without & part.chains.keys()) for part in parts)
         return Healing(snapshot, elsewhere, sum(len(self._to_copy(part)) for part in parts), ", ".join(lost))
 
@@ -358,7 +362,7 @@ class _Copier:
             where = f"{pack_key(ref.pack)} at {ref.offset}"
             (data,) = self._store.get_ranges(pack_key(ref.pack), [(ref.offset, ref.length)])
             if blob.parse(data, where).digest != ref.digest:
-                raise IntegrityError(f"{where}: another blob than a moment ago; run 'snapstore repair' again")
+                raise IntegrityError(f"{where}: another blob than a moment ago")
             if writer is None:
                 writer = PackWriter(
                     bytes.fromhex(self._claim.id), m.header.rank, len(self.sizes), m.header.part

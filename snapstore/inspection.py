@@ -21,7 +21,7 @@ from .engine import Engines
 from .fetch import Fetcher, Wanted, whole
 from .gc import in_quarantine
 from .index import Index
-from .manifest import Manifest, TensorEntry
+from .manifest import Manifest, TensorEntry, part_name
 from .records import Snapshot
 from .restore import check_layout, read_manifests, spec_of
 from .state.containers import CONTAINERS, Path, children, display
@@ -293,7 +293,7 @@ def _pieces(store: ObjectStore, engines: Engines, located: _Located) -> Iterator
 def _chunks(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk."""
     m, entry = located
-    check_layout(m, entry, f"part {m.header.part!r}")
+    check_layout(m, entry, part_name(m.header.part))
     if entry.inline:
         yield np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0])
     for box in entry.boxes:

@@ -245,6 +245,11 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
     return header
 
 
+def part_name(part: str) -> str:
+    """A part of a state for people; the one at its root has no name."""
+    return f"part {part!r}" if part else "the root part"
+
+
 def header_bytes(data: bytes) -> bytes:
     """A manifest's bytes up to the end of its header, fit for `decode_header`."""
     return data[: PREFIX.size + _prefix(data, "manifest")[0]]

@@ -52,7 +52,13 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
     newest = _newest(objects, run)
     if newest is None:
         return False
-    data = objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES)
+    for again in (True, False):
+        try:
+            data = objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES)
+            break
+        except StorageError:  # of one object, twice, in a store that has just been listed
+            if not again:
+                return True
     try:
         decode(data, run, newest[1])
     except IntegrityError:

@@ -375,6 +375,11 @@ def sha256_names(joined: bytes) -> list[str]:
     return [text[i : i + 64] for i in range(0, len(text), 64)]
 
 
+def counted(count: int, thing: str) -> str:
+    """So many of a thing, whose plural ends in s."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def human_bytes(count: float) -> str:
     """`count` bytes in the largest unit that keeps it above one: 999B, 3.2GB."""
     for unit in ("B", "kB", "MB", "GB"):

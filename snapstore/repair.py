@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from . import gc, manifest, records
-from .check import REBUILD, REPAIR, CheckResult, Survey, stand_in
+from .check import COPY, GC, REBUILD, REPAIR, UNREADABLE, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
 from .engine import Engines
@@ -40,6 +40,7 @@ from .errors import (
     NotFoundError,
     SnapstoreError,
     StorageError,
+    without_advice,
 )
 from .heal import Healer
 from .index import Index
@@ -78,6 +79,7 @@ class RepairReport:
         lost: (snapshot, what is lost) of those that stay damaged, dropped ones included; where the record cannot be
             read, a stand-in of state "unreadable".
         dropped: those of them that were forgotten.
+        helps: what brings a snapshot back that stays damaged, by its id; of none that is forgotten or dropped.
         open: what could not be done now, and why.
     """
 
@@ -87,6 +89,7 @@ class RepairReport:
     healed: list[Snapshot] = field(default_factory=list)
     lost: list[tuple[Snapshot, str]] = field(default_factory=list)
     dropped: list[Snapshot] = field(default_factory=list)
+    helps: dict[str, str] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
 
     @property
@@ -151,13 +154,29 @@ class _Repair:
         if purge:
             self._purge()
         self._left_to_others()
+        self._say_what_helps()
         self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
 
     def _left_to_others(self) -> None:
         """What `check` will go on reporting, since another command or a person has to mend it."""
         for problem in self._report.found.problems:
-            if problem.command not in (REPAIR, REBUILD):
+            waits = problem.command == GC and problem.snapshots  # what is forgotten is left to gc, and nothing is open
+            if problem.command != REBUILD and not problem.command.startswith(REPAIR) and not waits:
                 self._report.open.append(problem.message + f"; run '{problem.command}'" * bool(problem.command))
+
+    def _say_what_helps(self) -> None:
+        survey = self._survey
+        for snapshot in self._report.left:
+            packs = {key for key, names in survey.need.items() if snapshot.id in names}
+            if snapshot.id in survey.without_manifest.keys() | self._gone.keys() or snapshot.state == UNREADABLE:
+                helps = f"{COPY} and nothing else"
+            elif not packs:
+                continue  # its own message says what to do
+            elif packs & survey.packs.why.keys():
+                helps = f"a save of the same content, or a copy of the pack put back, then '{REPAIR} --apply'"
+            else:  # its bytes are as they were written
+                helps = f"a save of the same content, then '{REPAIR} --apply'"
+            self._report.helps[snapshot.id] = helps
 
     def _do(self, kind: str, key: str, message: str, effect: Callable[[], object]) -> bool:
         """Do it, if anything is to be done at all; whether nobody was in the way."""
@@ -165,7 +184,7 @@ class _Repair:
             try:
                 effect()
             except (ConflictError, AlreadyExistsError) as error:
-                self._report.open.append(f"{message}: another process was first, repair again: {error}")
+                self._report.open.append(f"{message}: another process was first, repair again: {without_advice(error)}")
                 return False
             log.info("repair: %s", message)
         self._report.actions.append(Action(kind, key, message))
@@ -370,7 +389,7 @@ class _Repair:
         running = [info.key for info in self._store.list("sessions/")] if fresh else []
         if running:
             self._report.open.append(
-                f"{len(running)} saves are running and may have built on what is damaged; repair again once they end"
+                f"saves that run and may have built on what is damaged: {len(running)}; repair again once they end"
             )
         for key in sorted(survey.recovered):
             self._let_out("release", key, f"{key}: leaves the quarantine: it is whole, or gone and not missed")
@@ -403,11 +422,12 @@ class _Repair:
             try:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
             except CapabilityError as error:  # not lost: it may be whole where it can be read
-                report.open.append(f"{snapshot.ref}: cannot be healed here: {error}")
+                report.open.append(f"{snapshot.ref}: cannot be healed here: {without_advice(error)}")
                 suffered.pop(snapshot.id, None)
                 continue
             except (*DAMAGE, ConflictError) as error:
-                report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {error}")
+                why = without_advice(error)
+                report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {why}")
                 suffered.pop(snapshot.id, None)  # neither healed nor lost: what is lost may be dropped
                 continue
             if done is None:
@@ -416,9 +436,11 @@ class _Repair:
             survey.ruling[snapshot.id] = done.snapshot
             if done.changes:
                 message = (
-                    f"{snapshot.ref}: {done.elsewhere} chunks are read from where else they are stored, "
-                    f"{done.copied} blobs are copied out of damaged packs"
+                    f"{snapshot.ref}: chunks read from where else they are stored: {done.elsewhere}, "
+                    f"blobs copied out of damaged packs: {done.copied}"
                 )
+                if done.lost or snapshot.id in lost:
+                    message += "; it stays lost, and what is still good of it does not hang on those packs any more"
                 report.actions.append(Action("heal", done.snapshot.key, message))
                 log.info("repair: %s", message)
             if done.lost:
@@ -435,20 +457,22 @@ class _Repair:
     def _drop(self) -> None:
         """Forget what stays damaged; nothing as long as a record that might heal it could not be read."""
         if self._report.applied and (unread := self._index.refresh().unread):
-            self._report.open.append(f"nothing is dropped: {next(iter(unread.values()))}; repair again")
+            self._report.open.append(f"nothing is dropped: {without_advice(next(iter(unread.values())))}; repair again")
             return
         for snapshot, why in self._report.lost:
             if snapshot.state != COMMITTED:
                 continue
             if snapshot.tags:
-                self._report.open.append(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it to drop it")
+                for tag in snapshot.tags:
+                    untag = f"snapstore untag id:{snapshot.id[:12]} {tag}"
+                    self._report.open.append(f"{snapshot.ref}: is tagged {tag}; to drop it, run '{untag}' first")
             elif self._do("drop", snapshot.key, f"{snapshot.ref}: is forgotten: {why}",
                           partial(self._forget, snapshot, why)):  # fmt: skip
                 self._report.dropped.append(snapshot)
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
         # This revision, and no later one: that may have been healed.
-        gc.revise(self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"damaged: {why}"[:500])
+        gc.revise(self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500])
 
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""
@@ -460,12 +484,20 @@ class _Repair:
         whole = {s.id for s in self._report.healed} if not applied else set()
         for snapshot, keys in all_needed_keys(self._index, view.snapshots(states=_STATES)):
             if isinstance(keys, SnapstoreError):
-                self._report.open.append(f"nothing is purged: what {snapshot.ref} needs cannot be told: {keys}")
+                self._report.open.append(
+                    f"nothing is purged: what {snapshot.ref} needs cannot be told: {without_advice(keys)}"
+                )
                 return
             if snapshot.id not in whole:
                 unneeded -= keys
         for key in sorted(unneeded - survey.recovered):
             self._let_out("purge", key, f"{key}: leaves the quarantine: nobody needs it, the next gc deletes it")
+
+
+def unmendable(store: ObjectStore, index: Index, engines: Engines, survey: Survey) -> set[str]:
+    """Keys of the records that cannot be read, and of which nothing tells what they said."""
+    one = _Repair(store, index, engines, survey, RepairReport(survey.result, False), 0, 0.0)
+    return {key for key in survey.unreadable if one._record_for(key) is None}
 
 
 def _tag(snapshot_id: str) -> str:

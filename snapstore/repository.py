@@ -188,7 +188,12 @@ class Repository:
             made_up = salvaged_config(store) if damaged else None
             if made_up is None:
                 raise
-            return cls(store, made_up, options or SaveOptions(), config_problem=str(error))
+            return cls(
+                store,
+                made_up,
+                options or SaveOptions(),
+                config_problem="config is missing" if isinstance(error, NotFoundError) else str(error),
+            )
         return cls(store, config, options or SaveOptions())
 
     @staticmethod
@@ -364,10 +369,10 @@ class Repository:
         while True:
             try:
                 return snapshot, restore(self.store, self.engines, snapshot, into=into, keys=keys, device=device)
-            except IntegrityError:
+            except (IntegrityError, FormatError) as error:
                 ruling = self.view().get(snapshot.id)
                 if ruling is None or ruling.state == SWEPT or ruling.manifests == snapshot.manifests:
-                    raise
+                    raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
                 snapshot = ruling  # rewritten, and the old packs collected, while we read
 
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
@@ -606,11 +611,24 @@ class Repository:
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         """
-        from .check import check
+        from .check import Survey, check
+
+        def unmendable(survey: Survey) -> set[str]:
+            from .repair import unmendable
+
+            return unmendable(self.store, self._index, self.engines, survey)
 
         return check(
-            self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem
-        )
+            self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
+            unmendable=unmendable,
+        )  # fmt: skip
+
+    def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:
+        """Ids of the snapshots that need a pack which a repair has found damaged: they may be lost.
+
+        Reads nothing of them while no pack is in quarantine.
+        """
+        return gc.in_need_of_quarantined(self.store, self._index, snapshots)
 
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False

@@ -15,7 +15,7 @@ from . import chunking, manifest
 from .engine import Engines
 from .errors import FormatError
 from .fetch import Fetcher, Wanted
-from .manifest import Manifest, TensorEntry
+from .manifest import Manifest, TensorEntry, part_name
 from .records import Snapshot
 from .state.arrays import fill
 from .state.selection import parts_needed
@@ -92,7 +92,7 @@ def _wanted(
     for part, index in target.selected:
         m = manifests[part]
         entry = m.tensors[index]
-        check_layout(m, entry, f"part {m.header.part!r}")
+        check_layout(m, entry, part_name(m.header.part))
         buffer = target.buffer(part, index)
         if entry.inline:
             fill(buffer, np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0]))

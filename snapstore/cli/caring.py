@@ -65,9 +65,12 @@ def check(
 
 def _as_json(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     return [
-        {"kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots, "command": p.command}
+        {
+            "kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots, "command": p.command,
+            "help": p.help,
+        }
         for p in problems
-    ]
+    ]  # fmt: skip
 
 
 def _portion(text: str) -> tuple[float, tuple[int, int]]:
@@ -80,20 +83,29 @@ def _portion(text: str) -> tuple[float, tuple[int, int]]:
 
 
 def _print_check(result: CheckResult) -> None:
-    from ..records import human_bytes
+    from ..check import GC
+    from ..records import counted, human_bytes
 
     for problem in result.problems:
         line(f"{problem.kind}: {problem.message}")
     for found in result.notes:
         line(f"note, {found.kind}: {found.message}")
-    line(f"{len(result.restorable)} snapshots are restorable, as far as level {result.level!r} shows")
+    fine, lost = len(result.restorable), len(result.damaged)
+    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows")
     if result.damaged:
-        line(f"{len(result.damaged)} are not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
+        line(f"{lost} {_are(lost)} not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
     if result.unneeded_bytes:
         line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
-    line("no problems" if result.ok else f"{len(result.problems)} problems")
-    for command in sorted({problem.command for problem in result.problems} - {""}):
-        line(f"what helps: {command}")
+    line("no problems" if result.ok else counted(len(result.problems), "problem"))
+    helps = {
+        (p.command == GC, p.command, p.help) for p in result.problems if p.command
+    }  # gc may refuse before the rest
+    for _, command, instead in sorted(helps):
+        line(f"what helps: {command}" + f" ({instead})" * bool(instead))
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 class Level(StrEnum):
@@ -127,7 +139,7 @@ def repair(
             "applied": report.applied, "ok": report.ok, "problems": _as_json(report.found.problems),
             "actions": [{"kind": a.kind, "key": a.key, "message": a.message} for a in report.actions],
             "healed": [s.id for s in report.healed],
-            "lost": [{"id": s.id, "message": why} for s, why in report.lost],
+            "lost": [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost],
             "dropped": [s.id for s in report.dropped], "open": report.open,
         })  # fmt: skip
     else:
@@ -144,14 +156,20 @@ def _print_repair(report: RepairReport) -> None:
         line(f"{'done' if report.applied else 'would do'}, {action.kind}: {action.message}")
     for message in report.open:
         line(f"left open: {message}")
+    left = {s.id: s for s in report.left}
     for snapshot, why in report.lost:
-        line(f"lost: {why} (id:{snapshot.id[:12]})")
+        line(f"{'lost' if snapshot.id in left else 'lost, and forgotten'}: {why} (id:{snapshot.id[:12]})")
     healed = ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in report.healed) or "none"
     line(f"{'healed' if report.applied else 'would be whole again'}: {healed}")
-    if report.lost:
-        note("a later save of the same content heals what is lost: save, then repair again; or forget it with --drop")
+    for helps in sorted(set(report.helps.values())):
+        refs = ", ".join(left[name].ref for name, what in report.helps.items() if what == helps)
+        note(f"what brings back {refs}: {helps}; 'snapstore repair --apply --drop' forgets what nothing brings back")
+    if len(report.lost) > len(left):
+        note("what is forgotten goes with the next 'snapstore gc'")
     if not report.applied:
-        note("nothing was done; pass --apply to do it")
+        todo = {action.kind for action in report.actions} != {"index"}
+        todo |= any(problem.kind == "index" for problem in report.found.problems)
+        note("nothing was done; pass --apply to do it" if todo else "nothing was done")
 
 
 @verb()

@@ -36,14 +36,29 @@ def log(
         _require_run(view, run, everything)
         if limit is not None:
             snapshots = _newest(snapshots, limit)
+        damaged = _damaged(repository, snapshots)
     if shell.as_json:
-        print_json({"snapshots": [snapshot_json(s) for s in snapshots]})
+        print_json({
+            "snapshots": [snapshot_json(s) for s in snapshots], "damaged": [s.id for s in snapshots if s.id in damaged],
+        })  # fmt: skip
     else:
-        _print_log(snapshots, everything)
+        _print_log(snapshots, everything, damaged)
+    if damaged:
+        from ..records import counted
+
+        note(f"{counted(len(damaged), 'snapshot')} marked damaged: {_DAMAGED}")
     if unknown := len(view.damaged) + len(view.unread):
         note(f"snapstore: warning: {unknown} records cannot be read and are left out; run 'snapstore check'")
         return PARTIAL
     return None
+
+
+_DAMAGED = "in need of a pack that a repair has found damaged; 'snapstore check --read-data' tells what is lost"
+
+
+def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
+    """Ids of those that a repair knows to need a damaged pack, and that a gc has not collected."""
+    return repository.in_need_of_quarantined([s for s in snapshots if s.state in ("committed", "forgotten")])
 
 
 def _require_run(view: View, run: str | None, everything: bool) -> None:
@@ -66,22 +81,24 @@ def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
     return chosen[::-1]
 
 
-def _print_log(snapshots: list[Snapshot], everything: bool) -> None:
+def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -> None:
     from ..records import human_bytes
 
     names = {s.id: s.ref for s in snapshots}
     columns = ["snapshot", "id", "created", ">logical", ">stored", ">ratio", ">depth", "parent", "tags", "metrics"]
     rows: list[list[object]] = []
+    row: list[object]
     for s in snapshots:
         parent = names.get(s.parent, f"id:{s.parent[:8]}") if s.parent else ""
         metrics = " ".join(f"{name}={value:.4g}" for name, value in s.metrics.items())
         ratio = f"{s.ratio:.1f}x" if s.stored_bytes else ""
         row = [s.ref, s.id[:8], local(s.created), human_bytes(s.logical_bytes), human_bytes(s.stored_bytes), ratio]
-        rows.append([*row, s.depth, parent, ",".join(s.tags), metrics, *([s.state] if everything else [])])
+        row += [s.depth, parent, ",".join(s.tags), metrics, *([s.state] if everything else [])]
+        rows.append([*row, *(["damaged" if s.id in damaged else ""] if damaged else [])])
     if not rows:
         note("no snapshots")
         return
-    table([*columns, *(["state"] if everything else [])], rows)
+    table([*columns, *(["state"] if everything else []), *(["health"] if damaged else [])], rows)
 
 
 @verb()
@@ -99,6 +116,7 @@ def show(shell: Shell, ref: Ref) -> None:
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
+        damaged = bool(_damaged(repository, [snapshot]))
     metadata = plain(snapshot.metadata)
     if shell.as_json:
         manifests = [
@@ -110,9 +128,12 @@ def show(shell: Shell, ref: Ref) -> None:
             "children": [snapshot_json(s) for s in children], "reasons": reasons, "metadata": metadata,
             "chunks": snapshot.chunks, "new_chunks": snapshot.new_chunks, "stall_s": snapshot.stall_s,
             "total_s": snapshot.total_s, "manifests": manifests, "tensors": tensors,
+            "damaged": damaged,
         })  # fmt: skip
         return
     _print_facts(snapshot, parent, children, reasons, metadata)
+    if damaged:
+        line(f"{'damaged':<9} {_DAMAGED}")
     _print_parts(snapshot, tensors)
 
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
-from damage import flip, packs_of, refs, repository, restoring, three, wound
+from damage import damaged, flip, packs_of, refs, repository, restoring, three, wound
 from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
@@ -183,6 +183,32 @@ def test_a_lost_manifest_stops_gc_until_it_is_dropped(store):
         assert refs(found.snapshots()) == {"a@1", "a@2"}
 
 
+def test_a_dropped_snapshot_of_which_no_manifest_is_left_is_collected():
+    """Nothing but its record is its own: gc has nothing to delete, and `check` named the snapshot for ever."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as found:
+        state = np.random.default_rng(1).integers(0, 9, 4096, np.uint8)
+        for step in range(2):
+            found.save(state, run="a", step=step)
+        (ref,) = found.snapshot("a@0").manifests
+        store.delete([ref.key])
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@0"}
+        assert [p.command for p in found.check().problems] == ["snapstore gc"]
+        assert found.gc().deleted_objects == 0
+        assert found.check("restore").ok
+        assert np.array_equal(found.restore("a@1"), state)
+
+
+def test_a_dropped_snapshot_whose_manifest_cannot_be_read_stops_no_gc():
+    """Not even where a gc has died, and left a mark from before the snapshot was dropped."""
+    _, store, _ = damaged("manifest of a part", "unreadable")
+    assert [key for key in keys_of(store, "gc/") if key.endswith(".mark")]
+    with opened(store) as found:
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@0"}
+        found.gc()
+        assert found.check("restore").ok
+
+
 def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeypatch):
     """Its bytes are as written, their SHA-256 holds; only rebuilding tells. A copy elsewhere heals it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
@@ -199,7 +225,9 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
             patch.setattr(blob, "encode", wrong)
             found.save({"w": data}, run="c", step=0)
         assert found.check("data").ok
-        assert refs(found.check("restore").damaged) == {"c@0"}
+        result = found.check("restore")
+        assert refs(result.damaged) == {"c@0"}
+        assert {p.command for p in result.problems} == {"snapstore repair --level restore"}
         report = found.repair(apply=True, level="restore")
         assert refs(s for s, _ in report.lost) == {"c@0"}
         assert {a.kind for a in found.repair(apply=True).actions} == {"index"}, "its SHA-256 is no reason to let it out"
@@ -310,6 +338,7 @@ def test_of_an_aborted_save_nothing_comes_back(store):
     with opened(store) as found:
         with pytest.raises(IntegrityError, match="nothing was deleted"):
             found.gc()
+        assert [p.command for p in found.check().problems] == ["snapstore repair --drop"]
         report = found.repair(apply=True)
         assert [s.ref for s, _ in report.lost] == ["a@9"]
         report = found.repair(apply=True, drop=True)
@@ -430,6 +459,27 @@ def test_the_shell_with_a_broken_config(shell, disk):
     assert shell("log")[0] == 0
 
 
+def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("snapstore.index.Index.headers", None)  # without a note, no manifest is read
+        assert json.loads(shell("log", "--json")[1])["damaged"] == []
+    assert "health" not in shell("log")[1]
+    with opened(disk) as found:
+        lost = found.snapshot("a@3")
+    disk.delete([packs_of(disk, lost)[-1]])
+    shell("repair", "--apply")
+    document = json.loads(shell("log", "--json")[1])
+    assert document["damaged"] == [lost.id]
+    assert [s["step"] for s in document["snapshots"] if s["id"] == lost.id] == [3]
+    marked = [line.split()[0] for line in shell("log", "--all")[1].splitlines() if line.endswith("damaged")]
+    assert marked == ["a@3"]
+    assert "damaged   in need of a pack" in shell("show", "a@3")[1]
+    assert json.loads(shell("show", "a@3", "--json")[1])["damaged"] is True
+    assert json.loads(shell("show", "a@1", "--json")[1])["damaged"] is False
+    with opened(disk) as found, pytest.raises(IntegrityError, match=rf"^a@3 \(id:{lost.id[:12]}\): .*is missing"):
+        found.restore("a@3")
+
+
 def test_the_shell_says_what_stays_lost(shell, disk):
     with opened(disk) as found:
         key = packs_of(disk, found.snapshot("a@3"))[-1]
@@ -437,9 +487,11 @@ def test_the_shell_says_what_stays_lost(shell, disk):
     code, out = shell("repair", "--apply")
     assert code == 20
     assert "lost: a@3" in out
+    assert "blobs copied out of damaged packs" not in out or "; it stays lost" in out
     code, out = shell("repair", "--apply", "--drop")
     assert code == 0
     assert "a@3: is forgotten" in out
+    assert "lost, and forgotten: a@3" in out
 
 
 def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):

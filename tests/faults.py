@@ -23,7 +23,7 @@ import lmdb
 import numpy as np
 import torch
 
-from snapstore import Repository, SaveOptions, Snapshot, manifest, records
+from snapstore import Repository, SaveOptions, Snapshot, index, manifest, records
 from snapstore.check import CheckResult
 from snapstore.errors import SnapstoreError, StorageError, StorageFullError
 from snapstore.storage import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
@@ -238,6 +238,12 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     if not index:
         monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
         monkeypatch.setattr("snapstore.index.folder_for", lambda *_: (Path("nowhere"), None))
+
+
+def index_in_place(monkeypatch: Any) -> None:
+    """The index of a repository that a `FaultStore` shows is its own one on the disk, as if it were opened itself."""
+    real = index.folder_for
+    monkeypatch.setattr("snapstore.index.folder_for", lambda store, uuid: real(getattr(store, "inner", store), uuid))
 
 
 def _no_index(*_: object) -> Any:

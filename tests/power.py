@@ -75,9 +75,10 @@ class Recorder:
             yield
 
     def _name(self, path: Any) -> str | None:
-        """Below the root, "" for itself; None elsewhere."""
+        """Below the root, "" for itself; None elsewhere, and of the index: LMDB's own writes are not seen here."""
         try:
-            return str(Path(path).relative_to(self.root)).removeprefix(".")
+            name = str(Path(path).relative_to(self.root)).removeprefix(".")
+            return None if name.partition("/")[0] == "index" else name
         except ValueError:
             return None
 

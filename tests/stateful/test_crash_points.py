@@ -7,8 +7,13 @@ with the very same Repository once the fault is over.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import foreign
@@ -23,15 +28,27 @@ from faults import (
     check_whole,
     clone,
     committed,
+    index_in_place,
     keys_of,
     one_thread,
     opened,
     sampled,
     save,
+    version_of,
 )
 from tally import tally
 
-from snapstore import CapabilityError, KeepLast, Repository, SnapstoreError, StorageError, StorageFullError
+from snapstore import (
+    CapabilityError,
+    InvalidInputError,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    SnapstoreError,
+    StorageError,
+    StorageFullError,
+)
+from snapstore.environment import Environment
 from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -283,35 +300,118 @@ def test_the_process_dies(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
+#: Verbs that a user would simply run again, see `test_the_same_verb_again`.
+AGAIN = [
+    "first save",
+    "delta save",
+    "step again",
+    "tagged",
+    "fork",
+    "forget",
+    "unforget",
+    "unforget, marked",
+    "tag",
+    "untag",
+    "policies",
+    "rebuild",
+]
+
+
 @untraced
-@pytest.mark.parametrize("mode", [*CRASHES, "lost", "outage", "lost-outage"])
+@pytest.mark.parametrize("mode", [*CRASHES, "lost", "fail"])
+@pytest.mark.parametrize("verb", AGAIN)
+def test_the_same_verb_again(verb, mode, monkeypatch):
+    """Whatever the first had done, the second ends where one that nothing had stopped would have."""
+    one_thread(monkeypatch, index=False)
+    prepare, act = VERBS[verb]
+    undisturbed = clone(prepare())
+    with opened(undisturbed) as repository:
+        act(repository)
+    there = _ids(clone(prepare()))
+    wanted = _known(undisturbed, there)
+    total = operations(verb)
+    for k in sampled(total, 20 if verb in MAY_ADD else 8):
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb} again, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        repository.close()
+        store.die()
+        left = _known(inner, there)
+        refused = None
+        with opened(inner) as repository:
+            try:
+                act(repository)
+            except (InvalidInputError, NotFoundError) as error:
+                refused = error
+        if refused is not None:  # only what was done already may be
+            assert any(says in str(refused) for says in ("is not forgotten", "has no tag 'good'")), (
+                f"{about}: {refused}"
+            )
+            assert left == wanted, f"{about}: {refused}"
+        assert _known(inner, there) == wanted, about
+        with opened(inner) as repository:
+            tags = [(s.run, tag) for s in repository.snapshots() for tag in s.tags]
+        assert len(tags) == len(set(tags)), f"{about}: a tag names one snapshot of a run"
+        check_whole(inner, about)
+
+
+def _ids(store: ObjectStore) -> set[str]:
+    with opened(store) as repository:
+        return {snapshot.id for snapshot in repository.view().snapshots(states=None)}
+
+
+def _known(store: ObjectStore, ids: set[str]) -> Any:
+    """What a user sees of a repository: every snapshot of these ids, what other references name, and policies.
+
+    A save whose answer was lost has committed, and so has the next: a reference names the newest of a step.
+    """
+    with opened(store) as repository:
+        old = {s.id: (s.state, version_of(s), s.tags) for s in repository.view().snapshots(states=None) if s.id in ids}
+        new = {s.ref: (s.state, version_of(s), s.tags) for s in repository.snapshots() if s.id not in ids}
+        return old, new, [repository.policies(run) for run in ("a", "b", "c")]
+
+
+@untraced
+@pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
     """Whatever the first has published is shared: no blob is there twice once a gc has been."""
     one_thread(monkeypatch, index=False)
     wanted = _left_over(clone(abroad()))
     total = operations("recode")
-    for k in points("recode", mode, total):
+    for k in sampled(total, 16):
         inner = clone(abroad())
         store, repository, outcome = run_until_fault("recode", inner, k, mode)
         about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
         repository.close()
+        store.heal()
         store.die()
+        _mend_torn_record(inner, store, mode)
         assert _left_over(inner) == wanted, about
 
 
-@pytest.mark.parametrize("mode", [*CRASHES, "lost", "outage", "lost-outage"])
+@untraced
+@pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
     """Whatever the first has published is built upon: in the end there is as little as if nothing had stopped it."""
     one_thread(monkeypatch, index=False)
     wanted = _compacted(clone(hollow()))
     total = operations("compact")
-    for k in points("compact", mode, total):
+    for k in sampled(total, 16):
         inner = clone(hollow())
         store, repository, outcome = run_until_fault("compact", inner, k, mode)
         about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
         repository.close()
+        store.heal()
         store.die()
+        _mend_torn_record(inner, store, mode)
         assert _compacted(inner) <= wanted + 4096, about
+
+
+def _mend_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
+    """Nobody but a repair goes on where a record cannot be read."""
+    if mode == "torn" and store.log[-1][1].startswith("snapshots/"):
+        with opened(inner) as repository:
+            repository.repair(apply=True)
 
 
 def _compacted(store: MemoryStore) -> int:
@@ -377,20 +477,29 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
+#: Of repair see test_repair_faults.py.
+ON_A_DISK = ["delta save", "forget", "unforget", "tag", "gc", "gc, half swept", "rebuild", "recode", "compact"]
+
+
+def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
+    """A copy of a prepared store."""
+    store = LocalStore(root, create=True)
+    for key in keys_of(source):
+        (store.hold if source.is_held(key) else store.put)(key, source.get(key))
+    return store
+
+
 @untraced
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
-@pytest.mark.parametrize("verb", ["delta save", "forget", "gc", "gc, half swept", "recode", "compact"])
+@pytest.mark.parametrize("verb", ON_A_DISK)
 def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
     """The same on a LocalStore, with its index in place; a sample of the operations."""
     one_thread(monkeypatch)
+    index_in_place(monkeypatch)
     total = operations(verb)
-    for k in sampled(total, 9):
-        inner = LocalStore(tmp_path / str(k), create=True)
-        source = VERBS[verb][0]()
-        for key in keys_of(source):
-            (inner.hold if source.is_held(key) else inner.put)(key, source.get(key))
-        with opened(inner):  # an index of before the fault
-            before = committed(inner)
+    for k in sampled(total, 12):
+        inner = on_a_disk(VERBS[verb][0](), tmp_path / str(k))
+        before = committed(inner)  # and an index of before the fault
         store, repository, outcome = run_until_fault(verb, inner, k, mode)
         about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
         repository.close()
@@ -398,6 +507,49 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
         (inner.root / "tmp" / ("0" * 32)).write_bytes(b"torn")  # a writer that died before its link
         check_outcome(verb, before, inner, outcome, about)
         check_whole(inner, about)
+
+
+@untraced
+@pytest.mark.parametrize("left", ["no seal", "half a seal"])
+def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
+    """What LMDB has committed and nobody has sealed is not believed: the next open begins anew, and answers right."""
+    one_thread(monkeypatch)
+    monkeypatch.setattr("snapstore.index.RECORDS_IN_MEMORY", 2)  # several transactions
+    inner = on_a_disk(forgotten(), tmp_path / "repository")
+    before = _known(inner, _ids(inner))
+    seals, real = count(), Environment._seal
+
+    def rebuild(kill_at: int | None) -> None:
+        numbers = count()
+
+        def seal(environment: Environment) -> None:
+            if next(numbers) == kill_at:
+                if left == "half a seal":
+                    (environment._folder / "verified").write_text("16384 ")
+                os.kill(os.getpid(), signal.SIGKILL)
+            next(seals)
+            real(environment)
+
+        with opened(inner) as repository, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Environment, "_seal", seal)
+            repository.rebuild_index()
+
+    rebuild(None)
+    total = next(seals)
+    assert total >= 4
+    for k in range(total):
+        caplog.clear()
+        assert _known(inner, before[0].keys()) == before
+        assert "built anew" not in caplog.text
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                rebuild(k)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, k
+        assert _known(inner, before[0].keys()) == before, k
+        assert "is damaged or unfinished; it is built anew" in caplog.text, k
+    check_whole(inner)
 
 
 def test_a_crash_in_create_leaves_a_place_that_can_be_used(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Requests that are done after they have failed, and objects of which half is there.
+"""Requests that are done after they have failed, or stall and then succeed, and objects of which half is there.
 
 No store of ours tears an object, and S3 does not; a file system that loses power, or is copied, may.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import foreign
 import pytest
 from faults import (
+    OPTIONS,
     Crash,
     FaultStore,
     check_clean,
+    check_whole,
     clone,
     committed,
     one_thread,
@@ -21,9 +23,10 @@ from faults import (
     values,
     version_of,
 )
+from stalls import Stalling, others_meanwhile
 from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
 
-from snapstore import KeepLast, SnapstoreError
+from snapstore import KeepLast, Repository, SnapstoreError
 
 pytestmark = pytest.mark.no_cover
 #: Verbs that put or delete.
@@ -33,6 +36,44 @@ WRITING = [verb for verb in VERBS if verb not in ("rebuild", "restore")]
 @pytest.fixture(autouse=True)
 def _readable(monkeypatch):
     foreign.readable(monkeypatch)
+
+
+#: Verb -> what another process forgets meanwhile: what the verb builds upon, or is about.
+STALLED = {"delta save": "a@3", "forget": "a@2", "recode": "a@2", "compact": "a@8"}
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
+@pytest.mark.parametrize("verb", STALLED)
+def test_stalled(verb, meanwhile, where, monkeypatch):
+    """One operation lasts as long as all that others do, then succeeds: nothing dangles, and no space is lost."""
+    one_thread(monkeypatch, index=False)
+    prepare, act = VERBS[verb]
+    before = committed(clone(prepare()))
+    total = operations(verb)
+    for k in sampled(total, 40):
+        inner = clone(prepare())
+        store = Stalling(inner, others_meanwhile(inner, STALLED[verb])[meanwhile], where)
+        repository = Repository.open(store, options=OPTIONS)
+        store.stalls_at = len(store.log) + k
+        try:
+            outcome = act(repository)
+        except SnapstoreError as error:
+            outcome = error
+        repository.close()
+        store.die()
+        about = f"{verb}, {meanwhile} {where} {k} of {total}: {store.log[-1]}, {outcome!r}"
+        after = committed(inner)
+        if meanwhile == "gc":  # it waits for whoever is alive, and is in nobody's way
+            assert not isinstance(outcome, SnapstoreError), about
+        if verb == "delta save":
+            assert (after.keys() - before.keys()) == (set() if isinstance(outcome, SnapstoreError) else {outcome.id}), (
+                about
+            )
+        gone = {before[name][:2] for name in before.keys() - after.keys()}
+        run, step = STALLED[verb].split("@")
+        assert verb == "forget" or gone == (set() if meanwhile == "gc" else {(int(step), (run, int(step)))}), about
+        check_whole(inner, about)
 
 
 @pytest.mark.parametrize("others", ["alone", "after a gc"])

@@ -6,15 +6,18 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 
 import faults
+import foreign
 import power
 import pytest
-from faults import OPTIONS, check_whole, one_thread, opened, sampled, save
+from faults import OPTIONS, check_whole, keys_of, one_thread, opened, sampled, save, values
 from tally import tally
 
-from snapstore import KeepLast, Repository
+from snapstore import KeepLast, Repository, pack
+from snapstore.environment import Environment
 from snapstore.storage import is_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -29,23 +32,91 @@ class History:
     Attributes:
         begins: of every verb, its first event.
         kept: ids of the snapshots that are committed before and after it.
+        index: (events so far, data of LMDB, its seal).
     """
 
     events: list[power.Event] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     kept: list[set[str]] = field(default_factory=list)
+    index: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
     def at(self, moment: int) -> tuple[str, set[str]]:
         verb = bisect_right(self.begins, moment) - 1
         return self.names[verb], self.kept[verb]
 
 
+def _verbs(do, verb):
+    for step in range(3):
+        do(f"save a@{step}", verb(lambda r, step=step: save(r, "a", step, step)))
+    do("fork", verb(lambda r: save(r, "b", 0, 50, parent="a@1")))
+    do("tag", verb(lambda r: r.tag("a@1", "good")))
+    do("forget", verb(lambda r: r.forget([KeepLast(1)], run="a")))
+    do("gc", verb(lambda r: r.gc()))
+    do("save again", verb(lambda r: save(r, "a", 3, 0)))  # content that gc has deleted
+    do("forget one", verb(lambda r: r.forget_snapshots(["a@2"])))
+    do("unforget", verb(lambda r: r.unforget("a@2")))
+    do("forget more", verb(lambda r: r.forget_snapshots(["a@2", "b@0"], force=True)))
+    do("second gc", verb(lambda r: r.gc()))
+    do("last save", verb(lambda r: save(r, "b", 1, 51)))
+
+
+def _rewriting(do, verb):
+    """recode, compact and repair; untag and policies. From "damage" on nobody but a repair can help."""
+    for step in range(5):
+        do(f"save a@{step}", verb(lambda r, step=step: save(r, "a", step, step)))
+    with foreign.written():
+        do("foreign save", verb(lambda r: save(r, "b", 0, 50, tags=("good",))))
+    do("recode", verb(lambda r: _did(r.recode().recoded)))
+    do("untag", verb(lambda r: r.untag("b@0", "good")))
+    do("policies", verb(lambda r: r.set_policies("a", [KeepLast(2)])))
+    do("forget", verb(lambda r: r.forget(r.policies("a"), run="a")))
+    do("gc", verb(lambda r: r.gc()))
+    do("compact", verb(lambda r: _did(r.compact().rewritten)))
+    do("second gc", verb(lambda r: r.gc()))
+    do("twin", verb(lambda r: r.save(values("a", 4), run="twin", step=0, metadata=["a", 4])))
+    do("damage", verb(_damage))
+    do("repair", verb(lambda r: _did(r.repair(apply=True).healed)))
+    do("purge", verb(lambda r: r.repair(apply=True, purge=True)))
+    do("last gc", verb(lambda r: r.gc()))
+
+
+def _did(something):
+    assert something
+
+
+def _damage(repository):
+    """A bit flips in the first pack that a@4 has written."""
+    store, wanted = repository.store, repository.snapshot("a@4").id
+    heads = {key: pack.read_header(store, key) for key in keys_of(store, "packs/")}
+    key = min((head.sequence, key) for key, head in heads.items() if head.save_id.hex() == wanted)[1]
+    data = bytearray(store.get(key))
+    data[pack.HEADER.size + 50] ^= 1
+    store.delete([key])
+    store.put(key, bytes(data))
+
+
+#: In these somebody has to repair, whatever the power loss has done.
+DAMAGED = {"damage", "repair", "purge", "last gc"}
+PAGE_BYTES = 4096
+HISTORIES = {"verbs": _verbs, "rewriting": _rewriting}
+
+
 @cache
-def history() -> History:
+def history(which: str) -> History:
+    """One of `HISTORIES`, and what its index was whenever it was sealed."""
     made = History()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        one_thread(patch, index=False)
+        one_thread(patch)
+        foreign.readable(patch)
+        real = Environment._seal
+
+        def seal(environment: Environment) -> None:
+            real(environment)
+            data, seal = ((environment._folder / name).read_bytes() for name in ("data.mdb", "verified"))
+            made.index.append((len(recorder.events), data[: int(seal.split()[0])], seal))
+
+        patch.setattr(Environment, "_seal", seal)
         root = Path(folder) / "repository"
         root.mkdir()
         recorder = power.Recorder(root)
@@ -74,37 +145,27 @@ def history() -> History:
             Repository.create(LocalStore(root), chunk_bytes=1024, options=OPTIONS).close()
 
         do("create", create)
-        for step in range(3):
-            do(f"save a@{step}", verb(lambda r, step=step: save(r, "a", step, step)))
-        do("fork", verb(lambda r: save(r, "b", 0, 50, parent="a@1")))
-        do("tag", verb(lambda r: r.tag("a@1", "good")))
-        do("forget", verb(lambda r: r.forget([KeepLast(1)], run="a")))
-        do("gc", verb(lambda r: r.gc()))
-        do("save again", verb(lambda r: save(r, "a", 3, 0)))  # content that gc has deleted
-        do("forget one", verb(lambda r: r.forget_snapshots(["a@2"])))
-        do("unforget", verb(lambda r: r.unforget("a@2")))
-        do("forget more", verb(lambda r: r.forget_snapshots(["a@2", "b@0"], force=True)))
-        do("second gc", verb(lambda r: r.gc()))
-        do("last save", verb(lambda r: save(r, "b", 1, 51)))
+        HISTORIES[which](do, verb)
     return made
 
 
-def disks(moments):
+def disks(which, moments):
     """(moment, disk after so many events)."""
     disk, wanted = power.Disk(), set(moments)
-    for moment, event in enumerate(history().events):
+    for moment, event in enumerate(history(which).events):
         if moment in wanted:
             yield moment, disk
         disk.apply(event)
-    yield len(history().events), disk
+    yield len(history(which).events), disk
 
 
-def check(moment, disk, choose, about):
+def check(which, moment, disk, choose, about, store=None):
     """After the power loss: what was promised is there, all that is there is whole, and life goes on."""
     tally("power losses")
-    verb, kept = history().at(moment)
-    about = f"{about}, in {verb}, after {moment} events: {history().events[max(0, moment - 3) : moment]!r:.300}"
-    store = MemoryStore()
+    verb, kept = history(which).at(moment)
+    last = history(which).events[max(0, moment - 3) : moment]
+    about = f"{about}, in {verb}, after {moment} events: {last!r:.300}"
+    store = MemoryStore() if store is None else store
     for name, data in disk.left(choose).items():
         if is_key(name) and not name.startswith("tmp/"):
             store.put(name, data)
@@ -114,33 +175,72 @@ def check(moment, disk, choose, about):
     with opened(store) as repository:
         found = {snapshot.id for snapshot in repository.snapshots()}
         assert kept <= found, about
+        if verb in DAMAGED:
+            repository.repair(apply=True)
+            repository.gc()  # ends the session that a repair has left
+            assert repository.repair(apply=True, purge=True).ok, about
     check_whole(store, about)
 
 
 KINDS = {"nothing unsynced": power.nothing_unsynced, "names without bytes": power.names_without_bytes}
 
 
+@pytest.fixture(autouse=True)
+def _readable(monkeypatch):
+    foreign.readable(monkeypatch)
+
+
+@pytest.mark.parametrize("which", HISTORIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_every_system_call(monkeypatch, kind):
-    total = len(history().events)
+def test_at_every_system_call(monkeypatch, kind, which):
+    total = len(history(which).events)
     one_thread(monkeypatch, index=False)
-    for moment, disk in disks(sampled(total, 12)):
-        check(moment, disk, KINDS[kind], kind)
+    for moment, disk in disks(which, sampled(total, 24)):
+        check(which, moment, disk, KINDS[kind], kind)
 
 
-def test_at_random(monkeypatch):
+@pytest.mark.parametrize("which", HISTORIES)
+def test_at_random(monkeypatch, which):
     """Any subset of the names, any length of the bytes."""
-    total = len(history().events)
+    total = len(history(which).events)
     one_thread(monkeypatch, index=False)
-    for moment, disk in disks(sampled(total, 12)):
+    for moment, disk in disks(which, sampled(total, 24)):
         for seed in range(8 if faults.THOROUGH else 1):
             seed += 1000 * moment + faults.SEED
-            check(moment, disk, power.at_random(seed), f"seed {seed}")
+            check(which, moment, disk, power.at_random(seed), f"seed {seed}")
+
+
+@pytest.mark.parametrize("which", HISTORIES)
+def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
+    """LMDB syncs nothing: any of its pages may be of any age, and so may its seal. The objects are the truth."""
+    total = len(history(which).events)
+    one_thread(monkeypatch)
+    for moment, disk in disks(which, sampled(total, 90)):
+        random = Random(1000 * moment + faults.SEED)
+        store = LocalStore(tmp_path / str(moment), create=True)
+        sealed = [(data, seal) for number, data, seal in history(which).index if number <= moment]
+        if sealed:
+            (store.root / "index").mkdir()
+            data, seal = left_of_an_index(sealed, random)
+            (store.root / "index" / "data.mdb").write_bytes(data)
+            (store.root / "index" / "verified").write_bytes(seal)
+        check(which, moment, disk, power.nothing_unsynced, "with an index", store)
+
+
+def left_of_an_index(sealed: list[tuple[bytes, bytes]], random: Random) -> tuple[bytes, bytes]:
+    """Pages of the last versions, mostly of the newest, zeros where none was written; a seal, or half of one."""
+    ages = sealed[-random.choice((1, 2, 8)) :]
+    pages = []
+    for at in range(0, len(ages[-1][0]), PAGE_BYTES):
+        data = ages[-1][0] if random.random() < 0.7 else random.choice([*(data for data, _ in ages), b""])
+        pages.append(data[at : at + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
+    seal = random.choice([ages[-1][1], ages[-1][1], ages[0][1], ages[-1][1][:7], b""])
+    return b"".join(pages), seal
 
 
 def _check_all(moments):
-    for moment, disk in disks(moments):
-        check(moment, disk, power.nothing_unsynced, "no fsync of directories")
+    for moment, disk in disks("verbs", moments):
+        check("verbs", moment, disk, power.nothing_unsynced, "no fsync of directories")
 
 
 def test_the_model_finds_a_put_without_fsync(monkeypatch):
@@ -148,7 +248,7 @@ def test_the_model_finds_a_put_without_fsync(monkeypatch):
     monkeypatch.setattr("snapstore.storage.local._fsync_directory", lambda directory: None)
     history.cache_clear()
     try:
-        total = len(history().events)
+        total = len(history("verbs").events)
         with pytest.raises(AssertionError, match=r"in save|in fork"):
             _check_all(range(total // 3, total, 20))
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -17,18 +16,22 @@ from faults import (
     check_clean,
     check_restores,
     clone,
+    index_in_place,
     keys_of,
     one_thread,
     opened,
     same,
+    sampled,
     save,
     values,
     version_of,
 )
 from schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
+from stalls import Stalling, others_meanwhile
 from tally import tally
+from test_crash_points import on_a_disk
 
-from snapstore import IntegrityError, Repository, SnapstoreError, StorageError, pack
+from snapstore import IntegrityError, Repository, Snapshot, SnapstoreError, StorageError, pack
 from snapstore.storage import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -84,10 +87,10 @@ def repairing(**options: Any) -> Any:
     return body
 
 
-def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5) -> None:
+def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5, level: str = "data") -> None:
     """Another repair mends what is left, and no trace of the damage stays."""
     with opened(store) as repository:
-        report = repository.repair(apply=True)
+        report = repository.repair(apply=True, level=level)
         assert (report.lost, report.open) == ([], []), about
         there = check_restores(repository, about)
         assert committed is None or len(there) == committed - 1, about
@@ -101,60 +104,118 @@ def test_the_wound():
 
 
 @cache
-def operations() -> tuple[list[int], list[int]]:
-    """(operations of a repair that change the store, the others), counted from where it begins."""
+def operations() -> list[tuple[str, str]]:
+    """(operation, key) of all that a repair does, once the repository is open."""
     store = FaultStore(clone(wounded()))
     with opened(store) as repository:
         begin = len(store.log)
         report = repository.repair(apply=True)
         assert len(report.healed) == 4
+    return store.log[begin:]
+
+
+def points(writes_every: int, reads_every: int) -> list[int]:
+    """The operations to try: more of those that change the store."""
     changing = ("put", "hold", "release", "delete")
-    changes = [operation in changing for operation, _ in store.log[begin:]]
-    return [i for i, is_one in enumerate(changes) if is_one], [i for i, is_one in enumerate(changes) if not is_one]
+    writes = [i for i, (operation, _) in enumerate(operations()) if operation in changing]
+    reads = [i for i, (operation, _) in enumerate(operations()) if operation not in changing]
+    return sorted(
+        [writes[i] for i in sampled(len(writes), writes_every)] + [reads[i] for i in sampled(len(reads), reads_every)]
+    )
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])  # see test_late_and_torn.py
+def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStore, Any]:
+    """The store whose k-th operation went wrong, and the repair's outcome; its process is gone."""
+    store = FaultStore(inner)
+    repository = Repository.open(store, options=OPTIONS)
+    store.at, store.mode = len(store.log) + k, mode
+    tally("crash points")
+    try:
+        outcome: Any = repository.repair(apply=True)
+    except (Crash, SnapstoreError) as error:
+        outcome = error
+    repository.close()
+    store.die()
+    return store, outcome
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])
 def test_every_fault(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
-    writes, reads = operations()
-    for k in sorted(writes + reads[:: 29 if mode in CRASHES else 17]):
+    for k in points(2, 29 if mode in CRASHES else 17):
         inner = clone(wounded())
-        store = FaultStore(inner)
-        repository = Repository.open(store, options=OPTIONS)
-        store.at, store.mode = len(store.log) + k, mode
-        tally("crash points")
-        try:
-            outcome: Any = repository.repair(apply=True)
-        except (Crash, SnapstoreError) as error:
-            outcome = error
+        store, outcome = repair_until_fault(inner, k, mode)
         about = f"{mode} at {k}: {store.log[-1]}, {outcome}"
         assert isinstance(outcome, Crash) == (mode in CRASHES), about
         if isinstance(outcome, SnapstoreError):
             assert isinstance(outcome, StorageError), about
-        repository.close()
-        store.die()
         assert set(keys_of(wounded(), "packs/")) <= set(keys_of(inner, "packs/")), about
         assert whole(wounded()) <= whole(inner), about
         _unless_damaged(collecting(), inner)  # takes nothing that the next repair needs
         finish(inner, about)
 
 
+@pytest.mark.no_cover
+def test_every_torn_put(monkeypatch):
+    """Of what a repair was writing half is there: the next one, a gc and a purge leave no trace of it."""
+    one_thread(monkeypatch, index=False)
+    puts = [k for k, (operation, _) in enumerate(operations()) if operation == "put"]
+    for k in (puts[i] for i in sampled(len(puts), 3)):
+        inner = clone(wounded())
+        store, outcome = repair_until_fault(inner, k, "torn")
+        about = f"torn at {k}: {store.log[-1]}, {outcome}"
+        assert isinstance(outcome, Crash), about
+        assert whole(wounded()) <= whole(inner), about
+        _unless_damaged(collecting(), inner)
+        # a record that nobody can read any more was perhaps un-forgotten: the forgotten a@1 comes back
+        finish(inner, about, level="restore", committed=6 if "snapshots/a/000000000001-" in store.log[-1][1] else 5)
+
+
+@pytest.mark.no_cover
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost"])
 def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
     one_thread(monkeypatch)
-    writes, _ = operations()
-    for k in writes[::3]:
-        inner = LocalStore(tmp_path / str(k), create=True)
-        for key in keys_of(wounded()):
-            inner.put(key, wounded().get(key))
-        store = FaultStore(inner)
+    index_in_place(monkeypatch)
+    for k in points(4, 99):
+        inner = on_a_disk(wounded(), tmp_path / str(k))
+        with opened(inner) as repository:  # an index of before the fault
+            assert len(repository.view().damaged) == 1
+        store, outcome = repair_until_fault(inner, k, mode)
+        finish(inner, f"{mode} at {k}: {store.log[-1]}, {outcome}")
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
+def test_stalled(meanwhile, where, monkeypatch):
+    """As in test_late_and_torn.py: what others forget and collect is what a repair heals by."""
+    one_thread(monkeypatch, index=False)
+    for k in sampled(len(operations()), 70):
+        inner = clone(wounded())
+        store = Stalling(inner, others_meanwhile(inner, "twin@0")[meanwhile], where)
         repository = Repository.open(store, options=OPTIONS)
-        store.at, store.mode = len(store.log) + k, mode
-        with suppress(Crash, StorageError):
-            repository.repair(apply=True)
+        store.stalls_at = len(store.log) + k
+        try:
+            outcome: Any = repository.repair(apply=True)
+        except SnapstoreError as error:
+            outcome = error
         repository.close()
         store.die()
-        finish(inner, f"{mode} at {k}: {store.log[-1]}")
+        about = f"{meanwhile} {where} {k}: {store.log[-1]}, {outcome!r:.300}"
+        assert not isinstance(outcome, SnapstoreError), about
+        there = whole(inner)
+        assert {s.id for s in outcome.healed} <= there, about
+        if meanwhile == "gc":
+            finish(inner, about)
+            continue
+        collecting()(inner), collecting()(inner)
+        assert there <= whole(inner) | {s.id for s in _swept(inner)}, about
+
+
+def _swept(store: ObjectStore) -> list[Snapshot]:
+    with opened(store) as repository:
+        return repository.view().snapshots(states=("swept",))
 
 
 # --- beside others ---------------------------------------------------------------------------------------------------

@@ -6,21 +6,20 @@ test has told them (`Stage`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from random import Random
 from typing import Any
 
 from faults import SEED, Actor, check_clean, clone, opened, restored, run_randomly, save
-from tally import tally
+from tally import EXAMPLES, tally
 
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
 from snapstore.storage import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 #: As many as a run of the tests makes; other ones in each run.
-SCHEDULES = int(os.environ.get("SNAPSTORE_TEST_SCHEDULES", "100"))
+SCHEDULES = 100 * EXAMPLES
 PER_TEST = 20
 
 Body = Callable[[ObjectStore], Any]

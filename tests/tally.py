@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-#: Factor on the examples of the fuzzers, and the kills of the training run.
+#: Factor on the examples of the fuzzers, the random schedules, and the kills of the training run.
 EXAMPLES = int(os.environ.get("SNAPSTORE_TEST_EXAMPLES", "1"))
 _FOLDER = os.environ.get("SNAPSTORE_TEST_TALLY")
 _counts: Counter[str] = Counter()

@@ -33,7 +33,7 @@ OUT = ROOT / "docs" / "benchmarks" / "torture.json"
 HARNESSES: dict[str, tuple[list[str], int]] = {
     "crash points": (["tests/stateful", "-k", "crash_points or late_and_torn or repair_faults and not random"], 1),
     "power losses": (["tests/stateful/test_power_loss.py"], 1),
-    "schedules": (["tests/stateful", "-k", "interleavings or repair_faults and random"], 1),
+    "schedules": (["tests/stateful", "-k", "interleavings or repair_faults and random"], 20),
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0, help="begin no harness after so long (default 1)")
     parser.add_argument("--rounds", type=int, help="end after so many rounds")
     parser.add_argument("--only", help=f"comma-separated: {', '.join(HARNESSES)}")
-    parser.add_argument("--examples", type=float, default=1.0, help="factor on fuzz inputs and kills of a round")
+    parser.add_argument("--examples", type=float, default=1.0, help="factor on fuzz inputs, random schedules and kills")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON")
     parser.add_argument("--fresh", action="store_true", help="begin anew")

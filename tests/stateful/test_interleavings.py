@@ -1,17 +1,23 @@
 """Saves, forgets, un-forgets and gcs that take turns at every store operation: no committed snapshot ever dangles.
 
-Random schedules first (SNAPSTORE_TEST_SCHEDULES many), then the counter-examples that the models of the protocol print
-when one of its rules is dropped, each driven by hand.
+Random schedules first, then all that stop few actors few times, then the counter-examples that the models of the
+protocol print when one of its rules is dropped, each driven by hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from itertools import count, permutations
+from random import Random
 from typing import Any
 
 import pytest
 from faults import (
     OPTIONS,
+    SEED,
+    THOROUGH,
+    Actor,
     check_clean,
     clone,
     keys_of,
@@ -20,7 +26,8 @@ from faults import (
     save,
     values,
 )
-from schedules import PER_TEST, SCHEDULES, Stage, collecting, forgetting, played, saving, several, unforgetting
+from schedules import PER_TEST, SCHEDULES, Body, Stage, collecting, forgetting, played, saving, several, unforgetting
+from tally import tally
 
 from snapstore import (
     ConflictError,
@@ -29,6 +36,7 @@ from snapstore import (
     NotFoundError,
     Repository,
     StorageError,
+    pack,
 )
 from snapstore.storage import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -67,6 +75,151 @@ def test_random_schedules(first, actors):
             restored(repository, about)
             repository.gc()
         check_clean(store, about)
+
+
+# --- all schedules with few stops ------------------------------------------------------------------------------------
+
+#: Who plays upon `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
+#: stores the very bytes that are being swept. H gives up whoever is in the middle of a save.
+CAST: dict[str, Body] = {
+    "S": saving("a", 3, 3),
+    "T": saving("b", 1, 51),
+    "R": saving("c", 1, 7),
+    "F": forgetting("b@0"),
+    "U": unforgetting("a@2"),
+    "G": collecting(),
+    "H": collecting(0.0),
+    "E": several(forgetting("a@2")),  # again
+}
+ALL = [name for name in CAST if name != "E"]
+#: Nobody is stopped before these: what they do or give is the same whatever others do meanwhile.
+APART, FIXED = ("settle", "clean"), ("config", "snapshots/")
+#: What is committed in the end: of `doomed` and, of whoever ended well, what it has made or brought back.
+MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
+
+
+@cache
+def doomed() -> MemoryStore:
+    """b@0 alone is committed; a gc would collect the rest: a@2, and c@0, a first save as R will be one."""
+    store = clone(history())
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@0"], force=True)
+        repository.gc()
+        save(repository, "c", 0, 7)
+        repository.forget_snapshots(["a@2", "c@0"], force=True)
+    return store
+
+
+def step(actor: Actor) -> None:
+    """On to its next operation for which it matters what others have done."""
+    actor.step()
+    while actor.at and (actor.at[0] in APART or (actor.at[0] == "get" and actor.at[1].startswith(FIXED))):
+        actor.step()
+
+
+def play(actors: list[Actor], *parts: tuple[str, int | None]) -> set[str]:
+    """Let actors of the cast take so many steps each (None: all), in that order; who was stopped before its end."""
+    tally("schedules")
+    stage, playing, stopped = Stage(doomed(), actors), dict[str, Actor](), set[str]()
+    for name, steps in parts:
+        if name not in playing:
+            playing[name] = stage.enter(name, CAST[name], seen_dead=name == "H")
+        actor = playing[name]
+        taken = 0
+        while not actor.ended and taken != steps:
+            step(actor)
+            taken += 1
+        if not actor.ended:
+            stopped.add(name)
+    about = " ".join(f"{name}{'' if steps is None else steps}" for name, steps in parts)
+    for name, actor in playing.items():
+        may: tuple[type[Exception], ...] = ()
+        if name == "U" and playing.keys() & {"G", "H"}:
+            may = (ConflictError, NotFoundError)  # it was swept before, or just then
+        elif name in "STR" and "H" in playing:
+            may = (ConflictError,)  # it was given up
+        assert actor.error is None or isinstance(actor.error, may), f"{about}: {name}: {actor.error!r}"
+    wanted = {MADE[name] for name, actor in playing.items() if name in MADE and actor.error is None}
+    gone = {of for name, of in (("F", "b@0"), ("E", "a@2")) if name in playing}
+    try:
+        assert stage.check().keys() == (wanted | {"b@0"}) - gone
+    except Exception as error:
+        error.add_note(f"the schedule was {about}")
+        raise
+    actors.clear()
+    return stopped
+
+
+@cache
+def steps_of(name: str) -> int:
+    """How many it takes alone."""
+    actor = Actor(name, clone(doomed()), CAST[name])
+    taken = 0
+    while not actor.ended:
+        step(actor)
+        taken += 1
+    return taken
+
+
+def stops(name: str, case: object, every: int = 40) -> Iterable[int]:
+    """Steps after which to stop it; all up to its end, which the caller sees (beside others it may take more)."""
+    steps = steps_of(name)
+    return count(1) if THOROUGH else Random(f"{SEED} {case}").sample(range(1, steps), 1 + steps // every)
+
+
+def test_the_cast_does_what_is_said_of_it(actors):
+    """Else the schedules below would prove little."""
+    stage = Stage(doomed(), actors)
+    old = {key: stage.store.get(key)[pack.HEADER.size :] for key in keys_of(stage.store, "packs/")}
+    CAST["R"](stage.store)
+    new = [key for key in keys_of(stage.store, "packs/") if key not in old]
+    assert new
+    assert {stage.store.get(key)[pack.HEADER.size :] for key in new} <= {*old.values()}
+    assert CAST["T"](stage.store).bases
+    assert CAST["U"](stage.store).ref == "a@2"
+    saver = stage.enter("S", CAST["S"]).until("put", "snapshots/")
+    CAST["E"](stage.store)
+    assert CAST["G"](stage.store).waiting_for
+    assert stage.enter("H", CAST["H"], seen_dead=True).finish().deleted_objects
+    with pytest.raises(ConflictError):
+        saver.finish()
+    assert stage.check().keys() == {"b@0", "b@1", "c@1"}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("first", ALL)
+def test_one_stops_once_and_up_to_two_others_run_whole(first, actors):
+    others = {*ALL} - {first}
+    for names in sorted([*permutations(others, 1), *permutations(others, 2)]):
+        for steps in stops(first, names):
+            if not play(actors, (first, steps), *((name, None) for name in names), (first, None)):
+                break
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(("first", "second"), [*permutations(ALL, 2)])
+def test_two_stop_once_each(first, second, actors):
+    for steps in stops(first, second):
+        for more in stops(second, (first, steps)):
+            stopped = play(actors, (first, steps), (second, more), (first, None), (second, None))
+            if len(stopped) < 2:
+                break
+        if first not in stopped:
+            break
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("between", [["U"], ["U", "H"]])
+def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):
+    """G stops, a@2 comes back (and another gc completes G's mark), S builds upon it and stops, and a@2 goes again."""
+    for steps in stops("G", between, 8):
+        for more in stops("T", (between, steps), 8):  # as many as S takes that has a base
+            parts = [("G", steps), *((name, None) for name in between), ("S", more), ("E", None)]
+            stopped = play(actors, *parts, ("G", None), ("S", None))
+            if len(stopped) < 2:
+                break
+        if "G" not in stopped:
+            break
 
 
 # --- schedules of the models' counter-examples -----------------------------------------------------------------------

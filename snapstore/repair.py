@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from . import gc, manifest, records
-from .check import COPY, GC, REBUILD, REPAIR, UNREADABLE, CheckResult, Survey, stand_in
+from .check import COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
 from .engine import Engines
@@ -136,6 +136,7 @@ class _Repair:
         self._store, self._index, self._engines, self._survey, self._report = store, index, engines, survey, report
         self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
         self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
+        self._unwritten_notes: set[str] = set()  # damaged ones of quarantine, which this level cannot write
         self._gone: dict[str, tuple[Snapshot, str]] = {}  # snapshots whose record vanished, and what they need as well
 
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
@@ -159,6 +160,9 @@ class _Repair:
 
     def _left_to_others(self) -> None:
         """What `check` will go on reporting, since another command or a person has to mend it."""
+        let_out = {action.key for action in self._report.actions if action.kind in ("purge", "release")}
+        for key in sorted(self._unwritten_notes - let_out):
+            self._report.open.append(f"{key}: is damaged; run '{REPAIR_CHUNKS} --apply'")
         for problem in self._report.found.problems:
             waits = problem.command == GC and problem.snapshots  # what is forgotten is left to gc, and nothing is open
             if problem.command != REBUILD and not problem.command.startswith(REPAIR) and not waits:
@@ -360,7 +364,7 @@ class _Repair:
                 if self._report.found.level == "restore":
                     self._do("quarantine", key, message, partial(self._replace, key, note))
                 else:  # its name keeps the pack in quarantine; which blobs it gave up only rebuilding tells
-                    self._report.open.append(f"{key}: is damaged; run '{REPAIR} --apply --level restore'")
+                    self._unwritten_notes.add(key)
                 continue
             try:
                 silent_s = self._store.now_s() - self._store.stat(key).modified_s

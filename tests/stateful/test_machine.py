@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,9 @@ from snapstore import (
     NotFoundError,
     Repository,
     Snapshot,
+    SnapstoreError,
     StorageError,
+    manifest,
     records,
 )
 from snapstore.storage.memory import MemoryStore
@@ -71,6 +73,7 @@ POLICIES = st.lists(
     max_size=2,
 )
 PROCESSES = st.integers(0, 1)
+LOOKERS = st.integers(0, 2)  # see Machine.looking
 #: What may fail on its way, by name.
 VERBS: dict[str, Callable[[Repository, str], Any]] = {
     "forget": lambda repository, run: repository.forget([KeepLast(1)], run=run),
@@ -79,6 +82,8 @@ VERBS: dict[str, Callable[[Repository, str], Any]] = {
     "recode": lambda repository, run: repository.recode(),
     "repair": lambda repository, run: repository.repair(apply=True),
 }
+#: Where a bit flips: which class of object, which of them, where in it.
+FLIPS = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 99), st.integers(0, 2**20 - 1)), min_size=1, max_size=2)
 STATES = ("committed", "forgotten", "swept")
 
 
@@ -120,9 +125,10 @@ class Machine(RuleBasedStateMachine):
         for process in (0, 1):
             self.close(process)
         with opened(self.store) as repository:
-            report = repository.repair(apply=True, purge=True)
+            repository.repair(apply=True, purge=True)
+            repository.gc()  # takes damaged packs that nobody needs any more
+            report = repository.repair(apply=True)
             assert report.ok, f"{report.open} {report.lost}"
-            repository.gc()
         check_clean(self.store)
 
     def close(self, process: int) -> None:
@@ -449,6 +455,186 @@ class Machine(RuleBasedStateMachine):
             i for i, k in self.known.items() if k.state in ("committed", "forgotten")
         }
 
+    # -- damage
+
+    @precondition(lambda self: self.slow is None)
+    @rule(
+        flips=FLIPS, process=LOOKERS, other=LOOKERS, level=st.sampled_from(("data", "restore")), tidy=st.booleans(),
+        twin=st.booleans(),
+        meanwhile=st.lists(st.tuples(PROCESSES, st.sampled_from(["restore", "save", *VERBS]), RUNS), max_size=3),
+    )  # fmt: skip
+    def damage(self, flips, process, other, level, tidy, twin, meanwhile) -> None:
+        """Bits flip; verbs go on, or raise; repair. In the end what was lost is dropped, and all rules hold again.
+
+        Args:
+            process, other: who repairs, who looks.
+            tidy: also if nothing was lost, quarantined packs are given up.
+            twin: the newest state of run a is stored once more, so that something can be healed.
+        """
+        tally("damages of the machine")
+        if twin and (newest := self.newest("a")):
+            self.save_again(newest)
+        with self.looking(2) as repository:
+            before = {s.id: s for s in repository.view().snapshots(states=("committed", "forgotten"))}
+        needs = self.needs(before)
+        flipped: set[str] = set()
+        for kind, number, place in flips:
+            flipped.add(self.flip(kind, number, place, flipped))
+        # Whose record cannot be read may change: what its last revision said is lost, unless an index knows it.
+        guessed = {records.parse_record_key(key)[2] for key in flipped if key.startswith("snapshots/")}
+        if "config" in flipped:
+            process, other = 2, 2
+        whole = self.restoring(before)
+        lost = before.keys() - whole
+        assert lost <= {i for i, keys in needs.items() if keys & flipped}
+        assert lost >= {i for i, keys in needs.items() if any(key[:5] != "packs" for key in keys & flipped)}
+        self.agree(other, before, whole, guessed)
+
+        saved = [self.go_on_damaged(*one) for one in meanwhile] if "config" not in flipped else []
+        before |= {s.id: s for s in saved if s is not None}
+        before = self.still(before)
+        suffering = before.keys() - self.restoring(before)
+        assert not whole & suffering, "what was whole was damaged by what went on"
+        assert suffering <= lost or any(key.startswith("packs/") for key in flipped), "built upon what cannot be read"
+
+        with self.looking(process) as repository:
+            held = dict(self.store._objects)
+            planned = repository.repair(level=level)
+            assert self.store._objects == held
+            report = repository.repair(level=level, apply=True)
+        about = f"{flipped} {report.actions} {report.open} {report.lost}"
+        assert [action.kind for action in planned.actions] == [action.kind for action in report.actions], about
+        healed, lost = {s.id for s in report.healed}, {s.id for s, _ in report.lost}
+        before = self.still(before)
+        whole = self.restoring(before)
+        assert lost - guessed == before.keys() - whole - guessed, about
+        assert healed - guessed == suffering & whole - guessed, about
+        assert guessed & whole <= before.keys() - lost, about
+        result = self.agree(other, before, whole, guessed)
+        assert {i for p in result.problems for i in p.snapshots} - guessed == lost - guessed, about
+        for run in ("a", "b"):
+            new = self.go_on_damaged(min(process, 1), "save", run)
+            assert self.restoring({new.id: new}), "a save has built upon damage that is known"
+        if report.ok and not result.problems and not tidy and not guessed:
+            self.note_swept()  # by a gc meanwhile
+            return
+        self.recover(lost, guessed)
+
+    def save_again(self, chosen: str) -> None:
+        """The state of a snapshot, in the other run."""
+        self.count += 1
+        known = self.known[chosen]
+        with self.looking(2) as repository:
+            state, run = values(*known.version), "b" if known.run == "a" else "a"
+            snapshot = repository.save(state, run=run, step=9, metadata=list(known.version))
+        self.known[snapshot.id] = Known(run, 9, self.count, snapshot.seq, known.version, snapshot.parent)
+
+    def flip(self, kind: int, number: int, place: int, spared: set[str]) -> str:
+        """One bit of an object; its key."""
+        kinds = [*sorted({key.partition("/")[0] for key in self.store._objects}), "packs", "packs", "packs"]
+        chosen = kinds[kind % len(kinds)]
+        keys = [key for key in self.store._objects if key.partition("/")[0] == chosen]  # as they were put
+        key = keys[number % len(keys)]
+        if key in spared:  # the same bit twice is none
+            return key
+        data, info = self.store._objects[key]
+        changed = bytearray(data)
+        changed[place * len(data) >> 20] ^= 1 << place % 8
+        self.store._objects[key] = bytes(changed), info  # a disk tells nobody: time and holder stay
+        return key
+
+    def needs(self, snapshots: dict[str, Snapshot]) -> dict[str, set[str]]:
+        """By id, the keys of all objects that a snapshot is made of."""
+        found = {}
+        for i, snapshot in snapshots.items():
+            headers = [manifest.decode_header(self.store.get(ref.key), ref.key) for ref in snapshot.manifests]
+            packs = {records.pack_key(name) for header in headers for name in header.pack_names}
+            found[i] = {snapshot.key} | {ref.key for ref in snapshot.manifests} | packs
+        return found
+
+    def restoring(self, snapshots: dict[str, Snapshot]) -> set[str]:
+        """The truth: which of these a new process restores; it hands out no wrong bit."""
+        found = set()
+        with self.looking(2) as repository:
+            for i, snapshot in snapshots.items():
+                with suppress(SnapstoreError):
+                    state = repository.restore(f"id:{i}")
+                    assert same(state, values(*version_of(snapshot))), f"{snapshot.ref}: other bits were handed out"
+                    found.add(i)
+        return found
+
+    def still(self, snapshots: dict[str, Snapshot]) -> dict[str, Snapshot]:
+        """Those that no gc has taken; what cannot be read stays."""
+        with self.looking(2) as repository:
+            view = repository.view()
+        return {i: s for i, s in snapshots.items() if (view.get(i) or s).state in ("committed", "forgotten")}
+
+    def agree(self, process: int, snapshots: dict[str, Snapshot], whole: set[str], guessed: set[str]) -> Any:
+        """What check says is what restoring everything has shown."""
+        with self.looking(process) as repository:
+            result = repository.check("restore")
+        assert {s.id for s in result.restorable} - guessed == whole - guessed, result.problems
+        assert {s.id for s in result.damaged} - guessed == snapshots.keys() - whole - guessed, result.problems
+        assert not {s.id for s in result.restorable} & guessed & snapshots.keys() - whole
+        return result
+
+    def go_on_damaged(self, process: int, verb: str, run: str) -> Snapshot | None:
+        """A verb in a damaged repository: it does what it should, or raises. Only a save must do."""
+        repository = self.at(process)
+        if verb == "save":
+            self.count += 1
+            snapshot = save(repository, run, 9, self.count)
+            self.learn(snapshot, self.count)
+            self.lineage[process][run] = snapshot.id
+            return snapshot
+        if verb == "restore":
+            for i, known in self.known.items():
+                with suppress(SnapstoreError):
+                    assert same(repository.restore(f"id:{i}"), values(*known.version))
+                    self.lineage[process] = {"*": i}
+            return None
+        with suppress(SnapstoreError):
+            done = VERBS[verb](repository, run)
+            if verb == "forget":
+                for snapshot in done.forgotten:
+                    self.known[snapshot.id].state = "forgotten"
+        return None
+
+    def recover(self, lost: set[str], guessed: set[str]) -> None:
+        """What a person does behind a repair; then the model learns what has become of it."""
+        now = self.store.clock() + 3601
+        self.store.clock = lambda: now  # a damaged session is removed once it was silent
+        repository = self.at(0)
+        for run, keep in self.policies.items():
+            repository.set_policies(run, keep)
+        for snapshot in repository.snapshots():
+            for tag in snapshot.tags:
+                if snapshot.id in lost or tag.startswith("repaired-"):
+                    repository.untag(f"id:{snapshot.id}", tag)
+                    if snapshot.id in lost:
+                        self.known[snapshot.id].tags.discard(tag)
+            if snapshot.metadata is None:  # made up from its manifests: nobody could tell what it must hold
+                repository.forget_snapshots([f"id:{snapshot.id}"], force=True)
+        assert repository.repair(apply=True, drop=True).left == []  # a damaged pack that nobody needs is left to gc
+        repository.gc()
+        report = repository.repair(apply=True, drop=True, purge=True)
+        assert report.ok, f"{report.open} {report.lost}"
+        repository.gc()
+        assert repository.check("restore").problems == []
+        there = {s.id: s for s in repository.view().snapshots(states=STATES)}
+        for i in guessed:
+            if i not in there:  # given up
+                self.known.pop(i, None)
+            else:
+                s = there[i]
+                self.count += 1
+                known = self.known.setdefault(i, Known(s.run, s.step, self.count, s.seq, (s.run, -1), s.parent))
+                known.state, known.tags, known.parent, known.seq = s.state, set(s.tags), s.parent, s.seq
+        for i in lost - guessed:  # committed still: healed after all, as the saves since have stored it again
+            assert there[i].state in ("forgotten", "swept") or self.restoring({i: there[i]})
+            self.known[i].state = there[i].state
+        self.note_swept()
+
     @invariant()
     def all_is_known(self) -> None:
         tally("machine steps")
@@ -464,7 +650,7 @@ def test_machine(monkeypatch):
     run_state_machine_as_test(
         seed(SEED)(Machine),  # as for all samples: other programs in every run, and the same ones for the same seed
         settings=settings(
-            max_examples=2000 if THOROUGH else 60,
+            max_examples=2000 if THOROUGH else 40,
             stateful_step_count=60 if THOROUGH else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

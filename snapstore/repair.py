@@ -288,9 +288,14 @@ class _Repair:
         Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
         back, if it is all there, and no policy forgets it before somebody has looked. If it was committed and is not
         all there, it has been rewritten (recode, compact, heal), and only the lost revision names its manifests: any
-        other would hide that one from whoever puts it back.
+        other would hide that one from whoever puts it back. A tag that another snapshot of the run has by now was
+        taken off this one by what is lost.
         """
-        kept = msgspec.structs.replace(earlier, revision=revision)
+        ruling = self._survey.ruling.values()
+        moved = {tag for s in ruling if s.run == earlier.run and s.id != earlier.id for tag in s.tags}
+        kept = msgspec.structs.replace(
+            earlier, revision=revision, tags=[tag for tag in earlier.tags if tag not in moved]
+        )  # fmt: skip
         whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
         if earlier.state not in _STATES or not self._is_there(earlier):
             return None if earlier.state == COMMITTED else (kept.revised(), whence)
@@ -393,7 +398,8 @@ class _Repair:
         running = [info.key for info in self._store.list("sessions/")] if fresh else []
         if running:
             self._report.open.append(
-                f"saves that run and may have built on what is damaged: {len(running)}; repair again once they end"
+                f"saves that run and may have built on what is damaged: {len(running)}; repair again once they end "
+                f"('{GC}' gives up those that died)"
             )
         for key in sorted(survey.recovered):
             self._let_out("release", key, f"{key}: leaves the quarantine: it is whole, or gone and not missed")

@@ -296,6 +296,21 @@ def test_a_record_comes_back_from_the_index_as_it_was(disk, index, monkeypatch):
         assert same(found.restore("a@1"), values("a", 1))
 
 
+def test_a_tag_that_has_moved_on_stays_where_it_is(store):
+    """The revision that took it off is lost, so the one before, which has it, is what a@1 comes back from."""
+    with opened(store) as found:
+        found.tag("a@1", "good")
+        found.tag("a@1", "old")
+        found.tag("a@2", "good")
+        assert found.snapshot("a@1").tags == ["old"]
+    break_record(store, "a@1")
+    with opened(store) as found:
+        found.repair(apply=True)
+        guessed = found.snapshot("a@1")
+        assert guessed.tags == ["old", f"repaired-{guessed.id[:8]}"]
+        assert found.snapshot("a@good").step == 2
+
+
 def test_records_that_were_never_revised_come_back_in_their_order(store):
     """No index: all that is known is in their keys and manifests."""
     wanted = snapshots_of(store)

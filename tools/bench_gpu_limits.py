@@ -125,7 +125,7 @@ def cached_to_device(folder: Path, size: int, threads: int, device: torch.device
     total = path.stat().st_size
     pinned = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(total, dtype=torch.uint8, device=device)
-    rooms = memoryview(pinned.numpy())
+    rooms = pinned.numpy().data
 
     def move(start: int) -> None:
         end = min(total, start + PIECE_BYTES)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SnapstoreError,
         StorageError,
         StorageFullError,
+        UnknownFormatError,
         UnsupportedLeafError,
     )
     from .manager import SaveHandle, SnapshotManager
@@ -84,6 +85,7 @@ _HOME = {
     "SnapstoreError": "errors",
     "StorageError": "errors",
     "StorageFullError": "errors",
+    "UnknownFormatError": "errors",
     "UnsupportedLeafError": "errors",
 }
 
@@ -114,6 +116,7 @@ __all__ = [
     "SnapstoreError",
     "StorageError",
     "StorageFullError",
+    "UnknownFormatError",
     "UnsupportedLeafError",
 ]
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from . import codecs, planes
 from .codecs import deflate, zstd
 from .digest import Bytes, checksum, digest
-from .errors import FormatError, IntegrityError
+from .errors import FormatError, IntegrityError, UnknownFormatError
 
 HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
 MAGIC = b"SNBL"
@@ -234,7 +234,8 @@ def parse(blob: memoryview, where: str) -> Header:
     """Check a blob's frame and read its header; `blob` may be longer than the blob (padding).
 
     Raises:
-        FormatError: not a blob, or of an unknown version, transform or layout.
+        FormatError: not a blob.
+        UnknownFormatError: of an unknown version, transform or layout.
         IntegrityError: its checksum does not hold, or its lengths disagree.
     """
     if len(blob) < HEADER.size:
@@ -246,7 +247,10 @@ def parse(blob: memoryview, where: str) -> Header:
     if magic != MAGIC:
         raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
     if version != VERSION:
-        raise FormatError(f"{where}: blob version {version}, this snapstore reads {VERSION}; use a newer one")
+        raise UnknownFormatError(
+            f"{where}: blob version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
+            "newer one; run 'snapstore check --read-data' to see whether it is damaged"
+        )
     if zero:  # the one field that the checksum does not cover
         raise IntegrityError(f"{where}: {zero} where zero must stand; run 'snapstore check --read-data'")
     length = HEADER.size + 4 * count + payload_bytes
@@ -255,7 +259,10 @@ def parse(blob: memoryview, where: str) -> Header:
     if checksum(blob[16:length]) != check:
         raise IntegrityError(f"{where}: checksum mismatch in stored bytes; run 'snapstore check --read-data'")
     if transform not in TRANSFORMS or layout not in (planes.BYTES, planes.ROTATED):
-        raise FormatError(f"{where}: transform {transform}, layout {layout}: a newer snapstore wrote this blob")
+        raise UnknownFormatError(
+            f"{where}: blob of transform {transform}, layout {layout}, which this snapstore does not read; use the "
+            "release that wrote it, or a newer one"
+        )
     if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
         raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)

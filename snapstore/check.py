@@ -33,6 +33,7 @@ from .errors import (
     NotFoundError,
     SnapstoreError,
     StorageError,
+    UnknownFormatError,
     without_advice,
 )
 from .gc import OBJECT_NAME
@@ -87,7 +88,7 @@ class CheckResult:
     Attributes:
         problems: everything wrong.
         notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
-        restorable: committed and forgotten snapshots without a finding against them, in order.
+        restorable: committed and forgotten snapshots without a finding against them that can be read here, in order.
         damaged: the others; of one whose record cannot be read a stand-in of state "unreadable".
         unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
             wait: what is needed cannot be told then.
@@ -152,7 +153,9 @@ class Survey:
         sizes: of packs and manifests, by key [bytes].
         need: damaged pack -> ids of all snapshots that refer to it.
         affected: id -> SHA-256 of those of its manifests that refer to damaged packs.
-        without_manifest: id -> why, of snapshots that lack a manifest, or whose manifests do not fit together.
+        without_manifest: id -> why, of snapshots that lack a manifest.
+        unknown: keys of records, and ids of snapshots, that are intact as far as this release or machine can read them:
+            no damage, and nothing that it may change.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class Survey:
         self.small: list[str] = []
         self.affected: dict[str, list[str]] = {}
         self.without_manifest: dict[str, str] = {}
+        self.unknown: set[str] = set()
         self.sizes: dict[str, int] = {}
         self._suffer: dict[str, set[str]] = {}  # pack -> ids of the snapshots that lose by it
         self.need: dict[str, set[str]] = {}
@@ -207,7 +211,7 @@ class Survey:
             result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
         bad = {name for problem in result.problems for name in problem.snapshots}
         snapshots = [now for s in snapshots if (now := self.ruling[s.id]).state in (COMMITTED, FORGOTTEN)]
-        result.restorable = [s for s in snapshots if s.id not in bad]
+        result.restorable = [s for s in snapshots if s.id not in bad | self.unknown]
         named = {s.id for s in result.damaged}
         result.damaged += [s for s in snapshots if s.id in bad - named]
         return result
@@ -215,6 +219,7 @@ class Survey:
     def _stops_gc(self, needed: set[str]) -> bool:
         """Whether gc would refuse or wait, or whether it cannot be told what committed snapshots need."""
         untold = any(self.ruling[name].state == COMMITTED for name in self.without_manifest)
+        untold |= any(name not in self.ruling or self.ruling[name].state == COMMITTED for name in self.unknown)
         kinds = {problem.kind for problem in self.result.problems}
         absent = needed - self.sizes.keys() - self.quarantined
         return untold or not kinds.isdisjoint(("config", "session")) or bool(self.unreadable or self.vanished or absent)
@@ -268,6 +273,8 @@ class Survey:
                         self.packs.give_up(records.pack_key(found.pack), offset)
             except NotFoundError:
                 continue  # it ended while we look
+            except UnknownFormatError as error:
+                self._report(kind, info.key, str(error), command="")
             except DAMAGE as error:
                 self.small.append(info.key)
                 command = REPAIR_CHUNKS if records.quarantined([info.key]) else REPAIR  # which blobs, only that tells
@@ -287,6 +294,8 @@ class Survey:
         for run, number, info in found:
             try:
                 policies.decode(self._get(info), run, info.key)
+            except UnknownFormatError as error:
+                self._report("policy", info.key, str(error), command="")
             except NotFoundError:
                 continue
             except DAMAGE as error:
@@ -331,6 +340,12 @@ class Survey:
                     raise IntegrityError(f"{key}: holds the record of {found.key}")
             except NotFoundError:
                 continue  # removed while we look
+            except UnknownFormatError as error:
+                if name not in decided:
+                    decided.add(name)
+                    self.unknown.add(key)
+                    self._report("record", key, str(error), command="")
+                continue
             except DAMAGE as error:
                 if name in decided:
                     self._note("record", key, f"{error}; a later revision rules, nothing is lost")
@@ -438,14 +453,14 @@ class Survey:
                 return False
         return True
 
-    def _manifests(self, snapshot: Snapshot) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, str]]:
+    def _manifests(self, snapshot: Snapshot) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, object]]:
         """A snapshot's manifests, those that read; and by key what is wrong with the others, and with lost packs."""
-        found, wrong = [], {}
+        found, wrong = [], dict[str, object]()
         for ref in snapshot.manifests:
             try:
                 read = self._manifest(ref)
             except DAMAGE as error:
-                wrong[ref.key] = str(error)
+                wrong[ref.key] = error
                 continue
             found.append((ref, read))
             keys = map(records.pack_key, read.header.pack_names)
@@ -468,7 +483,7 @@ class Survey:
             keys = [records.pack_key(name) for name in read.header.pack_names]
             for key, size in zip(keys, read.header.pack_size_list, strict=True):
                 if key in wrong:
-                    self.packs.why.setdefault(key, wrong[key])
+                    self.packs.why.setdefault(key, str(wrong[key]))
                 elif self.sizes[key] != size:
                     self.packs.why.setdefault(
                         key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
@@ -500,14 +515,20 @@ class Survey:
 
         try:
             read = manifest.read(self._store, ref)
+            for entry in read.tensors:  # every tensor has as many chunks as its bytes need
+                check_layout(read, entry, ref.key)
         except StorageError as error:
             raise self._unreadable(ref.key, error) from error
-        for entry in read.tensors:  # every tensor has as many chunks as its bytes need
-            check_layout(read, entry, ref.key)
+        except FormatError as error:  # its SHA-256 is its name: it was written so, by a release that knows more
+            raise UnknownFormatError(str(error)) from error
         return read
 
-    def _without_manifest(self, snapshot: Snapshot, key: str, why: str) -> None:
-        why = without_advice(f"{snapshot.ref}: {why}")
+    def _without_manifest(self, snapshot: Snapshot, key: str, error: object) -> None:
+        why = without_advice(f"{snapshot.ref}: {error}")
+        if isinstance(error, UnknownFormatError):
+            self.unknown.add(snapshot.id)
+            self._report("manifest", key, f"{why}; it is as it was written, and left alone", command="")
+            return
         self.without_manifest[snapshot.id] = why
         if snapshot.state == COMMITTED:
             self._report("manifest", key, why, [snapshot.id], command=DROP, instead=f"forgets it; {COPY} keeps it")
@@ -519,7 +540,7 @@ class Survey:
         try:
             check_tree(manifests)
         except FormatError as error:
-            self._without_manifest(snapshot, snapshot.key, str(error))
+            self._without_manifest(snapshot, snapshot.key, error)
 
     # -- restore
 
@@ -534,6 +555,8 @@ class Survey:
     def _condemn(self, snapshot: Snapshot, m: Manifest, failed: dict[int, SnapstoreError]) -> None:
         """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""
         lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
+        if lacks:
+            self.unknown.add(snapshot.id)
         for lack in list(lacks.values())[:1]:  # no damage, so nobody suffers; but nobody can say that all is well
             message = f"{snapshot.ref}: {part_name(m.header.part)} cannot be rebuilt here: {lack}"
             self._report("chunk", m.header.part, message, command="")

@@ -11,6 +11,7 @@ SnapstoreError                    anything below; the message names the thing, s
 ├── FormatError                   bytes that are not of this format, or of a version this release does not read
 ├── IntegrityError                bytes of this format that are damaged or missing; see `snapstore check`
 └── CapabilityError               something this machine, store or installation cannot do
+    └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
 
 import re
@@ -65,8 +66,8 @@ class CapabilityError(SnapstoreError):
     """This machine, store or installation lacks what was asked for."""
 
 
-class UnknownCodecError(FormatError, CapabilityError):
-    """Bytes are intact, and in a codec that this release does not know: no damage, whatever else is in DAMAGE."""
+class UnknownFormatError(FormatError, CapabilityError):
+    """Bytes are as they were written, and this release does not know how: no damage, whatever else is in DAMAGE."""
 
 
 #: What reading a damaged repository raises.

@@ -19,7 +19,7 @@ import zstandard
 
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
-from .errors import FormatError, IntegrityError, NotFoundError
+from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
 from .records import ManifestRef, sha256_names
 from .storage import ObjectStore
 
@@ -220,7 +220,10 @@ def _prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
     if magic != MAGIC:
         raise FormatError(f"{where}: no manifest: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise FormatError(f"{where}: manifest version {version}, this snapstore reads {VERSION}; use a newer one")
+        raise UnknownFormatError(
+            f"{where}: manifest version {version}, this snapstore reads {VERSION}; use the release that writes it, or "
+            "a newer one"
+        )
     return length, check
 
 
@@ -344,7 +347,12 @@ def _validate(header: ManifestHeader, table: ChunkTable, tensors: list[TensorEnt
         first, last = table.starts[:-1], table.starts[1:] - 1
         if table.ref_counts.min() < 1 or table.ref_counts.max() > MAX_CHAIN:
             raise FormatError(f"{where}: a chain of {table.ref_counts.max()} references, expected 1 to {MAX_CHAIN}")
-        if table.ref_kinds.max() > 1 or table.ref_kinds[last].any() or table.ref_kinds.sum() != refs - len(table):
+        if table.ref_kinds.max() > 1:
+            raise UnknownFormatError(
+                f"{where}: a reference of kind {table.ref_kinds.max()}, which this snapstore does not know; use the "
+                "release that wrote it, or a newer one"
+            )
+        if table.ref_kinds[last].any() or table.ref_kinds.sum() != refs - len(table):
             raise FormatError(f"{where}: a chain is not xor, ..., xor, full")
         if table.ref_packs.max() >= max(1, len(header.packs) // 32) or not header.packs:
             raise FormatError(f"{where}: a reference to a pack that the header does not name")

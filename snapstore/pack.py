@@ -29,7 +29,7 @@ import numpy.typing as npt
 from . import blob
 from .blob import Column
 from .digest import Bytes, checksum
-from .errors import FormatError, IntegrityError
+from .errors import FormatError, IntegrityError, UnknownFormatError
 from .storage import ObjectStore
 
 DEFAULT_PACK_BYTES = 32 * 1024 * 1024
@@ -149,7 +149,10 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     if magic != MAGIC:
         raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise FormatError(f"{key}: pack version {version}, this snapstore reads {VERSION}; use a newer one")
+        raise UnknownFormatError(
+            f"{key}: pack version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
+            "newer one"
+        )
     return PackHeader(rank, save_id, sequence)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import xxhash
 
-from .errors import FormatError, IntegrityError, InvalidInputError
+from .errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
 from .state.tree import decode_plain, encode_plain
 
 VERSION = "0.1.0"
@@ -236,7 +236,8 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     """The inverse of `encode`.
 
     Raises:
-        FormatError: not this kind of object, or of another format version.
+        FormatError: not this kind of object.
+        UnknownFormatError: of another format version; its checksum holds.
         IntegrityError: cut short or altered.
     """
     if len(data) < ENVELOPE.size:
@@ -244,10 +245,10 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     magic, got_kind, version, _, length, checksum = ENVELOPE.unpack_from(data)
     if magic != b"SNAP":
         raise FormatError(f"{key}: not a snapstore object: magic {magic!r}, expected b'SNAP'")
-    if version != FORMAT_VERSION:
-        raise FormatError(
-            f"{key}: format version {version}, this snapstore reads version {FORMAT_VERSION}; "
-            f"use the release of snapstore that writes version {version}"
+    if version != FORMAT_VERSION and not is_damaged(data):
+        raise UnknownFormatError(
+            f"{key}: format version {version}, this snapstore ({VERSION}) reads version {FORMAT_VERSION}; "
+            f"use the release of snapstore that writes version {version}, or a newer one"
         )
     payload = data[ENVELOPE.size :]
     if len(payload) != length:
@@ -259,7 +260,7 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+        raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
 
 
 def is_damaged(data: bytes) -> bool:

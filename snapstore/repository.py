@@ -31,6 +31,8 @@ from .errors import (
     NotFoundError,
     SnapstoreError,
     StorageError,
+    UnknownFormatError,
+    without_advice,
 )
 from .gc import GcResult
 from .index import Index
@@ -208,15 +210,17 @@ class Repository:
                 f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
                 "or Repository.create; if there was one, run 'snapstore repair'"
             ) from error
-        except FormatError as error:
+        except (FormatError, IntegrityError) as error:
             if not records.is_damaged(data):
                 raise
-            raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {error}") from error
+            why = without_advice(error)
+            raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
         unknown = sorted(set(config.features) - KNOWN_FEATURES)
         if config.version != records.FORMAT_VERSION or unknown:
-            raise FormatError(
-                f"{store.url}: format version {config.version} with features {unknown or 'none'}, this snapstore "
-                f"({records.VERSION}) reads version {records.FORMAT_VERSION}; use {config.writer} or newer"
+            what = f"features {unknown} are" if unknown else f"format version {config.version} is"
+            raise UnknownFormatError(
+                f"{store.url}: {what} unknown to this snapstore ({records.VERSION}), which reads version "
+                f"{records.FORMAT_VERSION}; use {config.writer} or newer"
             )
         if not re.fullmatch(r"[0-9a-f]{32}", config.uuid):  # it names a folder of the cache
             raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import chunking, manifest
 from .engine import Engines
-from .errors import FormatError
+from .errors import FormatError, UnknownFormatError
 from .fetch import Fetcher, Wanted
 from .manifest import Manifest, TensorEntry, part_name
 from .records import Snapshot
@@ -74,7 +74,7 @@ def check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
             raise FormatError(f"{where}: {name}: {nbytes} bytes, of which {stored} are stored")
         return
     if len(entry.boxes) != 1 or any(entry.boxes[0].offsets) or entry.boxes[0].sizes != entry.shape:
-        raise FormatError(f"{where}: {name}: in {len(entry.boxes)} shards; a newer snapstore reads them")
+        raise UnknownFormatError(f"{where}: {name}: in {len(entry.boxes)} shards; a newer snapstore reads them")
     first, count = entry.boxes[0].first_chunk, entry.boxes[0].chunks
     if not count or count != chunking.chunk_count(nbytes, m.header.chunk_bytes):
         raise FormatError(f"{where}: {name}: {nbytes} bytes in {count} chunks of {m.header.chunk_bytes}")

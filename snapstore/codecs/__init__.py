@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..digest import Bytes
-from ..errors import UnknownCodecError
+from ..errors import UnknownFormatError
 from . import deflate, nvcomp, zstd
 
 RAW = 0
@@ -33,7 +33,7 @@ _DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS
 
 
 def decoder(codec: int, where: str) -> Decoder:
-    """The decoder of a codec id; UnknownCodecError for one that this release does not know."""
+    """The decoder of a codec id; UnknownFormatError for one that this release does not know."""
     try:
         return _DECODERS[codec]
     except KeyError:
@@ -41,4 +41,4 @@ def decoder(codec: int, where: str) -> Decoder:
         if 64 <= codec < 128:
             hint = f"nvCOMP {codec - 64}'s own format, which nvCOMP {codec - 64} alone reads: use the release of "
             hint += "snapstore that wrote it, and 'snapstore recode' there"
-        raise UnknownCodecError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None
+        raise UnknownFormatError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None

@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from ..errors import FormatError, InvalidInputError, UnsupportedLeafError
+from ..errors import FormatError, InvalidInputError, UnknownFormatError, UnsupportedLeafError
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_DEPTH, Path, children, is_mapping, shown, step
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, is_array, numpy_dtype, numpy_dtype_name
 
@@ -339,7 +339,7 @@ class _Decoder:
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
         if type(node) is not list or not node or type(node[0]) is not str or node[0] not in _READERS:
-            raise FormatError(f"{shown(path)}: {_brief(node)} is no node of this format")
+            raise UnknownFormatError(f"{shown(path)}: {_brief(node)} is no node that this release of snapstore knows")
         if depth >= MAX_DEPTH and node[0] in _NESTING:
             raise FormatError(f"{shown(path[:8])}...: the tree is more than {MAX_DEPTH} levels deep")
         try:

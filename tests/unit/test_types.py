@@ -27,7 +27,7 @@ from snapstore import (
     AlreadyExistsError, CapabilityError, ConflictError, FormatError, IntegrityError, InvalidInputError, KeepBest,
     KeepDaily, KeepEvery, KeepHourly, KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly,
     NotFoundError, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError,
-    StorageError, StorageFullError, UnsupportedLeafError,
+    StorageError, StorageFullError, UnknownFormatError, UnsupportedLeafError,
 )
 from snapstore.check import CheckResult, Problem
 from snapstore.gc import GcResult
@@ -155,6 +155,7 @@ def errors() -> None:
     lookup: type[KeyError] = NotFoundError
     value: type[ValueError] = InvalidInputError
     leaf: type[InvalidInputError] = UnsupportedLeafError
+    unknown: type[FormatError] = UnknownFormatError
     full: type[StorageError] = StorageFullError
     plain: type[Exception] = SnapstoreError
     try:

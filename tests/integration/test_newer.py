@@ -1,0 +1,159 @@
+"""Objects that are intact and that only another release reads: no damage, so check says so, and nothing takes them."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from snapstore import (
+    FormatError,
+    IntegrityError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    SnapstoreError,
+    UnknownFormatError,
+    records,
+)
+from snapstore.digest import checksum, digest
+from snapstore.manifest import Box, TensorEntry
+from snapstore.storage.memory import MemoryStore
+
+sys.path.append(str(Path(__file__).parents[1] / "attacks"))
+from forge import SIZE, World, full, noise, rewrite
+
+A = noise(1)
+
+
+def of_blob(**changes: object) -> World:
+    world = World()
+    data = full(A)
+    if "codecs" in changes:  # a coded plane has an entry in the table of lengths
+        data = data[:80] + struct.pack("<I", A.size) + data[80:]
+    world.commit(world.manifest([(digest(A), world.pack(rewrite(data, **changes)))]))
+    return world
+
+
+def of_manifest(*, version: int = 1, kind: int = 0, **changes: object) -> World:
+    world = World()
+    table = world.table([(digest(A), world.pack(full(A)))])
+    table.ref_kinds[:] = kind
+    data = bytearray(world.manifest([(digest(A), [(0, 0, 0)])], table=table, **changes))
+    struct.pack_into("<H", data, 8, version)
+    world.commit(bytes(data))
+    return world
+
+
+def of_record() -> World:
+    world = of_manifest()
+    (key,) = (key for key in world.store._objects if key.startswith("snapshots/"))
+    data = bytearray(world.store.get(key))
+    data[5] = 2
+    struct.pack_into("<Q", data, 16, checksum(bytes(data[:16]) + bytes(data[24:])))
+    world.store.delete([key])
+    world.store.put(key, bytes(data))
+    return world
+
+
+HALF = SIZE // 2
+SHARDS = TensorEntry(
+    ["w"], "tensor", "uint8", [SIZE], False, None, [Box([0], [HALF], 0, 1), Box([HALF], [HALF], 0, 1)], None
+)
+NEWER: dict[str, Callable[[], World]] = {
+    "a blob's version": lambda: of_blob(version=2),
+    "a blob's transform": lambda: of_blob(transform=2),
+    "a blob's layout": lambda: of_blob(layout=2),
+    "a codec": lambda: of_blob(codecs=b"\3" + bytes(7), count=1),
+    "a manifest's version": lambda: of_manifest(version=2),
+    "a kind of reference": lambda: of_manifest(kind=2),
+    "shards": lambda: of_manifest(tensors=[SHARDS]),
+    "a node of the tree": lambda: of_manifest(tree=["dict", ["w"], [["novel", 0, False]]]),
+    "a record's version": of_record,
+}
+
+
+def objects(store: MemoryStore) -> dict[str, bytes]:
+    return {key: data for key, (data, _) in store._objects.items()}
+
+
+@pytest.mark.parametrize("what", NEWER)
+def test_it_is_reported_and_left_alone(what):
+    world = NEWER[what]()
+    before = objects(world.store)
+    with world.open() as repository:
+        with pytest.raises(IntegrityError if "record" in what else UnknownFormatError):
+            repository.restore("r@0")
+        result = repository.check("restore")
+        assert [problem.command for problem in result.problems] == [""], result.problems
+        assert not result.ok
+        assert (result.restorable, result.damaged) == ([], [])
+        for options in ({}, {"drop": True}, {"drop": True, "purge": True}):
+            for level in ("data", "restore"):
+                report = repository.repair(apply=True, level=level, **options)
+                assert (report.lost, report.dropped, report.healed) == ([], [], [])
+                if level == "restore" or ("blob" not in what and what != "a codec"):
+                    assert len(report.open) >= 1, "nothing was said of it"
+                assert {action.kind for action in report.actions} <= {"index"}
+        if what in ("a record's version", "a manifest's version"):  # what is needed cannot be told
+            with pytest.raises(SnapstoreError, match="version 2, this snapstore"):
+                repository.gc()
+        else:
+            repository.gc()
+    now = objects(world.store)
+    assert {key: now.get(key) for key in before} == before
+
+
+def test_a_record_of_another_version_stands_among_others():
+    """Saves of other runs go on, and the release that reads it finds it as it was."""
+    world = of_record()
+    (key,) = (key for key in world.store._objects if key.startswith("snapshots/"))
+    was = world.store.get(key)
+    with world.open() as repository:
+        for step in range(3):
+            repository.save({"w": np.arange(5000) + step}, run="other", step=step)
+        repository.repair(apply=True, drop=True)
+        repository.forget([KeepLast(1)], run="other")
+        assert [s.step for s in repository.snapshots("other")] == [2]
+        assert list(repository.view().damaged) == [key]
+        assert "format version 2" in repository.view().damaged[key]
+    assert world.store.get(key) == was
+
+
+@pytest.mark.parametrize("kind", ["policies", "gc", "sessions"])
+def test_small_objects_of_another_version_are_kept(kind):
+    store = MemoryStore()
+    Repository.create(store).close()
+    name = records.new_id()
+    value, key = {
+        "policies": (records.Policy(run="a", policies=[]), "policies/a.0"),
+        "gc": (records.Mark(id=name, started=0.0, packs=b"", manifests=b""), f"gc/{name}.mark"),
+        "sessions": (records.this_session(name, records.record_key("a", 0, name, 0)), f"sessions/{name}"),
+    }[kind]
+    data = bytearray(records.encode(value))
+    data[5] = 2
+    struct.pack_into("<Q", data, 16, checksum(bytes(data[:16]) + bytes(data[24:])))
+    store.put(key, bytes(data))
+    store.clock = lambda: 1e11  # silent for long
+    with Repository.open(store, options=SaveOptions(threads=1)) as repository:
+        (problem,) = repository.check().problems
+        assert (problem.key, problem.command) == (key, "")
+        assert "format version 2" in problem.message
+        report = repository.repair(apply=True, drop=True, purge=True)
+        assert [action.kind for action in report.actions] == ["index"]
+        assert report.open
+    assert store.get(key) == bytes(data)
+
+
+def test_a_flipped_version_is_damage():
+    """All but that byte is as this release has it, so it is no other release's."""
+    value = records.encode(records.Wait(id="a" * 32, sessions=[]))
+    flipped = value[:5] + bytes([value[5] ^ 2]) + value[6:]
+    with pytest.raises(IntegrityError, match="checksum mismatch"):
+        records.decode(flipped, records.Wait, "key")
+    with pytest.raises(FormatError, match="magic"):
+        records.decode(b"SNAQ" + value[4:], records.Wait, "key")

@@ -345,10 +345,10 @@ def restored(repository: Repository, about: str = "") -> list[Snapshot]:
     return _committed(_check(repository, about, "metadata", values, _RESTORED))
 
 
-def check_clean(store: ObjectStore, about: str = "", *, expected: Values = values) -> None:
+def check_clean(store: ObjectStore, about: str = "", *, expected: Values = values, level: str | None = None) -> None:
     """All restores, and nothing is there that nobody needs."""
     with opened(store) as repository:
-        level = "data" if next(_CLEAN) % DECODED_EVERY else "restore"
+        level = level or ("data" if next(_CLEAN) % DECODED_EVERY else "restore")
         assert _check(repository, about, level, expected, _RESTORED).unneeded_bytes == 0, about
         assert keys_of(store, "sessions/") == [], about
         assert [key for key in keys_of(store, "gc/") if not key.endswith(".done")] == [], about

@@ -38,7 +38,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "machine": (["tests/stateful/test_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),
     "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),
-    "kills": (["tests/integration/test_training.py"], 20),
+    "kills": (["tests/integration/test_training.py"], 25),  # of 8 SIGKILLs and 2 SIGTERMs each
     "full disks": (["tests/integration/test_full_disk.py"], 1),
     "leaks": (["tests/integration/test_leaks.py"], 20),
 }

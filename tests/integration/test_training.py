@@ -116,8 +116,12 @@ def losses_of(file: Path) -> list[tuple[int, str]]:
     return [(int(line.split()[0]), line.split()[1]) for line in lines if line.endswith("\n")]
 
 
-def look_after(url: Path, expected: dict[int, dict[str, str]]) -> tuple[int, int]:
-    """What must hold after every death: (newest committed step, sessions that the dead run has left behind)."""
+def look_after(url: Path, expected: dict[int, dict[str, str]], committed: dict[str, int]) -> tuple[int, int]:
+    """What must hold after every death: (newest committed step, sessions that the dead run has left behind).
+
+    Args:
+        committed: step by id, of all that were seen after earlier deaths; those seen now are added.
+    """
     import train_gpt
 
     with Repository.open(url) as repository:
@@ -133,7 +137,12 @@ def look_after(url: Path, expected: dict[int, dict[str, str]]) -> tuple[int, int
         assert repository.stats().unneeded_bytes == 0
         assert [s.id for s in repository.snapshots("gpt")] == [s.id for s in snapshots]
         assert repository.check("restore").ok
-    return max((s.step for s in snapshots), default=0), left
+    newest = max((s.step for s in snapshots), default=0)
+    oldest = newest - SAVE_EVERY * (KEEP_LAST - 1)  # the policy may have forgotten what is older, and nothing else
+    assert {s.step for s in snapshots} >= {*range(SAVE_EVERY, newest + 1, SAVE_EVERY)} - {*range(oldest)}
+    assert {i for i, step in committed.items() if step >= oldest} <= {s.id for s in snapshots}
+    committed |= {s.id: s.step for s in snapshots}
+    return newest, left
 
 
 @pytest.mark.slow
@@ -161,14 +170,14 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
 
     waits = [wait_for_a_save, wait_a_little] * 5
     plan = zip(*(random.sample(column, len(SIGNALS)) for column in (SIGNALS, MOMENTS, waits)), strict=True)
-    newest, left = 0, 0
+    newest, left, committed = 0, 0, dict[str, int]()
     for number, new_steps, wait in plan:
-        tally("kills")
+        tally("kills" if number == signal.SIGKILL else "terminations")
         code, resumed = launcher.run(*arguments, kill=(number, new_steps, wait))
         assert code == -number
         assert resumed == (["resumed", "after", "step", str(newest)] if newest else [])
         before = newest
-        newest, sessions = look_after(url, expected)
+        newest, sessions = look_after(url, expected, committed)
         left += sessions
         # At most the save under way is lost: the one before it had committed when it began.
         begun = (losses_of(losses)[-1][0] - 1) // SAVE_EVERY * SAVE_EVERY
@@ -180,7 +189,7 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
     assert [step for step, loss in computed if loss != reference[step]] == []
     assert {step for step, _ in computed} == set(reference)
     assert len(computed) > STEPS  # some steps were computed again
-    assert look_after(url, expected) == (STEPS, 0)
+    assert look_after(url, expected, committed) == (STEPS, 0)
     with Repository.open(url) as repository:
         steps = [snapshot.step for snapshot in repository.snapshots("gpt")]
         assert steps == list(range(STEPS - SAVE_EVERY * (KEEP_LAST - 1), STEPS + 1, SAVE_EVERY))

@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -378,6 +378,12 @@ def sha256_names(joined: bytes) -> list[str]:
 def counted(count: int, thing: str) -> str:
     """So many of a thing, whose plural ends in s."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def some(names: Sequence[str], most: int = 10) -> str:
+    """The first few names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def human_bytes(count: float) -> str:

@@ -286,11 +286,17 @@ class IndexAction(StrEnum):
 def index(
     shell: Shell,
     action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build it anew from the objects.")],
+    forget_missing: Annotated[
+        bool, typer.Option("--forget-missing", help="Give up records that only the index still knows.")
+    ] = False,
 ) -> None:
-    """Rebuild the index from the objects; it is only a cache."""
+    """Rebuild the index from the objects.
+
+    It is only a cache, but of records that the store has lost: these it gives up only if told to.
+    """
     assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):
-        count = repository.rebuild_index()
+        count = repository.rebuild_index(forget_missing=forget_missing)
     if shell.as_json:
         print_json({"snapshots": count})
     else:

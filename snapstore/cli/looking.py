@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import line, local, note, plain, print_json, snapshot_json, spinner, table
+from .output import line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
 from .shell import PARTIAL, Ref, Shell, UsageError, verb
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def log(
         from ..records import counted
 
         note(f"{counted(len(damaged), 'snapshot')} marked damaged: {_DAMAGED}")
-    if unknown := len(view.damaged) + len(view.unread):
-        note(f"snapstore: warning: {unknown} records cannot be read and are left out; run 'snapstore check'")
-        return PARTIAL
-    return None
+    return PARTIAL if note_unknown(view) else None
 
 
 _DAMAGED = "in need of a pack that a repair has found damaged; 'snapstore check --read-data' tells what is lost"

@@ -484,7 +484,41 @@ def test_log_with_a_damaged_record_is_partial(series):
         path.unlink()
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
-    assert "1 records cannot be read" in result.stderr
+    assert "left out: 1 record that cannot be read: snapshots/exp/" in result.stderr
+
+
+def record_of(series, step):
+    return next(Path(series.url).rglob(f"snapshots/exp/{step:012d}-*"))
+
+
+def test_a_record_that_is_gone(series):
+    """A listing that only lacks it would let a job go on from an older step."""
+    record = record_of(series, 3)
+    data, named = record.read_bytes(), f"exp@3 (id:{record.name[13:25]})"
+    record.unlink()
+    result = series("log", "--json", code=3)
+    assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 2]
+    assert f"gone from the store: 1 record that the index knows, of {named}; run 'snapstore repair" in result.stderr
+    for ref in ("exp@latest", "exp@3", f"id:{record.name[13:20]}"):
+        for verb in (["show", ref], ["restore", ref, "-o", series.folder / "x.pt"]):
+            said = series.fails(*verb, code=20)
+            assert f"may be {named}, whose record is gone: " in said
+            assert "repair --apply" in said
+            assert "index rebuild --forget-missing" in said
+    assert not (series.folder / "x.pt").exists()
+    assert "exp@2" in series("restore", "exp@2", "-o", series.folder / "x.pt").stdout
+    said = series.fails("index", "rebuild")
+    assert "would give up 1 snapshot of which only the index still has the record: exp@3 (id:" in said
+    for verb in ("gc", "compact"):
+        assert "1 known record, first snapshots/exp/" in series.fails(verb, code=20)
+    series("repair", "--apply")
+    assert record.read_bytes() == data
+    assert series("log").stderr == ""
+    record.unlink()
+    result = series("index", "rebuild", "--forget-missing", "--json")
+    assert (json.loads(result.stdout), result.stderr) == ({"snapshots": 3}, "")
+    assert series("log").stderr == ""
+    assert series.json("gc")["deleted_objects"]
 
 
 @pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .output import line, note, print_json, spinner
+from .output import line, note, note_unknown, print_json, spinner
 from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ def recode(
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
     with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
+        view = repository.view()
     if shell.as_json:
         print_json({
             "codec": result.codec, "recoded": [s.id for s in result.recoded], "skipped": [s.id for s in result.skipped],
@@ -259,7 +260,8 @@ def recode(
         })  # fmt: skip
     else:
         _print_recode(result)
-    return PARTIAL if result.failed else None
+    unknown = everything and note_unknown(view)
+    return PARTIAL if result.failed or unknown else None
 
 
 def _print_recode(result: RecodeResult) -> None:
@@ -289,7 +291,7 @@ def index(
     forget_missing: Annotated[
         bool, typer.Option("--forget-missing", help="Give up records that only the index still knows.")
     ] = False,
-) -> None:
+) -> int | None:
     """Rebuild the index from the objects.
 
     It is only a cache, but of records that the store has lost: these it gives up only if told to.
@@ -297,10 +299,12 @@ def index(
     assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):
         count = repository.rebuild_index(forget_missing=forget_missing)
+        view = repository.view()
     if shell.as_json:
         print_json({"snapshots": count})
     else:
         line(f"rebuilt the index: {count} snapshots, in whatever state")
+    return PARTIAL if note_unknown(view) else None
 
 
 @verb()

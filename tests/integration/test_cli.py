@@ -499,6 +499,7 @@ def test_a_record_that_is_gone(series):
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 2]
     assert f"gone from the store: 1 record that the index knows, of {named}; run 'snapstore repair" in result.stderr
+    assert "of exp@3" in series("recode", "--all", "-n", code=3).stderr
     for ref in ("exp@latest", "exp@3", f"id:{record.name[13:20]}"):
         for verb in (["show", ref], ["restore", ref, "-o", series.folder / "x.pt"]):
             said = series.fails(*verb, code=20)
@@ -519,6 +520,20 @@ def test_a_record_that_is_gone(series):
     assert (json.loads(result.stdout), result.stderr) == ({"snapshots": 3}, "")
     assert series("log").stderr == ""
     assert series.json("gc")["deleted_objects"]
+
+
+def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
+    record = record_of(series, 2)
+    data = record.read_bytes()
+    record.write_bytes(b"SNAP and no more")
+    key = str(record.relative_to(series.url))
+    for verb in (["log"], ["recode", "--all"], ["recode", "--all", "-n"], ["index", "rebuild"], ["index", "rebuild"]):
+        result = series(*verb, code=3)
+        assert f"left out: 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
+        assert result.stdout
+    series("repair", "--apply")  # a rebuild keeps what it alone knows of a record that it cannot read
+    assert records.decode(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
+    record.write_bytes(data)
 
 
 @pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])

@@ -333,7 +333,7 @@ class Survey:
                 continue  # removed while we look
             except DAMAGE as error:
                 if name in decided:
-                    self._note("record", key, f"{error}; a later revision rules, nothing is lost")
+                    self._note("record", key, f"{error}; a later revision rules; what only this one said is lost")
                     continue
                 decided.add(name)
                 self.unreadable[key] = without_advice(error)

@@ -37,6 +37,8 @@ Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
+#: The reason of a record that nothing told of.
+MADE_UP = "made up from its manifests by a repair"
 COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
 
 
@@ -128,6 +130,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def ref(self) -> str:
         """How people name it: `run@step`."""
         return f"{self.run}@{self.step}"
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether a repair had only manifests to make this record of: `created` and what saving took are guesses."""
+        return self.reason == MADE_UP
 
     @property
     def ratio(self) -> float:

@@ -114,7 +114,7 @@ def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)
     for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
-        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": []}
+        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": [], "made_up": []}
     # after the verb wins, and both win over the environment
     assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
 
@@ -259,7 +259,7 @@ def test_the_same_step_twice(sh):
 def test_bad_names_and_steps_save_nothing(sh, options, word):
     torch.save(state(), sh.folder / "s.pt")
     assert word in sh.fails("save", sh.folder / "s.pt", *options)
-    assert sh.json("log", "--all") == {"snapshots": [], "damaged": []}
+    assert sh.json("log", "--all") == {"snapshots": [], "damaged": [], "made_up": []}
     assert not list(Path(sh.url).rglob("packs/*/*"))
 
 
@@ -308,7 +308,7 @@ def test_damaged_and_foreign_files(sh):
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     (sh.folder / "d.pt").mkdir()
     assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
-    assert sh.json("log") == {"snapshots": [], "damaged": []}
+    assert sh.json("log") == {"snapshots": [], "damaged": [], "made_up": []}
 
 
 def test_safetensors_keep_their_names_and_metadata(sh):
@@ -449,7 +449,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
 def test_log(series):
     document = series.json("log")
-    assert set(document) == {"snapshots", "damaged"}
+    assert set(document) == {"snapshots", "damaged", "made_up"}
     assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
     assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
     assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]
@@ -536,6 +536,25 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     record.write_bytes(data)
 
 
+def test_what_a_repair_has_made_up_is_marked(series):
+    record = record_of(series, 1)
+    record.write_bytes(b"SNAP and no more")
+    shutil.rmtree(Path(series.url, "index"))
+    assert "when it was created and its stored size are guessed" in series("repair", "--apply").stdout
+    (name,) = series.json("log")["made_up"]
+    assert series.json("log", "--all")["made_up"] == [name]
+    assert f"-{name}." in record.name
+    result = series("log")
+    assert [line.endswith("  made up") for line in result.stdout.splitlines()] == [False, False, True, False, False]
+    assert "its stored size are guessed" in result.stderr
+    assert series.json("show", "exp@1")["made_up"] is True
+    assert "made up   its record was lost" in series("show", "exp@1").stdout
+    assert "made up" not in series("show", "exp@2").stdout
+    text = series("check").stdout  # its metrics are lost for good
+    assert "a later revision rules; what only this one said is lost" in text
+    assert "nothing is lost" not in text
+
+
 @pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])
 @pytest.mark.parametrize("verb", [["show"], ["restore", "-o", "x.pt"], ["tag", "t"], ["forget"], ["unforget"]])
 def test_unknown_references(series, verb, ref):
@@ -548,7 +567,7 @@ def test_show(series):
     document = series.json("show", "exp@1")
     assert set(document) == {
         "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
-        "manifests", "tensors", "damaged",
+        "manifests", "tensors", "damaged", "made_up",
     }  # fmt: skip
     assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
     assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)

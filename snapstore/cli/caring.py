@@ -57,6 +57,7 @@ def check(
         print_json({
             "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
             "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
+            "packs": result.packs, "packs_read": result.packs_read,
         })  # fmt: skip
     else:
         _print_check(result)
@@ -91,7 +92,8 @@ def _print_check(result: CheckResult) -> None:
     for found in result.notes:
         line(f"note, {found.kind}: {found.message}")
     fine, lost = len(result.restorable), len(result.damaged)
-    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows")
+    read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
+    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
     if result.damaged:
         line(f"{lost} {_are(lost)} not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
     if result.unneeded_bytes:

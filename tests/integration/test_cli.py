@@ -774,11 +774,16 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
-        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged"}
+        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged", "packs", "packs_read"}
         assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
+        assert document["packs"] == 4
+        assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)
+    packs = [path.name for path in Path(series.url, "packs").rglob("?" * 64)]
     text = series("check", "--read-data=1/3").stdout
     assert "4 snapshots are restorable" in text
+    assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
+    assert "packs read" not in series("check").stdout
     for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
         assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
 
@@ -799,6 +804,12 @@ def test_check_of_damage_is_20(series):
              for n in (1, 2) for c in [20 if any(int(p.name[-8:], 16) % 2 == n - 1 for p in packs) else 0]]  # fmt: skip
     assert sum(parts) == len(document["problems"])  # the shares are all, each pack once
     text = series("check", "--read-data", code=20).stdout
+    hurt = [f"exp@{step}" for step in range(4) if series.json("show", f"exp@{step}")["snapshot"]["id"]
+            in document["problems"][0]["snapshots"]]  # fmt: skip
+    named = f"of which {len(hurt)} lose chunks: {', '.join(hurt)}\n"
+    assert document["problems"][0]["message"].endswith(named.rstrip())
+    assert len(hurt) > 1
+    assert named in text
     assert re.search(r"(are|is) not: exp@0", text)
     assert "SHA-256" in text
     series.fails("restore", "exp@0", "-o", series.folder / "o.pt", code=20)

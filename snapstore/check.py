@@ -90,6 +90,7 @@ class CheckResult:
         notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
         restorable: committed and forgotten snapshots without a finding against them that can be read here, in order.
         damaged: the others; of one whose record cannot be read a stand-in of state "unreadable".
+        packs, packs_read: how many there are, and how many of them the level and the share have read whole.
         unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
             wait: what is needed cannot be told then.
     """
@@ -99,6 +100,8 @@ class CheckResult:
     notes: list[Problem] = field(default_factory=list)
     restorable: list[Snapshot] = field(default_factory=list)
     damaged: list[Snapshot] = field(default_factory=list)
+    packs: int = 0
+    packs_read: int = 0
     unneeded_bytes: int = 0
 
     @property
@@ -348,7 +351,7 @@ class Survey:
                 continue
             except DAMAGE as error:
                 if name in decided:
-                    self._note("record", key, f"{error}; a later revision rules, nothing is lost")
+                    self._note("record", key, f"{error}; a later revision rules; what only this one said is lost")
                     continue
                 decided.add(name)
                 self.unreadable[key] = without_advice(error)
@@ -381,13 +384,15 @@ class Survey:
 
     def _read_packs(self) -> None:
         """Read packs whole, as many as the level says, and those that are known to be damaged."""
-        keys: list[str] = []
+        packs, keys = sorted(key for key in self.sizes if key.startswith("packs/")), list[str]()
         if self.result.level != "metadata":
             number, count = self._subset
-            keys = sorted(k for k in self.sizes if k.startswith("packs/") and int(k[-8:], 16) % count == number - 1)
+            keys = [key for key in packs if int(key[-8:], 16) % count == number - 1]
             if self._share < 1:
                 keys = random.sample(keys, max(1, round(self._share * len(keys)))) if keys else []
-        for key in sorted(self.quarantined.union(keys)):
+        chosen = sorted(self.quarantined.union(keys))
+        self.result.packs, self.result.packs_read = len(packs), len(self.sizes.keys() & chosen)
+        for key in chosen:
             try:
                 data = self._store.get(key, limit_bytes=self.sizes.get(key, 0))
             except NotFoundError:
@@ -408,7 +413,9 @@ class Survey:
         known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
         for key, why in sorted((known | self.packs.why).items()):
             lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
-            message = f"{why}; snapshots that need it: {len(need)}, of which {len(lost)} lose chunks"
+            hurt = sorted((self.ruling[name] for name in lost), key=lambda s: (s.run, s.seq, s.id))
+            named = ": " * bool(hurt) + records.some([s.ref for s in hurt])
+            message = f"{why}; snapshots that need it: {len(need)}, of which {len(lost)} lose chunks{named}"
             if need or key not in self.quarantined:
                 command, instead = self._what_helps(key)
                 self._report("pack", key, message, lost, command=command, instead=instead)

@@ -33,11 +33,11 @@ from .errors import (
     StorageFullError,
 )
 from .index import Index
-from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait
+from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait, counted
 from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
 from .storage import ObjectStore
 from .threads import Threads
-from .view import View
+from .view import PUT_BACK, View
 
 log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
@@ -136,8 +136,8 @@ def need_all_records(view: View, verb: str, outcome: str) -> None:
         raise StorageError(f"{verb}: {why} ({key}); {outcome}; try again, or run 'snapstore check'")
     if view.vanished:
         raise IntegrityError(
-            f"{verb}: the listing lacks {len(view.vanished)} known records, first {view.vanished[0]}; {outcome}; "
-            "if they were removed on purpose, run 'snapstore index rebuild' first"
+            f"{verb}: the listing lacks {counted(len(view.vanished), 'known record')}, first {view.vanished[0]}; "
+            f"{outcome}; {PUT_BACK}"
         )
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -172,7 +172,8 @@ class Index:
                 self._store_all(b"records", fresh)
             unknown = damaged.keys() | unread.keys()
             shown = [self._records[key].snapshot for key in ruling - unknown]
-            return View(shown, damaged, sorted(vanished), unread, self._seqs_of(unknown) if unknown else None)
+            gone = [self._records[key].snapshot for key in sorted(vanished)]
+            return View(shown, damaged, gone, unread, self._seqs_of(unknown) if unknown else None)
 
     def _still_resting(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
         """Records that lately took long to fail, as they are listed now -> why: no look asks for them, since every save
@@ -311,11 +312,15 @@ class Index:
             log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
             return None
 
-    def rebuild(self) -> View:
-        """Forget everything cached and read it anew from the objects."""
+    def rebuild(self, *, keep_unreadable: bool = False) -> View:
+        """Forget everything cached and read it anew from the objects.
+
+        Args:
+            keep_unreadable: but what is known of listed records that cannot be read: `repair` writes it again.
+        """
         self.check_process()
         with self._lock:
-            self._records.clear()
+            before, self._records = self._records, {}
             self._resting.clear()
             try:
                 if self._environment is None:
@@ -323,7 +328,15 @@ class Index:
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
-            return self.refresh()
+            view = self.refresh()
+            if keep_unreadable:  # under a size that no listing shows, so that none of them is believed unread
+                unknown = before.keys() & (view.damaged.keys() | view.unread.keys())
+                kept = {key: replace(before[key], size_bytes=-1) for key in unknown}
+                self._records |= kept
+                self._store_all(
+                    b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in kept.items()}
+                )
+            return view
 
     def give_up(self) -> bool:
         """Free the disk that the index takes of the store's own: whoever opens the repository next builds it anew.

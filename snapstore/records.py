@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -37,6 +37,8 @@ Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
+#: The reason of a record that nothing told of.
+MADE_UP = "made up from its manifests by a repair"
 COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
 
 
@@ -128,6 +130,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def ref(self) -> str:
         """How people name it: `run@step`."""
         return f"{self.run}@{self.step}"
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether a repair had only manifests to make this record of: `created` and what saving took are guesses."""
+        return self.reason == MADE_UP
 
     @property
     def ratio(self) -> float:
@@ -379,6 +386,12 @@ def sha256_names(joined: bytes) -> list[str]:
 def counted(count: int, thing: str) -> str:
     """So many of a thing, whose plural ends in s."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def some(names: Sequence[str], most: int = 10) -> str:
+    """The first few names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def human_bytes(count: float) -> str:

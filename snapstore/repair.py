@@ -318,12 +318,15 @@ class _Repair:
             stand, state=COMMITTED, seq=self._free_seq(key), manifests=refs, tags=tags,
             created=self._store.stat(key).modified_s, depth=max(m.header.depth for m in manifests),
             chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
-            stored_bytes=sum(ref.size_bytes for ref in refs), reason="made up from its manifests by a repair",
+            stored_bytes=sum(ref.size_bytes for ref in refs), reason=records.MADE_UP,
         ).revised()  # fmt: skip
         if not self._is_there(record):
             return None
-        whence = "its record is made up from its manifests, without parent, metrics, metadata and tags"
-        return record, f"{whence}, and it is tagged {tags[0]!r}: look at it"
+        whence = (
+            "its record is made up from its manifests, without parent, metrics, metadata and tags; its order, when it "
+            "was created and its stored size are guessed"
+        )
+        return record, f"{whence}; it is tagged {tags[0]!r}: look at it"
 
     def _manifests_of(self, name: str) -> list[ManifestRef]:
         """The manifests that a save has written, in its order, by the id in their headers."""

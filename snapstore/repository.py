@@ -39,7 +39,7 @@ from .index import Index
 from .pack import DEFAULT_PACK_BYTES
 from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
 from .storage import ObjectStore, open_store
-from .view import View
+from .view import PUT_BACK, View
 
 if TYPE_CHECKING:
     from .check import CheckResult
@@ -657,9 +657,23 @@ class Repository:
             config=self.config, config_problem=self.config_problem, pack_bytes=self.options.pack_bytes,
         )  # fmt: skip
 
-    def rebuild_index(self) -> int:
-        """Build the index anew from the objects; the number of records read."""
-        view = self._index.rebuild()
+    def rebuild_index(self, *, forget_missing: bool = True) -> int:
+        """Build the index anew from the objects; the number of records read.
+
+        Args:
+            forget_missing: also what nothing but the index knows, and `repair` would put back: records that are gone
+                from the store (else refused), and what those said that cannot be read (else kept).
+
+        Raises:
+            InvalidInputError: records are gone, and `forget_missing` is not set; nothing was changed.
+        """
+        if not forget_missing and (missing := self.view().missing):
+            names = records.some([f"{s.ref} (id:{s.id[:12]}, {s.state})" for s in missing])
+            raise InvalidInputError(
+                f"index rebuild: would give up {records.counted(len(missing), 'snapshot')} of which only the index "
+                f"still has the record: {names}; {PUT_BACK}"
+            )
+        view = self._index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
     def stats(self) -> Stats:

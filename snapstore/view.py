@@ -1,7 +1,7 @@
 """View: what one listing of the records showed; references, lineage, and which snapshots nobody can know.
 
-In: the ruling record of every snapshot, and the keys of those that are damaged, cannot be read, or have vanished. Out:
-answers, from memory. A View never changes: any thread may ask it.
+In: the ruling record of every snapshot, the keys of those that are damaged or cannot be read, and records that have
+vanished. Out: answers, from memory. A View never changes: any thread may ask it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from . import records
 from .errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .records import COMMITTED, FORGOTTEN, Snapshot
 
+#: What to do about records that have vanished: the index may hold the last copy.
+PUT_BACK = (
+    "run 'snapstore repair --apply', which puts back from the index what is gone, or, if it was removed on purpose, "
+    "'snapstore index rebuild --forget-missing', which gives it up, and its bytes to the next gc"
+)
+
 
 class View:
     """What one listing showed: the ruling revision of every snapshot.
@@ -20,27 +26,44 @@ class View:
         damaged: key -> why its record is none: damaged bytes.
         unread: key -> why its record could not be read, though the store answers: it may be read tomorrow.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
+        missing: of their snapshots what ruled as far as the index knows; vanished history harms nobody who reads.
     """
 
     def __init__(
-        self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[str],
+        self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[Snapshot],
         unread: Mapping[str, str] | None = None, seqs: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._by_id = {snapshot.id: snapshot for snapshot in ruling}
         self.damaged = damaged
         self.unread = dict(unread or {})
-        self.vanished = list(vanished)
+        self.vanished = [snapshot.key for snapshot in vanished]
         self._seqs = dict(seqs or {})  # of damaged and unread ones by id, where an earlier revision tells
+        self.missing = self._missing(vanished) if vanished else []
+        self._seqs |= {snapshot.id: snapshot.seq for snapshot in self.missing}
+
+    def _missing(self, vanished: Iterable[Snapshot]) -> list[Snapshot]:
+        shown = {snapshot.id: snapshot.revision for snapshot in self._by_id.values()}
+        for _, _, name, revision in filter(None, map(records.parse_record_key, (*self.damaged, *self.unread))):
+            shown[name] = revision
+        last: dict[str, Snapshot] = {}
+        for snapshot in sorted(vanished, key=lambda s: s.revision):
+            if snapshot.revision > shown.get(snapshot.id, -1):
+                last[snapshot.id] = snapshot
+        return sorted(last.values(), key=lambda s: (s.run, s.seq, s.id))
 
     def _unknown(self) -> Iterator[tuple[str, int, str, str]]:
-        """(run, step, id, key) of every snapshot whose ruling record is damaged or could not be read."""
+        """(run, step, id, key) of every snapshot whose ruling record is damaged, could not be read or has vanished."""
         for key in (*self.damaged, *self.unread):
             parsed = records.parse_record_key(key)
             if parsed is not None:
                 yield parsed[0], parsed[1], parsed[2], key
+        for s in self.missing:
+            shown = self._by_id.get(s.id)
+            if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
+                yield s.run, s.step, s.id, s.key  # else it is there, or its bytes are gone anyway
 
     def is_unknown(self, snapshot_id: str) -> bool:
-        """Whether there is such a snapshot, and its record cannot be read."""
+        """Whether there is such a snapshot, and its record cannot be read or is gone."""
         return any(name == snapshot_id for _, _, name, _ in self._unknown())
 
     def _require_known(
@@ -50,7 +73,7 @@ class View:
         rather than `found`.
 
         Raises:
-            StorageError, IntegrityError: its record could not be read; is damaged.
+            StorageError, IntegrityError: its record could not be read; is damaged or gone.
         """
         for of_run, of_step, name, key in self._unknown():
             seq = self._seqs.get(name)
@@ -59,10 +82,10 @@ class View:
                 continue
             kind = StorageError if key in self.unread else IntegrityError
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
-            raise kind(
-                f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record cannot be read: "
-                f"{self.damaged.get(key) or self.unread[key]}; run 'snapstore repair'{instead}"
-            )
+            why = self.damaged.get(key) or self.unread.get(key)
+            known = f"is gone: {key} is known to the index and not in the store; {PUT_BACK}"
+            what = f"cannot be read: {why}; run 'snapstore repair'" if why else known
+            raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {what}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Snapshots of a run (of all runs) in these states (in any), by run and seq."""
@@ -83,7 +106,7 @@ class View:
         """`newest`, for those to whom an older one would be a loss.
 
         Raises:
-            IntegrityError, StorageError: a newer one may be behind a record that cannot be read.
+            IntegrityError, StorageError: a newer one may be behind a record that cannot be read, or is gone.
         """
         found = self.newest(run)
         self._require_known(f"{run}@latest", run, found)

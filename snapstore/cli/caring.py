@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .output import line, note, print_json, spinner
+from .output import line, note, note_unknown, print_json, spinner
 from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def check(
         print_json({
             "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
             "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
+            "packs": result.packs, "packs_read": result.packs_read,
         })  # fmt: skip
     else:
         _print_check(result)
@@ -91,7 +92,8 @@ def _print_check(result: CheckResult) -> None:
     for found in result.notes:
         line(f"note, {found.kind}: {found.message}")
     fine, lost = len(result.restorable), len(result.damaged)
-    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows")
+    read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
+    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
     if result.damaged:
         line(f"{lost} {_are(lost)} not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
     if result.unneeded_bytes:
@@ -251,6 +253,7 @@ def recode(
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
     with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
+        view = repository.view()
     if shell.as_json:
         print_json({
             "codec": result.codec, "recoded": [s.id for s in result.recoded], "skipped": [s.id for s in result.skipped],
@@ -259,7 +262,8 @@ def recode(
         })  # fmt: skip
     else:
         _print_recode(result)
-    return PARTIAL if result.failed else None
+    unknown = everything and note_unknown(view)
+    return PARTIAL if result.failed or unknown else None
 
 
 def _print_recode(result: RecodeResult) -> None:
@@ -286,15 +290,23 @@ class IndexAction(StrEnum):
 def index(
     shell: Shell,
     action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build it anew from the objects.")],
-) -> None:
-    """Rebuild the index from the objects; it is only a cache."""
+    forget_missing: Annotated[
+        bool, typer.Option("--forget-missing", help="Give up records that only the index still knows.")
+    ] = False,
+) -> int | None:
+    """Rebuild the index from the objects.
+
+    It is only a cache, but of records that the store has lost: these it gives up only if told to.
+    """
     assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):
-        count = repository.rebuild_index()
+        count = repository.rebuild_index(forget_missing=forget_missing)
+        view = repository.view()
     if shell.as_json:
         print_json({"snapshots": count})
     else:
         line(f"rebuilt the index: {count} snapshots, in whatever state")
+    return PARTIAL if note_unknown(view) else None
 
 
 @verb()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError
+from ..records import some
 from ..state.containers import CONTAINERS, children, display
 
 if TYPE_CHECKING:
@@ -138,17 +139,12 @@ def write(
         return len(tensors), []
     if others and not tensors_only:
         raise InvalidInputError(
-            f"{path}: safetensors files hold tensors only; {_named(others)} would be lost; write a .pt file, select "
-            "tensors with --keys, or leave the rest out with --tensors-only"
+            f"{path}: safetensors files hold tensors only; {some(others, LEAVES_NAMED)} would be lost; write a .pt "
+            "file, select tensors with --keys, or leave the rest out with --tensors-only"
         )
     flat = _flat(path, tensors)
     _publish(path, lambda temp: _write_safetensors(temp, flat, metadata), force=force)
     return len(flat), others
-
-
-def _named(paths: Sequence[str]) -> str:
-    more = len(paths) - LEAVES_NAMED
-    return ", ".join(paths[:LEAVES_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _leaves(state: Any) -> tuple[list[tuple[str, Any]], list[str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import line, local, note, plain, print_json, snapshot_json, spinner, table
+from .output import line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
 from .shell import PARTIAL, Ref, Shell, UsageError, verb
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def log(
     if shell.as_json:
         print_json({
             "snapshots": [snapshot_json(s) for s in snapshots], "damaged": [s.id for s in snapshots if s.id in damaged],
+            "made_up": [s.id for s in snapshots if s.is_made_up],
         })  # fmt: skip
     else:
         _print_log(snapshots, everything, damaged)
@@ -47,13 +48,13 @@ def log(
         from ..records import counted
 
         note(f"{counted(len(damaged), 'snapshot')} marked damaged: {_DAMAGED}")
-    if unknown := len(view.damaged) + len(view.unread):
-        note(f"snapstore: warning: {unknown} records cannot be read and are left out; run 'snapstore check'")
-        return PARTIAL
-    return None
+    if any(s.is_made_up for s in snapshots):
+        note(f"marked made up: {_MADE_UP}")
+    return PARTIAL if note_unknown(view) else None
 
 
 _DAMAGED = "in need of a pack that a repair has found damaged; 'snapstore check --read-data' tells what is lost"
+_MADE_UP = "its record was lost and a repair made one; its order, when it was created and its stored size are guessed"
 
 
 def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
@@ -86,6 +87,8 @@ def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -
 
     names = {s.id: s.ref for s in snapshots}
     columns = ["snapshot", "id", "created", ">logical", ">stored", ">ratio", ">depth", "parent", "tags", "metrics"]
+    health = {s.id: ["damaged"] * (s.id in damaged) + ["made up"] * s.is_made_up for s in snapshots}
+    marked = any(health.values())
     rows: list[list[object]] = []
     row: list[object]
     for s in snapshots:
@@ -94,11 +97,11 @@ def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -
         ratio = f"{s.ratio:.1f}x" if s.stored_bytes else ""
         row = [s.ref, s.id[:8], local(s.created), human_bytes(s.logical_bytes), human_bytes(s.stored_bytes), ratio]
         row += [s.depth, parent, ",".join(s.tags), metrics, *([s.state] if everything else [])]
-        rows.append([*row, *(["damaged" if s.id in damaged else ""] if damaged else [])])
+        rows.append([*row, *([", ".join(health[s.id])] if marked else [])])
     if not rows:
         note("no snapshots")
         return
-    table([*columns, *(["state"] if everything else []), *(["health"] if damaged else [])], rows)
+    table([*columns, *(["state"] if everything else []), *(["health"] if marked else [])], rows)
 
 
 @verb()
@@ -128,12 +131,14 @@ def show(shell: Shell, ref: Ref) -> None:
             "children": [snapshot_json(s) for s in children], "reasons": reasons, "metadata": metadata,
             "chunks": snapshot.chunks, "new_chunks": snapshot.new_chunks, "stall_s": snapshot.stall_s,
             "total_s": snapshot.total_s, "manifests": manifests, "tensors": tensors,
-            "damaged": damaged,
+            "damaged": damaged, "made_up": snapshot.is_made_up,
         })  # fmt: skip
         return
     _print_facts(snapshot, parent, children, reasons, metadata)
     if damaged:
         line(f"{'damaged':<9} {_DAMAGED}")
+    if snapshot.is_made_up:
+        line(f"{'made up':<9} {_MADE_UP}")
     _print_parts(snapshot, tensors)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..records import Snapshot
+    from ..view import View
 
 #: A spinner appears only for what takes longer [s].
 SPINNER_AFTER_S = 1.0
@@ -98,6 +99,21 @@ def line(text: str = "") -> None:
 def note(text: str) -> None:
     """A line beside the data, on stderr."""
     print(clean(text), file=sys.stderr)
+
+
+def note_unknown(view: View) -> bool:
+    """Say which records a look at all snapshots has left out; whether there are any."""
+    from ..records import counted, some
+    from ..view import PUT_BACK
+
+    if unknown := [*view.damaged, *view.unread]:
+        note(f"snapstore: warning: left out: {counted(len(unknown), 'record')} that cannot be read: {some(unknown)}; "
+             "run 'snapstore check'")  # fmt: skip
+    if view.missing:
+        names = some([f"{s.ref} (id:{s.id[:12]})" for s in view.missing])
+        note(f"snapstore: warning: gone from the store: {counted(len(view.missing), 'record')} that the index knows, "
+             f"of {names}; {PUT_BACK}")  # fmt: skip
+    return bool(unknown or view.missing)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

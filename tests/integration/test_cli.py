@@ -114,7 +114,7 @@ def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)
     for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
-        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": []}
+        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": [], "made_up": []}
     # after the verb wins, and both win over the environment
     assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
 
@@ -259,7 +259,7 @@ def test_the_same_step_twice(sh):
 def test_bad_names_and_steps_save_nothing(sh, options, word):
     torch.save(state(), sh.folder / "s.pt")
     assert word in sh.fails("save", sh.folder / "s.pt", *options)
-    assert sh.json("log", "--all") == {"snapshots": [], "damaged": []}
+    assert sh.json("log", "--all") == {"snapshots": [], "damaged": [], "made_up": []}
     assert not list(Path(sh.url).rglob("packs/*/*"))
 
 
@@ -308,7 +308,7 @@ def test_damaged_and_foreign_files(sh):
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     (sh.folder / "d.pt").mkdir()
     assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
-    assert sh.json("log") == {"snapshots": [], "damaged": []}
+    assert sh.json("log") == {"snapshots": [], "damaged": [], "made_up": []}
 
 
 def test_safetensors_keep_their_names_and_metadata(sh):
@@ -449,7 +449,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
 def test_log(series):
     document = series.json("log")
-    assert set(document) == {"snapshots", "damaged"}
+    assert set(document) == {"snapshots", "damaged", "made_up"}
     assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
     assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
     assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]
@@ -484,7 +484,75 @@ def test_log_with_a_damaged_record_is_partial(series):
         path.unlink()
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
-    assert "1 records cannot be read" in result.stderr
+    assert "left out: 1 record that cannot be read: snapshots/exp/" in result.stderr
+
+
+def record_of(series, step):
+    return next(Path(series.url).rglob(f"snapshots/exp/{step:012d}-*"))
+
+
+def test_a_record_that_is_gone(series):
+    """A listing that only lacks it would let a job go on from an older step."""
+    record = record_of(series, 3)
+    data, named = record.read_bytes(), f"exp@3 (id:{record.name[13:25]})"
+    record.unlink()
+    result = series("log", "--json", code=3)
+    assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 2]
+    assert f"gone from the store: 1 record that the index knows, of {named}; run 'snapstore repair" in result.stderr
+    assert "of exp@3" in series("recode", "--all", "-n", code=3).stderr
+    for ref in ("exp@latest", "exp@3", f"id:{record.name[13:20]}"):
+        for verb in (["show", ref], ["restore", ref, "-o", series.folder / "x.pt"]):
+            said = series.fails(*verb, code=20)
+            assert f"may be {named}, whose record is gone: " in said
+            assert "repair --apply" in said
+            assert "index rebuild --forget-missing" in said
+    assert not (series.folder / "x.pt").exists()
+    assert "exp@2" in series("restore", "exp@2", "-o", series.folder / "x.pt").stdout
+    said = series.fails("index", "rebuild")
+    assert "would give up 1 snapshot of which only the index still has the record: exp@3 (id:" in said
+    for verb in ("gc", "compact"):
+        assert "1 known record, first snapshots/exp/" in series.fails(verb, code=20)
+    series("repair", "--apply")
+    assert record.read_bytes() == data
+    assert series("log").stderr == ""
+    record.unlink()
+    result = series("index", "rebuild", "--forget-missing", "--json")
+    assert (json.loads(result.stdout), result.stderr) == ({"snapshots": 3}, "")
+    assert series("log").stderr == ""
+    assert series.json("gc")["deleted_objects"]
+
+
+def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
+    record = record_of(series, 2)
+    data = record.read_bytes()
+    record.write_bytes(b"SNAP and no more")
+    key = str(record.relative_to(series.url))
+    for verb in (["log"], ["recode", "--all"], ["recode", "--all", "-n"], ["index", "rebuild"], ["index", "rebuild"]):
+        result = series(*verb, code=3)
+        assert f"left out: 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
+        assert result.stdout
+    series("repair", "--apply")  # a rebuild keeps what it alone knows of a record that it cannot read
+    assert records.decode(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
+    record.write_bytes(data)
+
+
+def test_what_a_repair_has_made_up_is_marked(series):
+    record = record_of(series, 1)
+    record.write_bytes(b"SNAP and no more")
+    shutil.rmtree(Path(series.url, "index"))
+    assert "when it was created and its stored size are guessed" in series("repair", "--apply").stdout
+    (name,) = series.json("log")["made_up"]
+    assert series.json("log", "--all")["made_up"] == [name]
+    assert f"-{name}." in record.name
+    result = series("log")
+    assert [line.endswith("  made up") for line in result.stdout.splitlines()] == [False, False, True, False, False]
+    assert "its stored size are guessed" in result.stderr
+    assert series.json("show", "exp@1")["made_up"] is True
+    assert "made up   its record was lost" in series("show", "exp@1").stdout
+    assert "made up" not in series("show", "exp@2").stdout
+    text = series("check").stdout  # its metrics are lost for good
+    assert "a later revision rules; what only this one said is lost" in text
+    assert "nothing is lost" not in text
 
 
 @pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])
@@ -499,7 +567,7 @@ def test_show(series):
     document = series.json("show", "exp@1")
     assert set(document) == {
         "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
-        "manifests", "tensors", "damaged",
+        "manifests", "tensors", "damaged", "made_up",
     }  # fmt: skip
     assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
     assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)
@@ -706,11 +774,16 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
-        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged"}
+        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged", "packs", "packs_read"}
         assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
+        assert document["packs"] == 4
+        assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)
+    packs = [path.name for path in Path(series.url, "packs").rglob("?" * 64)]
     text = series("check", "--read-data=1/3").stdout
     assert "4 snapshots are restorable" in text
+    assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
+    assert "packs read" not in series("check").stdout
     for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
         assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
 
@@ -731,6 +804,12 @@ def test_check_of_damage_is_20(series):
              for n in (1, 2) for c in [20 if any(int(p.name[-8:], 16) % 2 == n - 1 for p in packs) else 0]]  # fmt: skip
     assert sum(parts) == len(document["problems"])  # the shares are all, each pack once
     text = series("check", "--read-data", code=20).stdout
+    hurt = [f"exp@{step}" for step in range(4) if series.json("show", f"exp@{step}")["snapshot"]["id"]
+            in document["problems"][0]["snapshots"]]  # fmt: skip
+    named = f"of which {len(hurt)} lose chunks: {', '.join(hurt)}\n"
+    assert document["problems"][0]["message"].endswith(named.rstrip())
+    assert len(hurt) > 1
+    assert named in text
     assert re.search(r"(are|is) not: exp@0", text)
     assert "SHA-256" in text
     series.fails("restore", "exp@0", "-o", series.folder / "o.pt", code=20)

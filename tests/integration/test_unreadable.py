@@ -466,6 +466,49 @@ def test_a_forgotten_revision_that_vanished_hurts_nobody(tmp_path, monkeypatch):
         assert refs(result.damaged) == set()
 
 
+@pytest.mark.parametrize("ref", ["a@latest", "a@2", "id"])
+def test_no_older_step_takes_the_place_of_a_record_that_vanished(store, ref):
+    """A job would go on from an older step, and nobody would know; and what it saves must not tie with the lost one."""
+    with opened(store) as found:
+        record = save(found, "a", 2, 5) if ref == "a@2" else found.snapshot("a@2")  # the one before would answer
+        store.delete([record.key])
+        asked = f"id:{record.id[:8]}" if ref == "id" else ref
+        named = rf"may be a@2 \(id:{record.id[:12]}\), .* is gone: .*repair --apply"
+        for look in (found.snapshot, found.restore):
+            with pytest.raises(IntegrityError, match=named):
+                look(asked)
+        with pytest.raises(IntegrityError):
+            SnapshotManager(found, run="a").restore()
+        assert found.snapshot("a@1").step == 1
+        assert save(found, "a", 3, 3).seq > record.seq
+        assert found.snapshot("a@latest").step == 3
+        store.put(record.key, records.encode(record))
+        assert found.snapshot(asked).step == (3 if ref == "a@latest" else 2)
+
+
+def test_what_vanished_and_cannot_answer_stops_nobody(store):
+    """An older snapshot, history, a revision of what is still committed, and one that a gc has collected."""
+    with opened(store) as found:
+        latest = found.snapshot("a@2")
+        tagged = found.tag("a@1", "x")
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        swept = next(s for s in found.view().snapshots(states=("swept",)))
+        store.delete([latest.key, tagged.key, *(k for k in keys_of(store, "snapshots/") if swept.id in k)])
+        save(found, "b", 0, 9)
+        found.tag("b@0", "y")
+        store.delete([key for key in keys_of(store, "snapshots/b/") if key.endswith(".0")])
+        with pytest.raises(IntegrityError, match="is gone"):
+            found.snapshot("a@latest")
+        store.put(latest.key, records.encode(latest))
+        assert found.snapshot("a@latest") == latest
+        assert (found.snapshot("a@1").tags, found.snapshot("b@y").step) == ([], 0)
+        assert {s.key for s in found.view().missing} == {tagged.key, swept.key}
+        assert found.repair(apply=True).ok
+        assert not found.view().vanished
+        assert found.snapshot("a@x").step == 1
+
+
 def test_an_empty_repository():
     made = MemoryStore()
     Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()

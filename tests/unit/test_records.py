@@ -197,3 +197,8 @@ def test_ids_are_random_hex():
 )
 def test_human_bytes(count, text):
     assert records.human_bytes(count) == text
+
+
+def test_some_of_many_names():
+    assert records.some(["a", "b"]) == "a, b"
+    assert records.some([str(n) for n in range(12)], 10) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

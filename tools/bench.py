@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
+import bench_page
 import numpy as np
 import torch
 from bench_data import SERIES, logical_bytes, parse, plain, tensors_of
@@ -346,32 +347,20 @@ def main() -> None:
         folder = ROOT / "docs" / "benchmarks"
         folder.mkdir(exist_ok=True)
         (folder / "cpu.json").write_text(json.dumps(report, indent=1) + "\n")
-        page = ROOT / "docs" / "benchmarks.md"
-        head, _, rest = page.read_text().partition("<!-- cpu: written by tools/bench cpu -->\n")
-        tail = rest.partition("<!-- end of cpu -->")[2]
-        page.write_text(f"{head}<!-- cpu: written by tools/bench cpu -->\n{text}<!-- end of cpu -->{tail}")
+        bench_page.place("cpu", text)
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The tables of docs/benchmarks.md."""
-    lines = [
-        "", f"snapstore {snapstore.__version__}, {report['machine']}, {report['threads']} threads, "
-        + ", ".join(f"{k} {v}" for k, v in report["versions"].items()), "",
-        "| figure | measured | goal | met |", "|---|---|---|---|",
-    ]  # fmt: skip
-    for f in report["figures"]:
-        met = {True: "yes", False: "**no**", None: ""}[f["met"]]
-        lines.append(f"| {f['name']} | {f['value']:.3g} {f['unit']} | {f['goal']} | {met} |")
-    if report["peers"]:
-        lines += [
-            "",
-            "| series | who | logical / stored | stored MB | save MB/s | restore MB/s |",
-            "|---|---|---|---|---|---|",
-        ]
-        for r in report["peers"]:
-            cells = (r["series"], r["who"], f"{r['ratio']:.3f}", r["stored_MB"], r["save_MBps"], r["restore_MBps"])
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n\n"
+    text = f"\nsnapstore {snapstore.__version__}, {report['machine']}, {report['threads']} threads, "
+    text += ", ".join(f"{k} {v}" for k, v in report["versions"].items()) + "\n"
+    text += bench_page.figures(report["figures"])
+    columns = ("series", "who", "logical / stored", "stored MB", "save MB/s", "restore MB/s")
+    rows = [
+        (r["series"], r["who"], f"{r['ratio']:.3f}", r["stored_MB"], r["save_MBps"], r["restore_MBps"])
+        for r in report["peers"]
+    ]
+    return text + (bench_page.table(columns, rows) + "\n" if rows else "")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 One section after the other; one that fails is recorded with its error and the rest goes on. What is known so far is
 written to the JSON after every section. GB are 1e9 bytes. Times include the device's work: it is waited for before and
-after. Writes docs/benchmarks/gpu.json, or with --tiny or --only a file in the temporary folder, or what --out says.
+after. Writes docs/benchmarks/gpu.json and its section of docs/benchmarks.md; or with --tiny or --only a file in the
+temporary folder, or what --out says, and no section. `--page` writes the section from the records that are there.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import bench_gpu_engine
 import bench_gpu_limits as limits
+import bench_gpu_page as page
 import bench_gpu_peers as peers
 import torch
 from bench_gpu_limits import GiB, MiB, seconds, synchronize
+from bench_gpu_page import GOALS, sustained_ratio, to_host_ratio
 from bench_gpu_train import FULL, GAPS, REGIMES, TINY, State, Trainer, nbytes, same_bits, tensors
 
 import snapstore
@@ -44,7 +47,7 @@ ROOT = Path(__file__).parent.parent
 CODECS = ("portable", "ans")
 STALL_SAVES, WARM_SAVES = 7, 2  # stalls are medians over what comes after the warm ones
 STEPS_BETWEEN = 5  # training steps between two saves whose stall is measured
-BLOCK, PAIRS = 50, 4  # training steps a snapshot, and pairs of blocks with and without one
+BLOCK, BLOCKS = 50, 4  # training steps a snapshot, and blocks with one; as many without
 
 # -- adapter: all that is asked of snapstore, here and nowhere else
 
@@ -69,27 +72,7 @@ def stored_by_kind(repository: Repository) -> dict[str, int]:
     return {kind: group.stored_bytes for kind, group in repository.stats().groups.items()}
 
 
-# -- the figures and their goals
-
-#: name: (goal in words, comparison, bound); stall_device_s and stall_host_s have bounds that are measured as well.
-GOALS: dict[str, tuple[str, Literal["<=", ">=", ""], float]] = {
-    "stall_device_s": ("<= 2 x copy_floor_s + 0.002", "<=", 0),
-    "copy_floor_s": ("", "", 0),
-    "stall_host_s": ("<= 1.2 x a raw pinned copy of the same bytes", "<=", 0),
-    "stall_host_ratio": ("<= 1.2", "<=", 1.2),
-    "digest_GBps": (">= 1500", ">=", 1500),
-    "delta_planes_GBps": (">= 1000", ">=", 1000),
-    "encode_portable_GBps": (">= 60", ">=", 60),
-    "encode_ans_GBps": (">= 150", ">=", 150),
-    "to_host_GBps": (">= 58", ">=", 58),
-    "save_ratio": (">= 0.9", ">=", 0.9),
-    "restore_portable_GBps": (">= 15", ">=", 15),
-    "restore_ans_GBps": (">= 35", ">=", 35),
-    "stored_smaller_everywhere": ("all cases", ">=", 1),
-    "train_step_ratio": ("<= 1.03", "<=", 1.03),
-    "extra_memory_device_x": ("<= 2.1 x the state", "<=", 2.1),
-    "extra_memory_host_GiB": ("<= 1 GiB", "<=", 1),
-}
+# -- the report
 
 
 @dataclass
@@ -123,11 +106,9 @@ class Bench:
 
     def figure(self, name: str, value: float, how: str, bound: float | None = None) -> None:
         """Record a figure."""
-        goal, sign, fixed = GOALS[name]
-        bound = fixed if bound is None else bound
-        met = (value <= bound if sign == "<=" else value >= bound) if sign else None
-        self.figures[name] = Figure(value, goal, met, how)
-        self.say(f"{name} = {value:.5g}, goal {goal or 'none'}: {met}")
+        goal = GOALS[name]
+        self.figures[name] = Figure(value, goal.goal, goal.met(value, bound), how)
+        self.say(f"{name} = {value:.5g}, goal {goal.goal or 'none'}: {self.figures[name].met}")
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -151,6 +132,11 @@ class Bench:
         """Read and written bytes a second of a copy on the device."""
         return limits.device_copy(self.device, 64 * MiB if self.tiny else 4 * GiB)
 
+    @cached_property
+    def pinned_rates(self) -> tuple[float, float]:
+        """Bytes a second of a copy to pinned memory, and from it."""
+        return limits.pinned_copies(self.device, 32 * MiB if self.tiny else 2 * GiB)
+
     @contextmanager
     def scratch(self, parent: Path | None = None) -> Iterator[Path]:
         """A folder that is gone afterwards."""
@@ -160,16 +146,17 @@ class Bench:
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
-    def write(self) -> None:
-        """The report so far."""
+    def write(self) -> dict[str, Any]:
+        """Write the report so far, and give it."""
         figures = {
-            name: vars(self.figures.get(name) or Figure(None, goal, False if sign else None, "not measured"))
-            for name, (goal, sign, _) in GOALS.items()
+            name: vars(self.figures.get(name) or Figure(None, goal.goal, goal.met(None), "not measured"))
+            for name, goal in GOALS.items()
         }
         seconds_s = round(time.time() - self.began, 1)
         body = self.report | {"seconds": seconds_s, "sections": self.sections, "figures": figures}
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(body, indent=1) + "\n")
+        return body
 
 
 def head(device: torch.device) -> dict[str, Any]:
@@ -221,7 +208,7 @@ def _driver() -> str:
 def section_limits(bench: Bench) -> dict[str, Any]:
     """What the machine allows."""
     size = 32 * MiB if bench.tiny else 2 * GiB
-    down, up = limits.pinned_copies(bench.device, size)
+    down, up = bench.pinned_rates
     found = {
         "device_copy_GBps": bench.copy_rate / 1e9,
         "pinned_to_host_GBps": down / 1e9,
@@ -264,6 +251,8 @@ def section_engine(bench: Bench) -> dict[str, Any]:
         if name not in GOALS:
             continue
         bench.figure(name, value, "engine level, device tensors, pretrain state 10 steps after its base")
+    ratio = to_host_ratio(found, {"pinned_to_host_GBps": bench.pinned_rates[0] / 1e9})
+    bench.figure("to_host_ratio", ratio, "to_host_GBps / pinned_to_host_GBps of the same run")
     return dict(found)
 
 
@@ -472,15 +461,11 @@ def _size_row(
 
 def _compare_sizes(bench: Bench, rows: list[dict[str, Any]]) -> None:
     """Our bytes against the better of the two nvCOMP recipes on the same state, in every case and with every codec."""
-    recipe: dict[tuple[str, int], int] = {}
-    for row in rows:
-        if row["who"] in peers.RECIPES:
-            key = (row["regime"], row["gap"])
-            recipe[key] = min(row["stored_bytes"], recipe.get(key, row["stored_bytes"]))
+    recipe = peers.better_recipes(rows)
     ours = [row for row in rows if row["who"].startswith("snapstore")]
     ratios = {
         f"{row['who']} {row['regime']} {'gap ' + str(row['gap']) if row['gap'] else 'full'}":
-        row["stored_bytes"] / recipe[row["regime"], row["gap"]]
+        row["stored_bytes"] / recipe[row["regime"], row["gap"]]["stored_bytes"]
         for row in ours if (row["regime"], row["gap"]) in recipe
     }  # fmt: skip
     if not ratios:
@@ -504,40 +489,43 @@ def section_peers(bench: Bench) -> dict[str, Any]:
 
 
 def section_steps(bench: Bench) -> dict[str, Any]:
-    """Training with a snapshot every BLOCK steps against training without, in turns: with, without, without, with."""
+    """Blocks of training without snapshots, twice as many with one at the begin of each, and again blocks without.
+
+    Each save is waited for before the next block, as `on_busy="wait"` does: beside train_step_ratio's time, and within
+    the sustained one's.
+    """
     state, device, block = bench.live(), bench.device, 10 if bench.tiny else BLOCK
-    took: dict[bool, list[float]] = {True: [], False: []}
-    stalls, late = [], []
+    with_s, without_s, stalls, late = [], [], [], []
+
+    def train(began: float) -> float:
+        bench.trainer.train(block)
+        synchronize(device)
+        return (time.perf_counter() - began) / block
+
     with bench.scratch() as folder, manager(device, folder / "repository") as snapshots:
         for number in range(WARM_SAVES):
             snapshots.save(number, state).result()
             bench.trainer.train(STEPS_BETWEEN)
-        for pair in range(PAIRS):
-            for saves in (True, False) if pair % 2 == 0 else (False, True):
-                synchronize(device)
-                began = time.perf_counter()
-                if saves:
-                    handle, stall = _marked_save(device, snapshots, WARM_SAVES + pair, state)
-                bench.trainer.train(block)
-                synchronize(device)
-                took[saves].append((time.perf_counter() - began) / block)
-                if saves:
-                    handle.result()  # not into the next block
-                    late.append(max(0.0, time.perf_counter() - began - took[True][-1] * block))
-                    stalls.append(stall())
-            bench.say(f"steps: with {1e3 * took[True][-1]:.2f} ms, without {1e3 * took[False][-1]:.2f} ms a step")
-    mean = {saves: statistics.mean(values) for saves, values in took.items()}
-    ratio = mean[True] / mean[False]
-    share = statistics.mean(stalls) / block / mean[False]
-    how = (
-        f"mean step with a snapshot every {block} steps / without, {PAIRS * block} steps each, in turns; the stall is "
-    )
-    how += f"{share:.4f} of a step; a save outlasted its block by up to {max(late):.2f} s"
-    bench.figure("train_step_ratio", ratio, how)
-    return {
-        "with_s": [round(s, 5) for s in took[True]], "without_s": [round(s, 5) for s in took[False]], "ratio": ratio,
-        "stall_share": share, "stalls_s": [round(s, 5) for s in stalls], "outlasted_s": [round(s, 3) for s in late],
-    }  # fmt: skip
+        synchronize(device)
+        for number in range(2 * BLOCKS):
+            began = time.perf_counter()
+            if not BLOCKS // 2 <= number < BLOCKS // 2 + BLOCKS:
+                without_s.append(train(began))
+                continue
+            handle, stall = _marked_save(device, snapshots, WARM_SAVES + number, state)
+            with_s.append(train(began))
+            handle.result()
+            late.append(time.perf_counter() - began - with_s[-1] * block)
+            stalls.append(stall())
+    steps = {"with_s": with_s, "without_s": without_s, "outlasted_s": late}
+    plain_s = statistics.mean(without_s)
+    ratio, share = statistics.mean(with_s) / plain_s, statistics.mean(stalls) / block / plain_s
+    how = f"mean step with a snapshot every {block} steps / without, {BLOCKS * block} steps each; the stall is "
+    bench.figure("train_step_ratio", ratio, how + f"{share:.4f} of a step")
+    how = f"the same {BLOCKS} blocks, in a row, with the wait for each save, up to {max(late):.2f} s, within their time"
+    bench.figure("train_step_sustained_ratio", sustained_ratio(steps, block), how)
+    rounded = {name: [round(s, 5) for s in values] for name, values in (steps | {"stalls_s": stalls}).items()}
+    return {**rounded, "ratio": ratio, "stall_share": share, "block": block}
 
 
 def _marked_save(
@@ -587,35 +575,6 @@ def run(bench: Bench, chosen: list[str], limit_s: float) -> None:
         bench.write()
 
 
-def show(bench: Bench) -> None:
-    """The tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    machine, versions = bench.report["machine"], bench.report["versions"]
-    title = f"{machine['device']}, {machine['cores']} cores, " + ", ".join(f"{k} {v}" for k, v in versions.items())
-    table = Table("figure", "value", "goal", "met", "how", title=title)
-    for name, (goal, sign, _) in GOALS.items():
-        figure = bench.figures.get(name) or Figure(None, goal, False if sign else None, "not measured")
-        value = "-" if figure.value is None else f"{figure.value:.5g}"
-        table.add_row(name, value, goal, {True: "yes", False: "NO", None: ""}[figure.met], figure.how)
-    console.print(table)
-    if sizes := bench.sections.get("sizes", {}).get("rows"):
-        table = Table("regime", "gap", "who", "stored / state", "by kind", title="stored bytes")
-        for row in sizes:
-            kinds = ", ".join(f"{kind} {share:.4f}" for kind, share in row["kinds"].items())
-            table.add_row(row["regime"], str(row["gap"] or "full"), row["who"], f"{row['share']:.4f}", kinds)
-        console.print(table)
-    if rows := bench.sections.get("peers", {}).get("rows"):
-        table = Table("peer", "measured", title="peers' saves, durable")
-        for row in rows:
-            table.add_row(row["peer"], ", ".join(f"{key} {value}" for key, value in row.items() if key != "peer"))
-        console.print(table)
-    for name in ("limits", "train"):
-        console.print(name, bench.sections.get(name, {}))
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="tools/bench gpu", description=(__doc__ or "").split("\n\n")[0])
@@ -627,10 +586,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=420, help="no section begins after so many seconds (default 420)"
     )
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing: write the page from the JSON that is there"
+    )
     args = parser.parse_args()
     if unknown := set(filter(None, args.only.split(","))) - SECTIONS.keys():
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; sections: {', '.join(SECTIONS)}")
-    if not args.tiny and not torch.cuda.is_available():
+    if not args.tiny and not args.page and not torch.cuda.is_available():
         parser.error("no CUDA device; --tiny runs on a CPU")
     args.steps = args.steps or (20 if args.tiny else 300)
     return args
@@ -639,6 +601,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run what was asked for."""
     args = parse()
+    if args.page:
+        page.write()
+        return
     partial = Path(tempfile.gettempdir()) / "snapstore-bench-gpu.json"
     out = args.out or (partial if args.tiny or args.only else ROOT / "docs" / "benchmarks" / "gpu.json")
     if args.folder:
@@ -651,9 +616,10 @@ def main() -> None:
         try:
             run(bench, chosen, args.limit)
         finally:
-            bench.write()
-            show(bench)
+            print(page.section({"measured": bench.write()}))
             bench.say(f"wrote {out}")
+        if not (args.out or args.tiny or args.only):
+            page.write()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

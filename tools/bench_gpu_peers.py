@@ -54,6 +54,16 @@ class Coder:
         fsync_tree(path)
 
 
+def better_recipes(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """For every regime and gap the row of the recipe that stores less."""
+    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for row in rows:
+        case = (row["regime"], row["gap"])
+        if row["who"] in RECIPES and (case not in found or row["stored_bytes"] < found[case]["stored_bytes"]):
+            found[case] = row
+    return found
+
+
 class HostBytes:
     """A tensor's bytes in host memory; a device's tensor goes through one pinned buffer, good until the next call."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import snapstore
 
 ROOT = Path(__file__).parent.parent
+MET = {True: "yes", False: "**no**", None: ""}
 Row = dict[str, Any]
 
 
@@ -30,15 +32,44 @@ def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...]
         "seconds": round(time.time() - began),
         "figures": rows,
     }
-    met = {True: "yes", False: "**no**", None: ""}
-    lines = ["| figure | measured | goal | met |", "|---|---|---|---|"]
-    lines += [f"| {r['name']} | {r['value']:.3g} {r['unit']} | {r['goal']} | {met[r['met']]} |" for r in rows]
-    table = "\n" + "\n".join(lines) + "\n\n"
-    print(table)
+    text = figures(rows)
+    print(text)
     if quick:
         return
     (ROOT / "docs" / "benchmarks" / f"{bench}.json").write_text(json.dumps(report, indent=1) + "\n")
+    place(bench, text)
+
+
+def figures(rows: Iterable[Row]) -> str:
+    """The table of figures."""
+    cells = ((r["name"], f"{r['value']:.3g} {r['unit']}", r["goal"], MET[r["met"]]) for r in rows)
+    return f"\n{table(('figure', 'measured', 'goal', 'met'), cells)}\n"
+
+
+def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |\n" for row in (columns, *rows)]
+    lines.insert(1, f"|{'---|' * len(columns)}\n")
+    return "".join(lines)
+
+
+def place(bench: str, text: str) -> None:
+    """Write a bench's section of docs/benchmarks.md: what stands between its two marks."""
     page = ROOT / "docs" / "benchmarks.md"
-    begin, end = f"<!-- {bench}: written by tools/bench {bench} -->\n", f"<!-- end of {bench} -->"
-    head, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{head}{begin}{table}{end}{rest.partition(end)[2]}")
+    head, begin, _, end, tail = _split(page.read_text(), bench)
+    page.write_text(f"{head}{begin}{text}{end}{tail}")
+
+
+def placed(bench: str) -> str:
+    """The section as it stands in docs/benchmarks.md."""
+    return _split((ROOT / "docs" / "benchmarks.md").read_text(), bench)[2]
+
+
+def _split(page: str, bench: str) -> tuple[str, str, str, str, str]:
+    head, begin, rest = page.partition(f"<!-- {bench}: written by tools/bench {bench} -->\n")
+    text, end, tail = rest.partition(f"<!-- end of {bench} -->")
+    if not end:
+        raise ValueError(
+            f"docs/benchmarks.md: {bench}: expected the two marks of its section, found none; put them there"
+        )
+    return head, begin, text, end, tail

@@ -1,0 +1,154 @@
+"""docs/benchmarks.md says what the records beside it say, in every section that a bench writes."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "benchmarks"
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """The benches' modules."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import bench_gpu
+    import bench_gpu_page
+    import bench_page
+
+    return SimpleNamespace(page=bench_page, gpu_page=bench_gpu_page, gpu=bench_gpu)
+
+
+@pytest.fixture
+def copy(tools, monkeypatch, tmp_path):
+    """A copy of the GPU's records and of the page that may be written to."""
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
+    for name in ("benchmarks.md", *(f"benchmarks/{name}.json" for name in tools.gpu_page.RECORDS)):
+        (tmp_path / "docs" / name).write_bytes((ROOT / "docs" / name).read_bytes())
+    monkeypatch.setattr(tools.page, "ROOT", tmp_path)
+    monkeypatch.setattr(tools.gpu_page, "ROOT", tmp_path)
+    return tmp_path / "docs"
+
+
+def record(name):
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("bench", ["cpu", "compact", "scale"])
+def test_the_figures_of_the_page_are_those_of_the_record(tools, bench):
+    assert tools.page.figures(record(bench)["figures"]) in tools.page.placed(bench)
+
+
+def test_the_gpus_section_is_what_its_records_give(tools):
+    assert tools.page.placed("gpu") == tools.gpu_page.section({n: record(n) for n in tools.gpu_page.RECORDS})
+
+
+def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkeypatch):
+    page = copy / "benchmarks.md"
+    whole = page.read_text()
+    tools.page.place("gpu", "stale\n")
+    assert page.read_text() != whole
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--page"])
+    tools.gpu.main()
+    assert page.read_text() == whole
+    page.write_text(whole.replace("<!-- end of gpu -->", ""))
+    with pytest.raises(ValueError, match="two marks"):
+        tools.page.place("gpu", "")
+    assert tools.page.placed("scale")  # the others have theirs
+
+
+@pytest.mark.parametrize("arguments", [["--tiny"], ["--tiny", "--only", "limits"], ["--out", "{}/other.json"]])
+def test_a_run_that_is_not_the_whole_bench_leaves_the_page_alone(tools, copy, monkeypatch, tmp_path, arguments):
+    tools.page.place("gpu", "of another run\n")
+    before = (copy / "benchmarks.md").read_bytes()
+    assert whole_bench(tools, copy, monkeypatch, tmp_path, arguments) == before
+
+
+def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch, tmp_path):
+    page = whole_bench(tools, copy, monkeypatch, tmp_path, [])
+    measured = json.loads((copy / "benchmarks" / "gpu.json").read_text())
+    records = {"gpu": measured, "gpu-slower-host": record("gpu-slower-host")}
+    assert measured["sections"] == {}
+    assert tools.gpu_page.section(records) in page.decode()
+
+
+def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
+    """What the page is after a bench whose sections do nothing."""
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *(a.format(tmp_path) for a in arguments)])
+    monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
+    monkeypatch.setattr(tools.gpu, "run", lambda *_: None)
+    monkeypatch.setattr(tools.gpu.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tools.gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tools.gpu, "head", lambda _: {k: record("gpu")[k] for k in ("date", "machine", "versions")})
+    tools.gpu.main()
+    return (copy / "benchmarks.md").read_bytes()
+
+
+def test_figures_that_a_record_is_too_old_for_are_made_of_its_sections(tools):
+    old = record("gpu-slower-host")
+    found = tools.gpu_page.figures(old)
+    assert found["to_host_ratio"] == (pytest.approx(49.9077 / 55.242, abs=1e-5), False)
+    waits = (1.003 + 0.562 + 0.538) / 50
+    steps = (0.08154 + 0.08086 + 0.08185 + 0.08142 + waits) / (0.08013 + 0.08005 + 0.08016 + 0.08025)
+    assert found["train_step_sustained_ratio"] == (pytest.approx(steps), None)
+    old["figures"]["to_host_ratio"] = {"value": 1.06, "goal": ">= 1.05", "met": True, "how": "measured"}
+    assert tools.gpu_page.figures(old)["to_host_ratio"] == (1.06, True)
+    for name in ("engine", "steps"):  # sections that failed
+        old["sections"][name] = {"status": "failed", "error": "RuntimeError: none"}
+    del old["figures"]["to_host_ratio"]
+    found = tools.gpu_page.figures(old)
+    assert (found["to_host_ratio"], found["train_step_sustained_ratio"]) == ((None, False), (None, None))
+    assert "| that / a raw pinned copy | - x | >= 1.05 | **no** |" in tools.gpu_page.section({"old": old})
+
+
+def test_beside_ours_stands_the_recipe_that_stores_less(tools):
+    def row(who, gap, stored, **kinds):
+        return {"regime": "r", "gap": gap, "who": who, "stored_bytes": stored, "share": stored / 100, "kinds": kinds}
+
+    rows = [row("nvCOMP Zstd", 0, 90, p=0.9), row("nvCOMP ANS", 0, 80, p=0.8), row("nvCOMP ANS typed", 0, 1, p=0.01)]
+    rows += [row("nvCOMP ANS", 1, 70, p=0.7), row("nvCOMP Zstd", 1, 60, p=0.5, m=0.7), row("zstd -1", 1, 65, p=0.65)]
+    section = tools.gpu_page.section({"gpu": record("gpu") | {"sections": {"sizes": {"rows": rows}}}})
+    assert "| r | full | p | - | - | 0.800 | - |\n| r | 1 | p | - | - | 0.600 (0.500 0.700) | 0.650 |\n" in section
+    assert "| ans | nvCOMP ANS or nvCOMP Zstd | zstd -1 |" in section
+
+
+def test_the_sustained_step_waits_for_every_save(tools, monkeypatch):
+    """A step takes 1 s, a save 14 s, of which the loop waits 1: after 10 steps it is waited for, 3 s more."""
+    now, figures = [0.0], {}
+
+    def train(steps):
+        now[0] += steps
+
+    def save(number, state):
+        assert now[0] >= done[-1], "the save before is over"
+        now[0] += 1
+        done.append(now[0] + 13)
+        return SimpleNamespace(result=lambda: now.__setitem__(0, max(now[0], done[-1])))
+
+    done = [0.0]
+    monkeypatch.setattr(tools.gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(tools.gpu, "manager", lambda *_: Managed(save))
+    bench = tools.gpu.Bench.__new__(tools.gpu.Bench)
+    bench.device, bench.tiny, bench.folder = tools.gpu.torch.device("cpu"), True, None
+    bench.live, bench.figure = dict, lambda name, value, how: figures.update({name: value})
+    bench.trainer = SimpleNamespace(train=train)
+    found = tools.gpu.section_steps(bench)
+    assert figures == {"train_step_ratio": pytest.approx(1.1), "train_step_sustained_ratio": pytest.approx(1.4)}
+    assert found["outlasted_s"] == [3, 3, 3, 3]
+    assert now[0] == 2 * (14 + 5) + 4 * 10 + 4 * 14, "no more steps than the blocks have"
+
+
+class Managed(SimpleNamespace):
+    """A manager that only saves."""
+
+    def __init__(self, save):
+        super().__init__(save=save)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None

@@ -522,6 +522,15 @@ def test_a_record_that_is_gone(series):
     assert series.json("gc")["deleted_objects"]
 
 
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_a_run_of_one_record_that_is_lost_is_no_unknown_run(series, harm):
+    series.save(state(), 7, run="only")
+    record = next(Path(series.url).rglob("snapshots/only/*"))
+    record.unlink() if harm == "gone" else record.write_bytes(b"SNAP")
+    assert "may be only@7 (id:" in series.fails("log", "--run", "only", code=20)
+    assert "no such run" in series.fails("log", "--run", "other")
+
+
 def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     record = record_of(series, 2)
     data = record.read_bytes()

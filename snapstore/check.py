@@ -329,7 +329,10 @@ class Survey:
             listed[info.key] = info
             highest[parsed[2]] = max(highest.get(parsed[2], (-1, "")), (parsed[3], info.key))
         for key in self.vanished:
-            self._report("index", key, f"{key}: known to the index, not in the store", self._misses(key, highest))
+            self._report(
+                "index", key, f"{key}: known to the index, not in the store", self._misses(key, highest),
+                instead=f"if it was removed on purpose, '{REBUILD} --forget-missing' gives it up",
+            )  # fmt: skip
         decided: set[str] = set()  # ids whose ruling revision has been met
         for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = key.rpartition("-")[2].split(".")[0]
@@ -425,7 +428,11 @@ class Survey:
         if self.result.level != "restore":  # which blobs a damaged note gave up only rebuilding tells
             self.recovered -= records.quarantined(self.small)
         for key in sorted(self.recovered):
-            self._note("pack", key, f"{key}: is in quarantine for nothing: it is whole, or gone and not missed", REPAIR)
+            self._note("pack", key, f"{key}: is in quarantine for nothing: {self.recovery(key)}", REPAIR)
+
+    def recovery(self, key: str) -> str:
+        """Why a pack need not be in quarantine any more."""
+        return "it is whole" if key in self.sizes else "it is gone, and nobody needs it"
 
     def _what_helps(self, key: str) -> tuple[str, str]:
         """The command, and what may be done instead, about a damaged pack."""

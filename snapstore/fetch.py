@@ -18,7 +18,7 @@ from . import pack
 from .blob import Column
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, Engine, Engines
-from .errors import IntegrityError, NotFoundError
+from .errors import IntegrityError, NotFoundError, without_advice
 from .manifest import ChunkTable
 from .records import pack_key
 from .state.arrays import Memory
@@ -143,7 +143,7 @@ class Fetcher:
         try:
             self._store.get_ranges(key, [(offset, length)], into)
         except NotFoundError as error:
-            raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
+            raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 
     def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
         """Begin to decode the batch that was read first."""

@@ -17,7 +17,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -31,9 +31,10 @@ from .errors import (
     SnapstoreError,
     StorageError,
     StorageFullError,
+    without_advice,
 )
 from .index import Index
-from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait, counted
+from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait, counted, some
 from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
 from .storage import ObjectStore
 from .threads import Threads
@@ -56,7 +57,8 @@ class GcResult:
     Attributes:
         deleted_objects, deleted_bytes: packs and manifests removed (in a dry run: that would be).
         stored_bytes: packs and manifests left [bytes].
-        waiting_for: sessions of live saves; while there are any, nothing is deleted: run gc again later.
+        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted (of a dry run:
+            would be): run gc again later.
         fenced: sessions of dead saves that were given up.
     """
 
@@ -83,6 +85,8 @@ def collect(
         _, candidates, sizes = _candidates(store, index)
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
+        sessions = [info.key.split("/")[1] for info in store.list("sessions/")] if candidates else []
+        result.waiting_for = sorted(name for name in sessions if not _is_over(store, name, fence_after_s)[0])
         return result
     store.clean()
     pending: set[str] = set()  # candidates of marks that wait for sessions
@@ -129,16 +133,20 @@ def need_all_records(view: View, verb: str, outcome: str) -> None:
         StorageError: one cannot be read.
     """
     if view.damaged:
-        key, why = next(iter(view.damaged.items()))
-        raise IntegrityError(f"{verb}: {why} ({key}); {outcome}; run 'snapstore check'")
+        raise IntegrityError(f"{verb}: {_first(view.damaged)}; {outcome}; run 'snapstore check'")
     if view.unread:
-        key, why = next(iter(view.unread.items()))
-        raise StorageError(f"{verb}: {why} ({key}); {outcome}; try again, or run 'snapstore check'")
+        raise StorageError(f"{verb}: {_first(view.unread)}; {outcome}; try again, or run 'snapstore check'")
     if view.vanished:
         raise IntegrityError(
             f"{verb}: the listing lacks {counted(len(view.vanished), 'known record')}, first {view.vanished[0]}; "
             f"{outcome}; {PUT_BACK}"
         )
+
+
+def _first(wrong: Mapping[str, str]) -> str:
+    """One of the records that are wrong, named once, and why."""
+    key, why = next(iter(wrong.items()))
+    return without_advice(why) if key in why else f"{key}: {without_advice(why)}"
 
 
 def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[str]) -> set[str]:
@@ -151,7 +159,9 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
     live: set[str] = set()
     for snapshot, keys in all_needed_keys(index, view.snapshots()):
         if isinstance(keys, NotFoundError):
-            raise IntegrityError(f"gc: {snapshot.ref}: {keys}; nothing was deleted; run 'snapstore check'") from keys
+            raise IntegrityError(
+                f"gc: {snapshot.ref}: {without_advice(keys)}; nothing was deleted; run 'snapstore check'"
+            ) from keys
         if isinstance(keys, SnapstoreError):
             raise keys
         live |= keys
@@ -160,7 +170,7 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
     missing = [key for key in sorted(absent) if not _exists(store, key)]
     if missing:
         raise IntegrityError(
-            f"gc: {missing[0]} and {len(missing) - 1} more live objects are missing; nothing was deleted; "
+            f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; "
             "run 'snapstore check'"
         )
     return live
@@ -315,24 +325,31 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
 
 def _ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: float, result: GcResult) -> bool:
     """Whether a session has ended, by itself or because we fence it now."""
+    over, dead = _is_over(store, session_id, fence_after_s)
+    if dead is not None:
+        _fence(store, index, f"sessions/{session_id}", dead)
+        LEFT_OVER.discard(session_id)
+        result.fenced.append(session_id)
+    return over
+
+
+def _is_over(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[bool, Session | None]:
+    """Whether a session has ended, or may be given up as dead: then what is to be fenced."""
     key = f"sessions/{session_id}"
     try:
         info = store.stat(key)
         session = records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
     except NotFoundError:
-        return True
+        return True, None
     except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
-        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", error)
-        return False
+        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
+        return False, None
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
     held = store.is_held(key) if same_boot else None
     over = session_id in LEFT_OVER or held is False
     if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
-        return False
-    _fence(store, index, key, session)
-    LEFT_OVER.discard(session_id)
-    result.fenced.append(session_id)
-    return True
+        return False, None
+    return True, session
 
 
 def _fence(store: ObjectStore, index: Index, key: str, session: Session) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from . import codecs, manifest, pack, records
 from .digest import Bytes
 from .engine import Engines
+from .errors import FormatError, IntegrityError
 from .fetch import Fetcher, Wanted, whole
 from .gc import in_quarantine
 from .index import Index
@@ -215,7 +217,10 @@ def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff
     Raises:
         IntegrityError, FormatError: damage in what had to be read.
     """
-    manifests_a, manifests_b = read_manifests(store, a), read_manifests(store, b)
+    with _naming(a):
+        manifests_a = read_manifests(store, a)
+    with _naming(b):
+        manifests_b = read_manifests(store, b)
     before, after = _by_path(manifests_a), _by_path(manifests_b)
     tensors = []
     for key in [*before, *(key for key in after if key not in before)]:
@@ -225,8 +230,18 @@ def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            tensors.append(_compare(store, engines, path, before[key], after[key]))
+            pieces = _pieces(store, engines, a, before[key]), _pieces(store, engines, b, after[key])
+            tensors.append(_compare(path, before[key], after[key], pieces))
     return Diff(a, b, tensors, _plain_changes(manifests_a, manifests_b))
+
+
+@contextmanager
+def _naming(snapshot: Snapshot) -> Iterator[None]:
+    """Whose damage it is."""
+    try:
+        yield
+    except (IntegrityError, FormatError) as error:
+        raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
 
 
 def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
@@ -241,7 +256,7 @@ def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
     return found
 
 
-def _compare(store: ObjectStore, engines: Engines, path: str, a: _Located, b: _Located) -> TensorDiff:
+def _compare(path: str, a: _Located, b: _Located, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]) -> TensorDiff:
     spec_a, spec_b = spec_of(a[1]), spec_of(b[1])
     if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
         note = f"{spec_a.dtype} {list(spec_a.shape)} -> {spec_b.dtype} {list(spec_b.shape)}"
@@ -249,7 +264,7 @@ def _compare(store: ObjectStore, engines: Engines, path: str, a: _Located, b: _L
     if _same_content(a, b):
         return TensorDiff(path, "same")
     changed, difference, norm = 0, 0.0, 0.0
-    for piece_a, piece_b in zip(_pieces(store, engines, a), _pieces(store, engines, b), strict=True):
+    for piece_a, piece_b in zip(*pieces, strict=True):
         rows_a = piece_a.reshape(-1, spec_a.itemsize)
         changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
         values_a, values_b = _as_float64(piece_a, spec_a), _as_float64(piece_b, spec_a)
@@ -276,18 +291,19 @@ def _fingerprint(located: _Located) -> bytes:
     return b"".join(m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes() for box in entry.boxes)
 
 
-def _pieces(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:
+def _pieces(store: ObjectStore, engines: Engines, snapshot: Snapshot, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk; strings, whose size need not divide a chunk's, are cut between elements."""
     itemsize = spec_of(located[1]).itemsize
     left = np.empty(0, np.uint8)
-    for piece in _chunks(store, engines, located):
-        if 16 % itemsize == 0:
-            yield piece
-            continue
-        piece = np.concatenate([left, piece])
-        whole = piece.size - piece.size % itemsize
-        left = piece[whole:]
-        yield piece[:whole]
+    with _naming(snapshot):
+        for piece in _chunks(store, engines, located):
+            if 16 % itemsize == 0:
+                yield piece
+                continue
+            piece = np.concatenate([left, piece])
+            whole = piece.size - piece.size % itemsize
+            left = piece[whole:]
+            yield piece[:whole]
 
 
 def _chunks(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:

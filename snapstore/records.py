@@ -260,8 +260,12 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     payload = data[ENVELOPE.size :]
     if len(payload) != length:
         raise IntegrityError(f"{key}: payload of {len(payload)} bytes, expected {length}: the object is cut short")
-    if xxhash.xxh3_64_intdigest(data[:16] + payload) != checksum:
-        raise IntegrityError(f"{key}: checksum mismatch: the object is damaged; run 'snapstore check'")
+    got = xxhash.xxh3_64_intdigest(data[:16] + payload)
+    if got != checksum:
+        raise IntegrityError(
+            f"{key}: checksum mismatch: expected {checksum:016x}, got {got:016x}: the object is damaged; "
+            "run 'snapstore check'"
+        )
     if got_kind != _KINDS[kind]:
         raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
     try:

@@ -405,7 +405,7 @@ class _Repair:
                 f"('{GC}' gives up those that died)"
             )
         for key in sorted(survey.recovered):
-            self._let_out("release", key, f"{key}: leaves the quarantine: it is whole, or gone and not missed")
+            self._let_out("release", key, f"{key}: leaves the quarantine: {survey.recovery(key)}")
 
     def _put_note(self, note: Quarantine) -> None:
         with suppress(AlreadyExistsError):  # another repair has found the same

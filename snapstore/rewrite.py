@@ -31,7 +31,7 @@ from . import blob, manifest, pack
 from .blob import Column
 from .chain import Key, Place
 from .engine import Engine
-from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
+from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError, without_advice
 from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
@@ -178,7 +178,7 @@ class Rewriting(ABC):
             try:
                 self._rewrite_one(snapshot)
             except (*DAMAGE, ConflictError) as error:
-                log.warning("run=%s step=%d: %s failed: %s", snapshot.run, snapshot.step, self.verb, error)
+                log.info("run=%s step=%d: %s failed: %s", snapshot.run, snapshot.step, self.verb, error)
                 self.failed.append((snapshot, f"{snapshot.ref}: {error}"))
 
     def _rewrite_one(self, snapshot: Snapshot) -> None:
@@ -259,7 +259,7 @@ class Rewriting(ABC):
             try:
                 entries = pack.read_listing(self.store, pack_key(name), self.sizes[name]).entries
             except NotFoundError as error:
-                raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
+                raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
             if not np.isin(entries["element_size"], (1, 2, 4, 8)).all():
                 raise IntegrityError(f"{pack_key(name)}: a blob of no element size; run 'snapstore check'")
             self._listings[name] = entries[np.argsort(entries["offset"], kind="stable")]
@@ -460,7 +460,7 @@ class Rewriting(ABC):
             try:
                 self.store.get_ranges(pack_key(names[one.pack]), [(one.offset, one.length)], [room])
             except NotFoundError as error:
-                raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
+                raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 
         self._readers.start(read, reads)()
         return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]

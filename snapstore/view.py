@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from . import records
-from .errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
+from .errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, without_advice
 from .records import COMMITTED, FORGOTTEN, Snapshot
 
 #: What to do about records that have vanished: the index may hold the last copy.
@@ -84,7 +84,7 @@ class View:
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
             why = self.damaged.get(key) or self.unread.get(key)
             known = f"is gone: {key} is known to the index and not in the store; {PUT_BACK}"
-            what = f"cannot be read: {why}; run 'snapstore repair'" if why else known
+            what = f"cannot be read: {without_advice(why)}; run 'snapstore repair'" if why else known
             raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {what}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:

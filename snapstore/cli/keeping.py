@@ -184,6 +184,8 @@ def gc(
         raise UsageError(f"--fence-after {fence_after!r}: expected a duration such as 90s, 30m, 1h or 2d")
     with shell.repository() as repository, spinner("collecting"):
         result = repository.gc(dry_run=dry_run, fence_after_s=int(match[1]) * _UNIT_S[match[2]])
+    from ..records import counted, human_bytes
+
     if shell.as_json:
         print_json({
             "deleted_objects": result.deleted_objects, "deleted_bytes": result.deleted_bytes,
@@ -191,8 +193,6 @@ def gc(
             "dry_run": dry_run,
         })  # fmt: skip
     else:
-        from ..records import human_bytes
-
         line(
             f"{'would delete' if dry_run else 'deleted'} {result.deleted_objects} objects, "
             f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
@@ -201,8 +201,8 @@ def gc(
             line(f"gave up {len(result.fenced)} dead saves")
     if result.waiting_for:
         note(
-            f"snapstore: warning: {len(result.waiting_for)} running saves may need what was to be deleted; run "
-            "'snapstore gc' again when they have ended"
+            f"snapstore: warning: {counted(len(result.waiting_for), 'save')} may be running and need what is to be "
+            "deleted, which waits for that; run 'snapstore gc' again later"
         )
         return PARTIAL
     return None

@@ -67,6 +67,7 @@ def _require_run(view: View, run: str | None, everything: bool) -> None:
         return
     from ..errors import NotFoundError
 
+    view.latest(run)  # raises if all that there is of the run are records that are gone, or cannot be read
     there = sorted({s.run for s in view.snapshots(states=None)}) if everything else view.runs()
     raise NotFoundError(f"run {run!r}: no such run in this repository; runs: {', '.join(there) or 'none'}")
 

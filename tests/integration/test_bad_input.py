@@ -494,6 +494,7 @@ def test_gc_waits_for_a_damaged_session(root):
     with Repository.open(root, options=OPTIONS) as repository:
         repository.forget_snapshots(["a@0"])
         packs = keys_of(store, "packs/")
+        assert repository.gc(dry_run=True).waiting_for == ["2" * 32]
         assert repository.gc().waiting_for == ["2" * 32]  # whose it is cannot be told: its save may live
         assert keys_of(store, "packs/") == packs
         save(repository, "a", 4, 4)

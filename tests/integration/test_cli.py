@@ -522,6 +522,15 @@ def test_a_record_that_is_gone(series):
     assert series.json("gc")["deleted_objects"]
 
 
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_a_run_of_one_record_that_is_lost_is_no_unknown_run(series, harm):
+    series.save(state(), 7, run="only")
+    record = next(Path(series.url).rglob("snapshots/only/*"))
+    record.unlink() if harm == "gone" else record.write_bytes(b"SNAP")
+    assert "may be only@7 (id:" in series.fails("log", "--run", "only", code=20)
+    assert "no such run" in series.fails("log", "--run", "other")
+
+
 def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     record = record_of(series, 2)
     data = record.read_bytes()
@@ -752,6 +761,19 @@ def test_gc(series):
         assert "--fence-after" in series.fails("gc", "--fence-after", bad, code=2)
 
 
+def test_a_dry_gc_waits_where_a_gc_would(series):
+    session = Path(series.url, "sessions", "2" * 32)
+    for code in (0, 3):
+        if code:  # before, nothing is to be deleted, and nothing is waited for
+            series("forget", "exp@0")
+        session.write_bytes(b"\xff" * 100)
+        for args in (["gc", "-n"], ["gc"]):
+            result = series(*args, "--json", code=code)
+            assert json.loads(result.stdout)["waiting_for"] == [session.name] * bool(code)
+            assert ("1 save may be running" in result.stderr) == bool(code)
+    assert session.exists()
+
+
 def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
     series("forget", "exp@0")
     with Repository.open(series.url) as repository:
@@ -909,6 +931,33 @@ def test_recode_of_what_is_damaged(abroad):
     assert result["failed"]
     assert all(gone.name in failed["message"] for failed in result["failed"])
     assert "failed: exp@" in abroad("recode", "--all", code=3).stdout
+
+
+def test_an_error_names_a_thing_and_an_advice_once(series):
+    """And whose damage it is, what was expected, and what was there."""
+
+    def once(text, *parts):
+        assert [text.count(part) for part in (*parts, "run 'snapstore ")] == [1] * (len(parts) + 1), text
+        return text
+
+    record = record_of(series, 2)
+    data = bytearray(record.read_bytes())
+    data[60] ^= 1
+    record.write_bytes(data)
+    shutil.rmtree(Path(series.url, "index"))
+    wrong = r": checksum mismatch: expected [0-9a-f]{16}, got [0-9a-f]{16}: "
+    for args in (["gc"], ["compact"], ["show", "exp@2"]):
+        assert re.search(wrong, once(series.fails(*args, code=20), f"{record.relative_to(series.url)}"))
+    data[60] ^= 1
+    record.write_bytes(data)
+    pack = max(Path(series.url, "packs").rglob("?" * 64), key=lambda path: path.stat().st_mtime_ns)
+    pack.unlink()
+    key = pack.relative_to(series.url)
+    assert once(series.fails("gc", code=20), f"{key}").startswith(f"gc: 1 live object missing: {key}; nothing was")
+    assert once(series.fails("diff", "exp@2", "exp@3", code=20), f"{key}").startswith("exp@3 (id:")
+    result = series("recode", "exp@3", code=3)
+    assert result.stderr == ""
+    once(result.stdout, "exp@3", f"{key}")
 
 
 def test_recode_usage(series, monkeypatch):

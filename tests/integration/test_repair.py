@@ -127,6 +127,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
         store.put(key, bytes(good))
         report = found.repair(apply=True)
         assert {a.kind for a in report.actions} == {"release", "index"}
+        assert f"{key}: leaves the quarantine: it is whole" in [a.message for a in report.actions]
         assert found.check("restore").ok
     assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
 

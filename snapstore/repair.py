@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ import msgspec
 from . import gc, manifest, records
 from .check import COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
-from .damage import check_tree
+from .damage import check_tree, tried
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -44,6 +44,7 @@ from .errors import (
 )
 from .heal import Healer
 from .index import Index
+from .manifest import Manifest, ManifestHeader
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
 from .session import all_needed_keys, needed_keys
 from .storage import ObjectStore
@@ -277,10 +278,13 @@ class _Repair:
         run, step, name, revision = parsed
         for before in range(revision - 1, -1, -1):
             earlier_key = records.record_key(run, step, name, before)
-            with suppress(*DAMAGE):
-                earlier = records.decode(self._store.get(earlier_key), Snapshot, earlier_key)
+            earlier = tried(self._store, partial(self._get, earlier_key))
+            if earlier is not None:
                 return self._after(earlier, revision)
         return None if revision else self._made_up(key)
+
+    def _get(self, key: str) -> Snapshot:
+        return records.decode(self._store.get(key), Snapshot, key)
 
     def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:
         """What follows a revision that reads and one that does not.
@@ -306,12 +310,8 @@ class _Repair:
         """The record of a snapshot of which only manifests and packs are left."""
         stand = stand_in(key)
         refs = self._manifests_of(stand.id)
-        if not refs:
-            return None
-        try:
-            manifests = [manifest.read(self._store, ref) for ref in refs]
-            check_tree(manifests)
-        except DAMAGE:
+        manifests = tried(self._store, partial(self._read_all, refs)) if refs else None
+        if manifests is None:
             return None
         tags = [_tag(stand.id)]
         record = msgspec.structs.replace(
@@ -325,6 +325,12 @@ class _Repair:
         whence = "its record is made up from its manifests, without parent, metrics, metadata and tags"
         return record, f"{whence}, and it is tagged {tags[0]!r}: look at it"
 
+    def _read_all(self, refs: Sequence[ManifestRef]) -> list[Manifest]:
+        """The manifests of one whole state."""
+        manifests = [manifest.read(self._store, ref) for ref in refs]
+        check_tree(manifests)
+        return manifests
+
     def _manifests_of(self, name: str) -> list[ManifestRef]:
         """The manifests that a save has written, in its order, by the id in their headers."""
         known = {ref.key for snapshot in self._survey.ruling.values() for ref in snapshot.manifests}
@@ -333,13 +339,12 @@ class _Repair:
             if not key.startswith("manifests/") or key in known:
                 continue
             ref = ManifestRef(part="", rank=0, sha256=key[-64:], size_bytes=size, logical_bytes=0)
-            with suppress(*DAMAGE):
-                header = manifest.decode_header(manifest.read_header(self._store, ref), key)
-                if header.save_id.hex() == name:
-                    ref = msgspec.structs.replace(
-                        ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
-                    )
-                    found.append((header.rank, header.sequence, ref))
+            header = tried(self._store, partial(_header, self._store, ref))
+            if header is not None and header.save_id.hex() == name:
+                ref = msgspec.structs.replace(
+                    ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
+                )  # fmt: skip
+                found.append((header.rank, header.sequence, ref))
         return [ref for _, _, ref in sorted(found, key=lambda entry: entry[:2])]
 
     def _free_seq(self, key: str) -> int:
@@ -353,10 +358,8 @@ class _Repair:
 
     def _is_there(self, snapshot: Snapshot) -> bool:
         """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
-        try:
-            return needed_keys(self._index, snapshot) <= self._survey.sizes.keys()
-        except DAMAGE:
-            return False
+        keys = tried(self._store, partial(needed_keys, self._index, snapshot))
+        return keys is not None and keys <= self._survey.sizes.keys()
 
     # -- small objects, quarantine
 
@@ -510,6 +513,10 @@ def unmendable(store: ObjectStore, index: Index, engines: Engines, survey: Surve
     return {key for key in survey.unreadable if one._record_for(key) is None}
 
 
+def _header(store: ObjectStore, ref: ManifestRef) -> ManifestHeader:
+    return manifest.decode_header(manifest.read_header(store, ref), ref.key)
+
+
 def _tag(snapshot_id: str) -> str:
     """Of a snapshot whose record had to be guessed at; no other snapshot of its run takes it away."""
     return f"repaired-{snapshot_id[:8]}"
@@ -520,8 +527,9 @@ def salvaged_config(store: ObjectStore) -> Config | None:
     chunk_bytes = None
     for info in store.list("manifests/"):
         ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
-        with suppress(*DAMAGE):
-            chunk_bytes = manifest.decode_header(manifest.read_header(store, ref), info.key).chunk_bytes
+        header = tried(store, partial(_header, store, ref))
+        if header is not None:
+            chunk_bytes = header.chunk_bytes
             break
     if chunk_bytes is None and not any(True for _ in store.list("snapshots/")):
         return None

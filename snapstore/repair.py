@@ -292,8 +292,9 @@ class _Repair:
         Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
         back, if it is all there, and no policy forgets it before somebody has looked. If it was committed and is not
         all there, it has been rewritten (recode, compact, heal), and only the lost revision names its manifests: any
-        other would hide that one from whoever puts it back. A tag that another snapshot of the run has by now was
-        taken off this one by what is lost.
+        other would hide that one from whoever puts it back. So too if it was forgotten and more than one revision is
+        lost: un-forgotten, then rewritten. A tag that another snapshot of the run has by now was taken off this one
+        by what is lost.
         """
         ruling = self._survey.ruling.values()
         moved = {tag for s in ruling if s.run == earlier.run and s.id != earlier.id for tag in s.tags}
@@ -302,7 +303,8 @@ class _Repair:
         )  # fmt: skip
         whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
         if earlier.state not in _STATES or not self._is_there(earlier):
-            return None if earlier.state == COMMITTED else (kept.revised(), whence)
+            rewritten = earlier.state == COMMITTED or (earlier.state == FORGOTTEN and earlier.revision < revision - 1)
+            return None if rewritten else (kept.revised(), whence)
         tags = sorted({*kept.tags, _tag(earlier.id)})
         return kept.revised(state=COMMITTED, tags=tags), f"{whence}, and it is tagged {_tag(earlier.id)!r}: look at it"
 

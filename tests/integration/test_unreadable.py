@@ -394,6 +394,33 @@ def test_a_damaged_record_of_a_healed_snapshot(store):
         assert "a@0" in refs(found.check("restore").restorable)
 
 
+def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(store):
+    """The revision that reads says forgotten, and what it names is gone: gc would take what the lost one names."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@1"])
+        found.unforget("a@1")
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        assert "a@1" in refs(found.compact().rewritten)
+        found.gc()
+        ruling = found.snapshot("a@1")
+    assert ruling.revision == 3
+    keys = [records.record_key(ruling.run, ruling.step, ruling.id, revision) for revision in (2, 3)]
+    good = {key: store.get(key) for key in keys}
+    for key in keys:
+        flip(store, key, 60)
+    with opened(store) as found:
+        report = found.repair(apply=True)
+        assert refs(report.left) == {"a@1"}
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            found.gc()
+    for key, data in good.items():
+        store.delete([key])
+        store.put(key, data)
+    with opened(store) as found:
+        assert same(found.restore("a@1"), values("a", 1))
+
+
 # --- 8: retention ----------------------------------------------------------------------------------------------------
 
 

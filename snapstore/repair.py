@@ -2,14 +2,15 @@
 
 In: what a Survey (check.py) finds. Out: a report; with `apply`, in this order, each step whole by itself:
 
-    records      the next revision of a record that cannot be read: from the index, the one before, or the manifests
+    records      those that vanished come back from the index, where that costs nothing (`Survey.stands`); the next
+                 revision of one that cannot be read: from the index, the one before, or the manifests
     notes        damaged sessions that nobody keeps alive, and damaged notes of gcs, are removed
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that somebody needs: from now on no save builds on
                  it, and no gc deletes it. Not a byte of it moves
     heal         snapshots that need such a pack (heal.py), as the next revision of their records
     drop         only if asked for: what stays damaged is forgotten
     purge        only if asked for: packs in quarantine that nobody needs are left to gc
-    index        is built anew
+    index        is built anew, unless the store is older: then it alone knows what vanished, and keeps gc from it
 
 A crash anywhere leaves less to do for the next repair.
 """
@@ -46,7 +47,7 @@ from .heal import Healer
 from .index import Index
 from .manifest import Manifest, ManifestHeader
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
-from .session import all_needed_keys, needed_keys
+from .session import all_needed_keys
 from .storage import ObjectStore
 from .view import View
 
@@ -138,7 +139,7 @@ class _Repair:
         self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
         self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
         self._unwritten_notes: set[str] = set()  # damaged ones of quarantine, which this level cannot write
-        self._gone: dict[str, tuple[Snapshot, str]] = {}  # snapshots whose record vanished, and what they need as well
+        self._older: set[str] = set()  # ids of snapshots whose record is older than the index, and stands (`stands`)
 
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
         """Everything, in the order of this module's first lines."""
@@ -157,7 +158,8 @@ class _Repair:
             self._purge()
         self._left_to_others()
         self._say_what_helps()
-        self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
+        if not self._older:
+            self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
 
     def _left_to_others(self) -> None:
         """What `check` will go on reporting, since another command or a person has to mend it."""
@@ -173,7 +175,7 @@ class _Repair:
         survey = self._survey
         for snapshot in self._report.left:
             packs = {key for key, names in survey.need.items() if snapshot.id in names}
-            if snapshot.id in survey.without_manifest.keys() | self._gone.keys() or snapshot.state == UNREADABLE:
+            if snapshot.id in survey.without_manifest or snapshot.state == UNREADABLE:
                 helps = f"{COPY} and nothing else"
             elif not packs:
                 continue  # its own message says what to do
@@ -213,8 +215,21 @@ class _Repair:
     # -- records
 
     def _records(self, drop: bool) -> None:
-        """The next revision of every record that cannot be read, and records that vanished, from what is known."""
+        """Records that vanished, and the next revision of every one that cannot be read, from what is known."""
         survey = self._survey
+        for gone in survey.later():
+            if survey.stands(gone):
+                self._older.add(gone.id)
+                self._report.open.append(
+                    f"{gone.ref}: stays as the store shows it; the index knows revision {gone.revision}, {gone.state}: "
+                    f"it seems that an older backup was put back; '{REBUILD}' accepts it as it is"
+                )
+                continue
+            message = f"{gone.ref}: its record is put back from the index"
+            if self._do("record", gone.key, message, partial(self._put, gone)):
+                survey.ruling[gone.id] = gone
+                survey.unreadable = {k: why for k, why in survey.unreadable.items() if stand_in(k).id != gone.id}
+                self._mended.add(gone.id)
         for key, why in list(survey.unreadable.items()):
             if self._reads_by_now(key):
                 continue
@@ -232,19 +247,6 @@ class _Repair:
                 message = f"{lost.ref}: is given up, nothing tells what it held: {why}"
                 if self._do("drop", record.key, message, partial(self._put, record)):
                     self._report.dropped.append(lost)
-        for key in survey.vanished:
-            cached = self._index.cached(key)
-            rules = survey.ruling.get(cached.id) if cached else None
-            if cached is None or (rules is not None and rules.revision >= cached.revision):
-                continue
-            if cached.state in _STATES and not self._is_there(cached):
-                why = "its record is gone, and so is what it needs"
-                self._gone[cached.id] = cached, f"{cached.ref}: {why}"
-                continue
-            message = f"{cached.ref}: its record is put back from the index"
-            if self._do("record", key, message, partial(self._put, cached)):
-                survey.ruling[cached.id] = cached
-                self._mended.add(cached.id)
 
     def _reads_by_now(self, key: str) -> bool:
         """Whether a record that could not be read a moment ago can be: no guess takes its place then."""
@@ -302,7 +304,7 @@ class _Repair:
             earlier, revision=revision, tags=[tag for tag in earlier.tags if tag not in moved]
         )  # fmt: skip
         whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
-        if earlier.state not in _STATES or not self._is_there(earlier):
+        if earlier.state not in _STATES or not self._survey.has_all(earlier):
             rewritten = earlier.state == COMMITTED or (earlier.state == FORGOTTEN and earlier.revision < revision - 1)
             return None if rewritten else (kept.revised(), whence)
         tags = sorted({*kept.tags, _tag(earlier.id)})
@@ -322,7 +324,7 @@ class _Repair:
             chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
             stored_bytes=sum(ref.size_bytes for ref in refs), reason="made up from its manifests by a repair",
         ).revised()  # fmt: skip
-        if not self._is_there(record):
+        if not self._survey.has_all(record):
             return None
         whence = "its record is made up from its manifests, without parent, metrics, metadata and tags"
         return record, f"{whence}, and it is tagged {tags[0]!r}: look at it"
@@ -357,11 +359,6 @@ class _Repair:
         ages = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
         free = (number for number in itertools.count() if number not in taken)
         return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
-
-    def _is_there(self, snapshot: Snapshot) -> bool:
-        """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
-        keys = tried(self._store, partial(needed_keys, self._index, snapshot))
-        return keys is not None and keys <= self._survey.sizes.keys()
 
     # -- small objects, quarantine
 
@@ -425,14 +422,14 @@ class _Repair:
         healer = Healer(self._store, self._index, self._engines, survey.packs, survey.affected, self._pack_bytes)
         view = View(survey.ruling.values(), {}, [])
         chosen = sorted(
-            (survey.ruling[name] for name in survey.affected), key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id)
+            (survey.ruling[name] for name in survey.affected.keys() - self._older),
+            key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id),
         )
         healer.find_chains(chosen, view)
         suffered = {name: problem for problem in survey.result.problems for name in problem.snapshots}
         lost = {name: (survey.ruling[name], why) for name, why in survey.without_manifest.items()}
         for key, why in survey.unreadable.items():
             lost[stand_in(key).id] = stand_in(key), why
-        lost |= self._gone
         for snapshot in chosen:
             try:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
@@ -475,7 +472,7 @@ class _Repair:
             self._report.open.append(f"nothing is dropped: {without_advice(next(iter(unread.values())))}; repair again")
             return
         for snapshot, why in self._report.lost:
-            if snapshot.state != COMMITTED:
+            if snapshot.state != COMMITTED or snapshot.id in self._older:
                 continue
             if snapshot.tags:
                 for tag in snapshot.tags:

@@ -17,12 +17,13 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from . import manifest, policies, records
-from .damage import DamagedPacks, answers, check_tree, lost_rows, unbuilt
+from .damage import DamagedPacks, answers, check_tree, lost_rows, tried, unbuilt
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -40,7 +41,7 @@ from .gc import OBJECT_NAME
 from .index import Index
 from .manifest import Manifest, part_name
 from .records import COMMITTED, FORGOTTEN, Done, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
-from .session import MARK_LIMIT_BYTES
+from .session import MARK_LIMIT_BYTES, needed_keys
 from .storage import ObjectInfo, ObjectStore
 from .view import View
 
@@ -55,6 +56,8 @@ DROP = f"{REPAIR} --drop"
 GC = "snapstore gc"
 COPY = "a copy of the object from elsewhere, put back under its key,"
 REBUILD = "snapstore index rebuild"
+#: Gives up what only the index knows.
+ACCEPT = f"{REBUILD} --forget-missing"
 #: State of the stand-in for a snapshot whose record cannot be read: its key names it.
 UNREADABLE = "unreadable"
 _NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine}
@@ -197,6 +200,7 @@ class Survey:
         self._small_objects()
         self._policies()
         self._records()
+        self._vanished()
 
     def read_rest(self) -> CheckResult:
         """Packs and manifests, by the records in `ruling`; what was found in all."""
@@ -320,19 +324,11 @@ class Survey:
             raised = self._unreadable("snapshots/", error)  # one record, which is found again below
             self._note("index", "snapshots/", f"not compared with the index: {raised}")
         listed: dict[str, ObjectInfo] = {}
-        highest: dict[str, tuple[int, str]] = {}
         for info in self._store.list("snapshots/"):
-            parsed = records.parse_record_key(info.key)
-            if parsed is None:
+            if records.parse_record_key(info.key) is None:
                 self._stray("record", info.key)
                 continue
             listed[info.key] = info
-            highest[parsed[2]] = max(highest.get(parsed[2], (-1, "")), (parsed[3], info.key))
-        for key in self.vanished:
-            self._report(
-                "index", key, f"{key}: known to the index, not in the store", self._misses(key, highest),
-                instead=f"if it was removed on purpose, '{REBUILD} --forget-missing' gives it up",
-            )  # fmt: skip
         decided: set[str] = set()  # ids whose ruling revision has been met
         for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = key.rpartition("-")[2].split(".")[0]
@@ -373,15 +369,57 @@ class Survey:
             ):
                 self._report("index", key, f"{key}: differs from the index", command=REBUILD)
 
-    def _misses(self, key: str, highest: dict[str, tuple[int, str]]) -> list[str]:
-        """Who suffers as a record is gone: its snapshot, if it was restorable, and has no other revision."""
-        gone = self._index.cached(key)
-        if gone is None or gone.state not in (COMMITTED, FORGOTTEN):
-            return []
-        if gone.id in highest:
-            return []
-        self.result.damaged.append(stand_in(key))
-        return [gone.id]
+    def _vanished(self) -> None:
+        """Records that the index knows and the store does not show: who suffers, and what helps."""
+        last = {gone.id: gone for gone in self.later()}
+        shown = self.ruling.keys() | self._unread_ids()
+        for key in self.vanished:
+            why, name = f"{key}: known to the index, not in the store", stand_in(key).id
+            gone = last.get(name)
+            if gone is not None and self.stands(gone):
+                why += "; it seems that a backup was put back, which is older than the index"
+                instead = f"accepts the repository as it is; {COPY} brings back what it said"
+                self._report("index", key, why, command=ACCEPT, instead=instead)
+            elif gone is not None and gone.key == key and gone.state in (COMMITTED, FORGOTTEN) and name not in shown:
+                self.result.damaged.append(stand_in(key))
+                instead = f"puts it back; if it was removed on purpose, '{ACCEPT}' gives it up"
+                self._report("index", key, why, [name], instead=instead)
+            else:
+                self._report("index", key, why)
+
+    def later(self) -> list[Snapshot]:
+        """Of each snapshot the last revision that vanished, unless the store shows a later one."""
+        gone = filter(None, map(self._index.cached, self.vanished))
+        last = {s.id: s for s in sorted(gone, key=lambda s: (s.revision, s.key))}
+        return [s for s in last.values() if s.id not in self.ruling or self.ruling[s.id].revision < s.revision]
+
+    def stands(self, gone: Snapshot) -> bool:
+        """Whether what the store shows of a snapshot stands, though the index knows a later revision, which vanished.
+
+        A backup was put back, say. What vanished may have forgotten, swept or rewritten the snapshot, so it comes back
+        only where that costs nothing: it is committed and has all it needs, or what the store shows is neither whole
+        nor more likely to be healed.
+        """
+        rules, kept = self.ruling.get(gone.id), gone.state in (COMMITTED, FORGOTTEN)
+        unknown = rules is None and gone.id in self._unread_ids()
+        if unknown or (rules is not None and rules.state in (COMMITTED, FORGOTTEN) and self.has_all(rules)):
+            return not (gone.state == COMMITTED and self.has_all(gone))
+        left = [[ref.key in self.sizes for ref in s.manifests] for s in (gone, rules) if s is not None]
+        if not kept:
+            return any(map(any, left))
+        if rules is None or self.has_all(gone):
+            return False
+        return all(left[1]) or not all(left[0])
+
+    def _unread_ids(self) -> set[str]:
+        """Of the snapshots whose ruling record is damaged, or of a version that this release does not know."""
+        parsed = map(records.parse_record_key, (*self.unreadable, *self.unknown))
+        return {found[2] for found in parsed if found is not None}
+
+    def has_all(self, snapshot: Snapshot) -> bool:
+        """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
+        keys = tried(self._store, partial(needed_keys, self._index, snapshot))
+        return keys is not None and keys <= self.sizes.keys()
 
     # -- packs
 

@@ -5,7 +5,8 @@ In: manifests. Out: columns over their references. What check.py reports and rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from .errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
 from .storage import ObjectStore
+
+T = TypeVar("T")
 
 
 class DamagedPacks:
@@ -102,6 +105,22 @@ def answers(store: ObjectStore) -> None:
     """Raise StorageError unless a store answers: one that cannot be reached is no damage."""
     for _ in store.list("gc/"):
         break
+
+
+def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
+    """What a read of one object gives; None: it is damaged or missing, or it could not be read twice.
+
+    Raises:
+        StorageError: the store does not answer at all.
+    """
+    for _ in range(2):
+        try:
+            return read()
+        except DAMAGE:
+            return None
+        except StorageError:
+            answers(store)
+    return None
 
 
 def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, SnapstoreError]:

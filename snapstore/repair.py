@@ -2,14 +2,15 @@
 
 In: what a Survey (check.py) finds. Out: a report; with `apply`, in this order, each step whole by itself:
 
-    records      the next revision of a record that cannot be read: from the index, the one before, or the manifests
+    records      those that vanished come back from the index, where that costs nothing (`Survey.stands`); the next
+                 revision of one that cannot be read: from the index, the one before, or the manifests
     notes        damaged sessions that nobody keeps alive, and damaged notes of gcs, are removed
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that somebody needs: from now on no save builds on
                  it, and no gc deletes it. Not a byte of it moves
     heal         snapshots that need such a pack (heal.py), as the next revision of their records
     drop         only if asked for: what stays damaged is forgotten
     purge        only if asked for: packs in quarantine that nobody needs are left to gc
-    index        is built anew
+    index        is built anew, unless the store is older: then it alone knows what vanished, and keeps gc from it
 
 A crash anywhere leaves less to do for the next repair.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +29,9 @@ from typing import Any
 import msgspec
 
 from . import gc, manifest, records
-from .check import COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, Survey, stand_in
+from .check import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
-from .damage import check_tree
+from .damage import check_tree, tried
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -44,8 +45,9 @@ from .errors import (
 )
 from .heal import Healer
 from .index import Index
+from .manifest import Manifest, ManifestHeader
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
-from .session import all_needed_keys, needed_keys
+from .session import all_needed_keys
 from .storage import ObjectStore
 from .view import View
 
@@ -137,7 +139,7 @@ class _Repair:
         self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
         self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
         self._unwritten_notes: set[str] = set()  # damaged ones of quarantine, which this level cannot write
-        self._gone: dict[str, tuple[Snapshot, str]] = {}  # snapshots whose record vanished, and what they need as well
+        self._older: set[str] = set()  # ids of snapshots whose record is older than the index, and stands (`stands`)
 
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
         """Everything, in the order of this module's first lines."""
@@ -156,7 +158,8 @@ class _Repair:
             self._purge()
         self._left_to_others()
         self._say_what_helps()
-        self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
+        if not self._older:
+            self._do("index", "index", "the index is built anew from the objects", self._index.rebuild)
 
     def _left_to_others(self) -> None:
         """What `check` will go on reporting, since another command or a person has to mend it."""
@@ -165,14 +168,14 @@ class _Repair:
             self._report.open.append(f"{key}: is damaged; run '{REPAIR_CHUNKS} --apply'")
         for problem in self._report.found.problems:
             waits = problem.command == GC and problem.snapshots  # what is forgotten is left to gc, and nothing is open
-            if problem.command != REBUILD and not problem.command.startswith(REPAIR) and not waits:
+            if not problem.command.startswith((REBUILD, REPAIR)) and not waits:
                 self._report.open.append(problem.message + f"; run '{problem.command}'" * bool(problem.command))
 
     def _say_what_helps(self) -> None:
         survey = self._survey
         for snapshot in self._report.left:
             packs = {key for key, names in survey.need.items() if snapshot.id in names}
-            if snapshot.id in survey.without_manifest.keys() | self._gone.keys() or snapshot.state == UNREADABLE:
+            if snapshot.id in survey.without_manifest or snapshot.state == UNREADABLE:
                 helps = f"{COPY} and nothing else"
             elif not packs:
                 continue  # its own message says what to do
@@ -212,8 +215,21 @@ class _Repair:
     # -- records
 
     def _records(self, drop: bool) -> None:
-        """The next revision of every record that cannot be read, and records that vanished, from what is known."""
+        """Records that vanished, and the next revision of every one that cannot be read, from what is known."""
         survey = self._survey
+        for gone in survey.later():
+            if survey.stands(gone):
+                self._older.add(gone.id)
+                self._report.open.append(
+                    f"{gone.ref}: stays as the store shows it; the index knows revision {gone.revision}, {gone.state}: "
+                    f"it seems that an older backup was put back; '{ACCEPT}' accepts it as it is"
+                )
+                continue
+            message = f"{gone.ref}: its record is put back from the index"
+            if self._do("record", gone.key, message, partial(self._put, gone)):
+                survey.ruling[gone.id] = gone
+                survey.unreadable = {k: why for k, why in survey.unreadable.items() if stand_in(k).id != gone.id}
+                self._mended.add(gone.id)
         for key, why in list(survey.unreadable.items()):
             if self._reads_by_now(key):
                 continue
@@ -231,19 +247,6 @@ class _Repair:
                 message = f"{lost.ref}: is given up, nothing tells what it held: {why}"
                 if self._do("drop", record.key, message, partial(self._put, record)):
                     self._report.dropped.append(lost)
-        for key in survey.vanished:
-            cached = self._index.cached(key)
-            rules = survey.ruling.get(cached.id) if cached else None
-            if cached is None or (rules is not None and rules.revision >= cached.revision):
-                continue
-            if cached.state in _STATES and not self._is_there(cached):
-                why = "its record is gone, and so is what it needs"
-                self._gone[cached.id] = cached, f"{cached.ref}: {why}"
-                continue
-            message = f"{cached.ref}: its record is put back from the index"
-            if self._do("record", key, message, partial(self._put, cached)):
-                survey.ruling[cached.id] = cached
-                self._mended.add(cached.id)
 
     def _reads_by_now(self, key: str) -> bool:
         """Whether a record that could not be read a moment ago can be: no guess takes its place then."""
@@ -277,10 +280,13 @@ class _Repair:
         run, step, name, revision = parsed
         for before in range(revision - 1, -1, -1):
             earlier_key = records.record_key(run, step, name, before)
-            with suppress(*DAMAGE):
-                earlier = records.decode(self._store.get(earlier_key), Snapshot, earlier_key)
+            earlier = tried(self._store, partial(self._get, earlier_key))
+            if earlier is not None:
                 return self._after(earlier, revision)
         return None if revision else self._made_up(key)
+
+    def _get(self, key: str) -> Snapshot:
+        return records.decode(self._store.get(key), Snapshot, key)
 
     def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:
         """What follows a revision that reads and one that does not.
@@ -288,8 +294,9 @@ class _Repair:
         Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
         back, if it is all there, and no policy forgets it before somebody has looked. If it was committed and is not
         all there, it has been rewritten (recode, compact, heal), and only the lost revision names its manifests: any
-        other would hide that one from whoever puts it back. A tag that another snapshot of the run has by now was
-        taken off this one by what is lost.
+        other would hide that one from whoever puts it back. So too if it was forgotten and more than one revision is
+        lost: un-forgotten, then rewritten. A tag that another snapshot of the run has by now was taken off this one
+        by what is lost.
         """
         ruling = self._survey.ruling.values()
         moved = {tag for s in ruling if s.run == earlier.run and s.id != earlier.id for tag in s.tags}
@@ -297,8 +304,9 @@ class _Repair:
             earlier, revision=revision, tags=[tag for tag in earlier.tags if tag not in moved]
         )  # fmt: skip
         whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
-        if earlier.state not in _STATES or not self._is_there(earlier):
-            return None if earlier.state == COMMITTED else (kept.revised(), whence)
+        if earlier.state not in _STATES or not self._survey.has_all(earlier):
+            rewritten = earlier.state == COMMITTED or (earlier.state == FORGOTTEN and earlier.revision < revision - 1)
+            return None if rewritten else (kept.revised(), whence)
         tags = sorted({*kept.tags, _tag(earlier.id)})
         return kept.revised(state=COMMITTED, tags=tags), f"{whence}, and it is tagged {_tag(earlier.id)!r}: look at it"
 
@@ -306,12 +314,8 @@ class _Repair:
         """The record of a snapshot of which only manifests and packs are left."""
         stand = stand_in(key)
         refs = self._manifests_of(stand.id)
-        if not refs:
-            return None
-        try:
-            manifests = [manifest.read(self._store, ref) for ref in refs]
-            check_tree(manifests)
-        except DAMAGE:
+        manifests = tried(self._store, partial(self._read_all, refs)) if refs else None
+        if manifests is None:
             return None
         tags = [_tag(stand.id)]
         record = msgspec.structs.replace(
@@ -320,13 +324,19 @@ class _Repair:
             chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
             stored_bytes=sum(ref.size_bytes for ref in refs), reason=records.MADE_UP,
         ).revised()  # fmt: skip
-        if not self._is_there(record):
+        if not self._survey.has_all(record):
             return None
         whence = (
             "its record is made up from its manifests, without parent, metrics, metadata and tags; its order, when it "
             "was created and its stored size are guessed"
         )
         return record, f"{whence}; it is tagged {tags[0]!r}: look at it"
+
+    def _read_all(self, refs: Sequence[ManifestRef]) -> list[Manifest]:
+        """The manifests of one whole state."""
+        manifests = [manifest.read(self._store, ref) for ref in refs]
+        check_tree(manifests)
+        return manifests
 
     def _manifests_of(self, name: str) -> list[ManifestRef]:
         """The manifests that a save has written, in its order, by the id in their headers."""
@@ -336,13 +346,12 @@ class _Repair:
             if not key.startswith("manifests/") or key in known:
                 continue
             ref = ManifestRef(part="", rank=0, sha256=key[-64:], size_bytes=size, logical_bytes=0)
-            with suppress(*DAMAGE):
-                header = manifest.decode_header(manifest.read_header(self._store, ref), key)
-                if header.save_id.hex() == name:
-                    ref = msgspec.structs.replace(
-                        ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
-                    )
-                    found.append((header.rank, header.sequence, ref))
+            header = tried(self._store, partial(_header, self._store, ref))
+            if header is not None and header.save_id.hex() == name:
+                ref = msgspec.structs.replace(
+                    ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
+                )  # fmt: skip
+                found.append((header.rank, header.sequence, ref))
         return [ref for _, _, ref in sorted(found, key=lambda entry: entry[:2])]
 
     def _free_seq(self, key: str) -> int:
@@ -353,13 +362,6 @@ class _Repair:
         ages = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
         free = (number for number in itertools.count() if number not in taken)
         return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
-
-    def _is_there(self, snapshot: Snapshot) -> bool:
-        """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
-        try:
-            return needed_keys(self._index, snapshot) <= self._survey.sizes.keys()
-        except DAMAGE:
-            return False
 
     # -- small objects, quarantine
 
@@ -423,14 +425,14 @@ class _Repair:
         healer = Healer(self._store, self._index, self._engines, survey.packs, survey.affected, self._pack_bytes)
         view = View(survey.ruling.values(), {}, [])
         chosen = sorted(
-            (survey.ruling[name] for name in survey.affected), key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id)
+            (survey.ruling[name] for name in survey.affected.keys() - self._older),
+            key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id),
         )
         healer.find_chains(chosen, view)
         suffered = {name: problem for problem in survey.result.problems for name in problem.snapshots}
         lost = {name: (survey.ruling[name], why) for name, why in survey.without_manifest.items()}
         for key, why in survey.unreadable.items():
             lost[stand_in(key).id] = stand_in(key), why
-        lost |= self._gone
         for snapshot in chosen:
             try:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
@@ -473,7 +475,7 @@ class _Repair:
             self._report.open.append(f"nothing is dropped: {without_advice(next(iter(unread.values())))}; repair again")
             return
         for snapshot, why in self._report.lost:
-            if snapshot.state != COMMITTED:
+            if snapshot.state != COMMITTED or snapshot.id in self._older:
                 continue
             if snapshot.tags:
                 for tag in snapshot.tags:
@@ -490,7 +492,14 @@ class _Repair:
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""
         applied, survey = self._report.applied, self._survey
-        view = self._index.refresh() if applied else View(survey.ruling.values(), {}, [])
+        dropped = {snapshot.id for snapshot in self._report.dropped}
+        unread = {key: why for key, why in survey.unreadable.items() if stand_in(key).id not in dropped}
+        unread |= dict.fromkeys(survey.unknown, "of a version that this release does not know")
+        vanished = [gone for gone in map(self._index.cached, survey.vanished) if gone is not None]
+        view = self._index.refresh() if applied else View(survey.ruling.values(), unread, vanished)
+        if unknown := _unknown(view):
+            self._report.open.append(f"nothing is purged: what {unknown[0]} says of what it needs cannot be told")
+            return
         unneeded = records.quarantined(info.key for info in self._store.list("gc/"))
         if not applied:
             unneeded |= survey.need.keys()
@@ -507,10 +516,21 @@ class _Repair:
             self._let_out("purge", key, f"{key}: leaves the quarantine: nobody needs it, the next gc deletes it")
 
 
+def _unknown(view: View) -> list[str]:
+    """Keys of the records that decide what a snapshot needs, and that are not there or cannot be read."""
+    last = {key: view.get(stand_in(key).id) for key in view.vanished}
+    vanished = (key for key, shown in last.items() if shown is None or shown.revision < stand_in(key).revision)
+    return [*view.damaged, *view.unread, *vanished]
+
+
 def unmendable(store: ObjectStore, index: Index, engines: Engines, survey: Survey) -> set[str]:
     """Keys of the records that cannot be read, and of which nothing tells what they said."""
     one = _Repair(store, index, engines, survey, RepairReport(survey.result, False), 0, 0.0)
     return {key for key in survey.unreadable if one._record_for(key) is None}
+
+
+def _header(store: ObjectStore, ref: ManifestRef) -> ManifestHeader:
+    return manifest.decode_header(manifest.read_header(store, ref), ref.key)
 
 
 def _tag(snapshot_id: str) -> str:
@@ -523,8 +543,9 @@ def salvaged_config(store: ObjectStore) -> Config | None:
     chunk_bytes = None
     for info in store.list("manifests/"):
         ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
-        with suppress(*DAMAGE):
-            chunk_bytes = manifest.decode_header(manifest.read_header(store, ref), info.key).chunk_bytes
+        header = tried(store, partial(_header, store, ref))
+        if header is not None:
+            chunk_bytes = header.chunk_bytes
             break
     if chunk_bytes is None and not any(True for _ in store.list("snapshots/")):
         return None

@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
-from damage import damaged, flip, packs_of, refs, repository, restoring, three, wound
-from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
+from damage import Unreadable, damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
+from faults import OPTIONS, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
 from snapstore import (
@@ -149,6 +149,44 @@ def test_quarantine_stays_until_somebody_says_so(store):
         found.gc()
         assert key not in keys_of(store, "packs/")
         assert found.check("restore").notes == []
+
+
+@pytest.mark.parametrize("how", ["damaged", "unreadable", "vanished"])
+def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
+    """It may say that its snapshot needs the pack: once it is put back, no save builds on that."""
+    with opened(store) as found:
+        found.tag("a@2", "good")
+    key = wound(store)
+    with opened(store) as found:
+        found.repair(apply=True)
+        found.forget_snapshots(["a@0", "a@1"], force=True)
+        found.gc()
+        found.repair(apply=True)
+        kept = found.snapshot("a@2")
+        assert found.in_need_of_quarantined([kept]) == {kept.id}
+    keys = [records.record_key("a", 2, kept.id, revision) for revision in range(kept.revision + 1)]
+    good = {key: store.get(key) for key in keys}
+    seen = Unreadable(store, keys[-1]) if how == "unreadable" else store
+    with opened(seen) as found:
+        if how == "vanished":  # a backup was put back, from before it was forgotten
+            backup = clone(store)
+            found.untag("a@2", "good")
+            found.forget_snapshots(["a@2"], force=True)
+            put_back(store, backup)
+        for other in keys if how != "vanished" else ():
+            flip(store, other, 60)
+        for apply in (False, True, True):
+            report = found.repair(apply=apply, purge=True)
+            assert "purge" not in {action.kind for action in report.actions}
+            assert any(line.startswith("nothing is purged") for line in report.open)
+    for other, data in good.items():
+        store.delete([other])
+        store.put(other, data)
+    with opened(store) as found:
+        assert found.in_need_of_quarantined([found.snapshot("a@2")])
+        after = found.save(values("a", 2), run="a", step=3, metadata=["a", 2])
+        assert key not in _needed(found, after)
+        assert same(found.restore("a@3"), values("a", 2))
 
 
 def test_drop_forgets_what_is_lost_and_nothing_else(store):
@@ -345,6 +383,164 @@ def test_a_record_that_somebody_removed_is_put_back(store):
         report = found.repair(apply=True)
         assert [s.id for s, _ in report.lost] == [record.id]
         assert found.view().vanished == []
+
+
+@pytest.mark.parametrize("beside", ["pack", "manifest", "all manifests"])
+def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(store, beside):
+    """Once copies of both are put back the snapshot is whole: no gc took what else it needs in between."""
+    with opened(store) as found:
+        record = found.snapshot("a@2")
+        manifests = [ref.key for ref in record.manifests]
+        some = {"pack": packs_of(store, record)[:1], "manifest": manifests[:1], "all manifests": manifests}[beside]
+        good = {key: store.get(key) for key in (record.key, *some)}
+        store.delete(list(good))
+        assert refs(found.check().damaged) == {"a@2"}
+        planned = found.repair()
+        report = found.repair(apply=True)
+        assert [a.kind for a in report.actions] == [a.kind for a in planned.actions]
+        assert refs(report.left) == refs(planned.left) == {"a@2"}
+        if beside == "pack":  # what is lost is known
+            assert found.gc().deleted_objects == 0
+        else:
+            with pytest.raises(IntegrityError, match="nothing was deleted"):
+                found.gc()
+        for key in good.keys() - {record.key}:
+            store.put(key, good[key])
+        found.repair(apply=True)
+        found.gc()
+        assert found.check("restore").ok
+        assert same(found.restore("a@2"), values("a", 2))
+
+
+# --- a backup is put back under an index that knows what came later --------------------------------------------------
+
+
+def put_back(store, backup):
+    """As it was then; the index of who has it open is as it is now."""
+    store._objects = dict(backup._objects)
+
+
+def accepted(found, wanted):
+    """Nothing may change until somebody says that the backup is what he wants; then all is as it was."""
+    result = found.check("restore")
+    assert (refs(result.restorable), result.ok) == (wanted, False)
+    assert {p.command for p in result.problems} == {"snapstore index rebuild --forget-missing"}
+    for apply in (False, True, True):
+        report = found.repair(apply=apply, drop=True, purge=True)
+        assert (report.actions, report.lost, report.ok) == ([], [], False)
+        assert all("'snapstore index rebuild --forget-missing'" in line for line in report.open)
+        with pytest.raises(IntegrityError, match="index rebuild"):
+            found.gc()
+    found.rebuild_index()
+    assert found.repair(apply=True, drop=True).ok
+    found.gc()
+    assert found.check("restore").ok
+    for ref in wanted:
+        snapshot = next(s for s in found.view().snapshots(states=("committed", "forgotten")) if s.ref == ref)
+        assert same(found.restore(f"id:{snapshot.id}"), values("a", snapshot.step))
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_what_a_backup_brings_back_is_not_swept_again(store, tagged):
+    with opened(store) as found:
+        backup = clone(store)
+        found.forget_snapshots(["a@0", "a@1"])
+        found.gc()
+        put_back(store, backup)
+        if tagged:
+            with opened(store) as other:
+                other.tag("a@0", "good")
+        accepted(found, {"a@0", "a@1", "a@2"})
+        assert found.snapshot("a@0").tags == ["good"] * tagged
+
+
+def test_what_was_only_forgotten_in_a_backup_is_not_swept(store):
+    """The index knows that it was; all that it needs is there again, and somebody may un-forget it."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@1"])
+        backup = clone(store)
+        found.gc()
+        put_back(store, backup)
+        found.repair(apply=True, drop=True)
+        found.rebuild_index()
+        assert found.unforget("a@1").state == "committed"
+        assert found.check("restore").ok
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_a_backup_from_before_a_compact_is_not_lost(store, swept):
+    """The rewritten revision is gone with all that it needs; the one that rules again is whole."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        backup = clone(store)
+        assert refs(found.compact().rewritten) == {"a@1", "a@2"}
+        if swept:
+            found.forget_snapshots(["a@1"])
+        found.gc()
+        put_back(store, backup)
+        accepted(found, {"a@1", "a@2"})
+
+
+def test_of_a_backup_that_is_damaged_nothing_is_given_up_for_what_is_gone(store):
+    """Neither revision is whole; the one in the backup is healed once it is accepted."""
+    with opened(store) as found:
+        twin(found, "twin", 1)
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        backup = clone(store)
+        found.compact(["a@1", "a@2"])
+        assert found.snapshot("a@1").revision == 1
+        found.gc()
+        put_back(store, backup)
+        store.delete(packs_of(store, found.snapshot("a@1"))[-1:])
+        for _ in range(2):
+            report = found.repair(apply=True, drop=True)
+            assert not report.dropped
+            assert [a.kind for a in report.actions if a.kind != "quarantine"] == []
+        found.rebuild_index()
+        assert "a@1" in refs(found.repair(apply=True).healed)
+        assert same(found.restore("a@1"), values("a", 1))
+
+
+@pytest.mark.parametrize("before", ["whole", "damaged"])
+def test_a_tag_whose_record_is_gone_is_put_back(store, before):
+    """No policy would spare the revision before; what ruled was committed, and is whole too."""
+    with opened(store) as found:
+        first = found.snapshot("a@0").key
+        store.delete([found.tag("a@0", "good").key])
+        if before == "damaged":
+            flip(store, first, 60)
+        assert {p.command for p in found.check().problems} == {"snapstore repair"}
+        assert found.repair(apply=True).ok
+        assert found.snapshot("a@0").tags == ["good"]
+        assert found.check("restore").ok
+
+
+def test_a_record_of_what_is_collected_is_put_back(store):
+    """Nothing is left that it names: it says no more than what is so."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        (swept,) = found.view().snapshots(states=("swept",))
+        store.delete([swept.key])
+        assert found.repair(apply=True).ok
+        assert found.view().get(swept.id).state == "swept"
+        assert found.check("restore").ok
+
+
+def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read(store):
+    """Of the two the store shows the damaged one: from the index comes what that one said, and nothing is forgotten."""
+    with opened(store) as found:
+        first = found.snapshot("a@0").key
+        found.forget_snapshots(["a@0"])
+        store.delete([found.view().snapshots(states=("forgotten",))[0].key])
+        flip(store, first, 60)
+        for _ in range(2):
+            found.repair(apply=True)
+        found.gc()
+        assert found.check("restore").ok
+        assert same(found.restore("a@0"), values("a", 0))
 
 
 def test_of_an_aborted_save_nothing_comes_back(store):

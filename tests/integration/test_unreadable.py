@@ -318,6 +318,56 @@ def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
         assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
 
 
+@pytest.mark.parametrize("beside", ["the revision before", "a manifest", "all manifests"])
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_eio_of_a_record_and_of_what_would_tell_of_it(store, beside, times):
+    """Neither hides the rest of the repository, nor does a read that fails once cost what the object says."""
+    with opened(store) as found:
+        twin(found, "twin", 0)
+        found.tag("a@1", "good") if beside == "the revision before" else None
+        lost = found.snapshot("a@1")
+    wound(store)
+    flip(store, lost.key, 60)
+    before = records.record_key(lost.run, lost.step, lost.id, 0)
+    keys = [ref.key for ref in lost.manifests][: 1 if beside == "a manifest" else None]
+    failing = Unreadable(store, *([before] if beside == "the revision before" else keys), times=times)
+    with opened(failing) as found:
+        assert "a@1" in refs(found.check().damaged)
+        failing.times = times
+        report = found.repair(apply=True, drop=times == 1)
+        lasting = {"a@1"} if times > 1 else set()
+        assert (refs(report.healed), refs(report.left)) == ({"a@0", "a@1", "a@2"} - lasting, lasting)
+        assert same(found.restore("a@2"), values("a", 2))
+
+
+def test_a_config_is_made_up_beside_a_manifest_that_cannot_be_read(store):
+    flip(store, "config", 30)
+    first = next(iter(store.list("manifests/"))).key
+    with Repository.open(Unreadable(store, first), options=OPTIONS, damaged=True) as found:
+        found.repair(apply=True)
+        assert found.config.chunk_bytes == 1024
+
+
+def test_a_store_that_fails_amid_a_repair_is_no_damage(store):
+    """Of what would tell of a lost record nothing is called lost as long as nothing at all can be read or listed."""
+    with opened(store) as found:
+        key = found.snapshot("a@1").key
+        manifests = [ref.key for ref in found.snapshot("a@1").manifests]
+    flip(store, key, 60)
+    failing = Unreadable(store, *manifests)
+    failing.list = lambda prefix: _unless_failed(failing, prefix)
+    with opened(failing) as found, pytest.raises(StorageError):
+        found.repair(apply=True, drop=True)
+    with opened(store) as found:
+        assert refs(found.repair(apply=True).healed) == {"a@1"}
+
+
+def _unless_failed(store, prefix):
+    if store.times < 10**9:
+        raise StorageError("nothing can be listed (injected)")
+    return store.inner.list(prefix)
+
+
 # --- 7: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
@@ -342,6 +392,33 @@ def test_a_damaged_record_of_a_healed_snapshot(store):
     store.put(record.key, good)  # concepts.md, step 2: put it back under its key
     with opened(store) as found:
         assert "a@0" in refs(found.check("restore").restorable)
+
+
+def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(store):
+    """The revision that reads says forgotten, and what it names is gone: gc would take what the lost one names."""
+    with opened(store) as found:
+        found.forget_snapshots(["a@1"])
+        found.unforget("a@1")
+        found.forget_snapshots(["a@0"])
+        found.gc()
+        assert "a@1" in refs(found.compact().rewritten)
+        found.gc()
+        ruling = found.snapshot("a@1")
+    assert ruling.revision == 3
+    keys = [records.record_key(ruling.run, ruling.step, ruling.id, revision) for revision in (2, 3)]
+    good = {key: store.get(key) for key in keys}
+    for key in keys:
+        flip(store, key, 60)
+    with opened(store) as found:
+        report = found.repair(apply=True)
+        assert refs(report.left) == {"a@1"}
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            found.gc()
+    for key, data in good.items():
+        store.delete([key])
+        store.put(key, data)
+    with opened(store) as found:
+        assert same(found.restore("a@1"), values("a", 1))
 
 
 # --- 8: retention ----------------------------------------------------------------------------------------------------

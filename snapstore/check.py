@@ -399,7 +399,7 @@ class Survey:
                 self._report("pack", key, message, lost, command=command, instead=instead)
             else:
                 self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
-        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt
+        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt.keys()
         if self.result.level != "restore":  # which blobs a damaged note gave up only rebuilding tells
             self.recovered -= records.quarantined(self.small)
         for key in sorted(self.recovered):

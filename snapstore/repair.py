@@ -384,7 +384,7 @@ class _Repair:
             self._do("remove", key, f"{key}: is damaged and removed", partial(self._store.delete, [key]))
 
     def _note(self, key: str, why: str) -> Quarantine:
-        blobs = self._survey.packs.misbuilt_blobs(key)
+        blobs = sorted(self._survey.packs.misbuilt.get(key, ()))  # not those that are altered: a copy may mend them
         return Quarantine(pack=key.rpartition("/")[2], found=time.time(), reason=why[:500], blobs=blobs)
 
     def _quarantine(self) -> None:

@@ -237,6 +237,54 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
         assert found.check("restore").ok
 
 
+CHUNK = 4096
+ONE_PACK = SaveOptions(threads=1, pack_bytes=1 << 20, max_depth=0, verify_writes="off")
+
+
+@pytest.fixture
+def misbuilt(monkeypatch):
+    """A store whose c@0 is four chunks in one pack, the second of them encoded wrongly; its bytes, that pack, where."""
+    data = np.random.default_rng(1).integers(0, 255, 4 * CHUNK, np.uint8)
+    store, encode = MemoryStore(), blob.encode
+
+    def wrong(source, *args):
+        changed = source.copy()
+        changed[7] ^= source.tobytes() == data[CHUNK : 2 * CHUNK].tobytes()
+        return encode(changed, *args)
+
+    Repository.create(store, chunk_bytes=CHUNK).close()
+    with Repository.open(store, options=ONE_PACK) as found, monkeypatch.context() as patch:
+        patch.setattr(blob, "encode", wrong)
+        found.save({"w": data}, run="c", step=0)
+    (key,) = keys_of(store, "packs/")
+    offsets = pack.read_listing(store, key, store.stat(key).size_bytes).entries["offset"]
+    return store, data, key, int(offsets[1])
+
+
+def noted(store):
+    """Offsets of the blobs that notes of quarantine give up for good."""
+    notes = [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
+    return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes]
+
+
+def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
+    """An altered blob beside a wrong one was named as wrong for good too, and `--drop` forgot who needed it alone."""
+    store, data, key, offset = misbuilt
+    whole = store.get(key)
+    with Repository.open(store, options=ONE_PACK) as found:
+        found.save({"v": data[:CHUNK].copy()}, run="d", step=0, bases=["c@0"])
+        found.save({"v": np.zeros(9)}, run="d", step=1)
+        flip(store, key, pack.HEADER.size + 50)  # in the first blob
+        assert refs(s for s, _ in found.repair(apply=True, level="restore").lost) == {"c@0", "d@0"}
+        assert noted(store) == [[offset]]
+        store.delete([key])
+        store.put(key, whole)
+        report = found.repair(apply=True, level="restore", drop=True)
+        assert refs(report.dropped) == {"c@0"}
+        found.gc()
+        assert np.array_equal(found.restore("d@0")["v"], data[:CHUNK])
+
+
 def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):
     """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)

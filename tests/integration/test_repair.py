@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
 from damage import damaged, flip, packs_of, refs, repository, restoring, three, wound
-from faults import OPTIONS, keys_of, one_thread, opened, same, save, values
+from faults import OPTIONS, FaultStore, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
 from snapstore import (
@@ -24,6 +25,7 @@ from snapstore import (
     pack,
     records,
 )
+from snapstore.check import Survey
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -261,10 +263,14 @@ def misbuilt(monkeypatch):
     return store, data, key, int(offsets[1])
 
 
+def notes(store):
+    """Keys of the notes of quarantine."""
+    return [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
+
+
 def noted(store):
-    """Offsets of the blobs that notes of quarantine give up for good."""
-    notes = [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
-    return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes]
+    """Offsets of the blobs that these give up for good."""
+    return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes(store)]
 
 
 def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
@@ -283,6 +289,61 @@ def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
         assert refs(report.dropped) == {"c@0"}
         found.gc()
         assert np.array_equal(found.restore("d@0")["v"], data[:CHUNK])
+
+
+@pytest.mark.parametrize("which", ["says less", "is damaged"])
+def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
+    """A pack in quarantine turns out to hold a wrong blob, too. No save may begin while none of its notes is there."""
+    store, data, key, offset = misbuilt
+    whole = store.get(key)
+    if which == "says less":
+        flip(store, key, pack.HEADER.size + 50)  # in the first blob
+    with Repository.open(store, options=ONE_PACK) as found:
+        found.repair(apply=True, level="data" if which == "says less" else "restore")
+        (first,) = notes(store)
+        if which == "is damaged":
+            flip(store, first, 30)
+    watched = FaultStore(store)
+    with Repository.open(watched, options=ONE_PACK) as found:
+        planned = [(a.kind, a.key) for a in found.repair(level="restore").actions]
+        report = found.repair(apply=True, level="restore")
+        assert [(a.kind, a.key) for a in report.actions] == planned
+        assert planned[0] == ("quarantine", first)
+    (then,) = notes(store)
+    assert noted(store) == [[offset]]
+    assert watched.log.index(("put", then)) < watched.log.index(("delete", first))
+    assert records.quarantined([then]) == {key}
+    store.delete([key])
+    store.put(key, whole)
+    with Repository.open(store, options=ONE_PACK) as found:
+        assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
+        found.save({"w": data}, run="c", step=1)
+        assert np.array_equal(found.restore("c@1")["w"], data)
+        assert refs(found.repair(apply=True, level="restore", purge=True).healed) == {"c@0"}
+        assert notes(store) == []
+        found.gc()
+        assert found.check("restore").ok
+        assert found.check("restore").notes == []
+
+
+def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
+    """What another repair has found since ours looked is neither replaced nor taken away."""
+    store, _, key, offset = misbuilt
+    wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
+    with Repository.open(store, options=ONE_PACK) as found:
+        store.put(f"gc/{key[-64:]}.quarantine", records.encode(msgspec.structs.replace(wanted, id="", blobs=[])))
+        read_rest = Survey.read_rest
+
+        def meanwhile(self):
+            result = read_rest(self)
+            store.put(wanted.key, records.encode(wanted))
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Survey, "read_rest", meanwhile)
+            assert [a.kind for a in found.repair(apply=True).actions] == ["release", "index"]
+        assert notes(store) == [wanted.key]
+        assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
 
 
 def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):

@@ -151,6 +151,8 @@ class Survey:
     Attributes:
         packs: those that are damaged.
         quarantined: keys of the packs that an earlier repair has found damaged.
+        notes: keys of the notes that say so.
+        noted: pack -> offsets of the blobs that they give up.
         recovered: those of them that are as they should be, or gone and missed by nobody.
         ruling: the ruling revision of every snapshot whose record reads, by id.
         unreadable: key -> why, of the ruling records that do not.
@@ -175,6 +177,8 @@ class Survey:
         self.result = CheckResult(level)
         self.packs = DamagedPacks(store)
         self.quarantined: set[str] = set()
+        self.notes: list[str] = []
+        self.noted: dict[str, set[int]] = {}
         self.recovered: set[str] = set()
         self.ruling: dict[str, Snapshot] = {}
         self.unreadable: dict[str, str] = {}
@@ -263,7 +267,8 @@ class Survey:
     def _small_objects(self) -> None:
         """Sessions, and what gcs have left."""
         infos = list(self._store.list("gc/"))
-        self.quarantined = records.quarantined(info.key for info in infos)
+        self.notes = [info.key for info in infos if records.quarantined([info.key])]
+        self.quarantined = records.quarantined(self.notes)
         for kind, info in [("gc", info) for info in infos] + [("session", i) for i in self._store.list("sessions/")]:
             suffix = "." + info.key.rpartition(".")[2]
             if kind == "gc" and suffix not in _NOTES:
@@ -272,10 +277,11 @@ class Survey:
             kind_of: Any = _NOTES[suffix] if kind == "gc" else Session
             try:
                 found = records.decode(self._get(info, MARK_LIMIT_BYTES), kind_of, info.key)
-                name = found.pack if isinstance(found, Quarantine) else found.id
+                name = found.key[3:].removesuffix(suffix) if isinstance(found, Quarantine) else found.id
                 if name != info.key.partition("/")[2].removesuffix(suffix):
                     raise IntegrityError(f"{info.key}: holds the object of {name}; it was moved or altered")
                 if isinstance(found, Quarantine):
+                    self.noted.setdefault(records.pack_key(found.pack), set()).update(found.blobs)
                     for offset in found.blobs:
                         self.packs.give_up(records.pack_key(found.pack), offset)
             except NotFoundError:
@@ -462,7 +468,7 @@ class Survey:
                 self._report("pack", key, message, lost, command=command, instead=instead)
             else:
                 self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
-        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt
+        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt.keys()
         if self.result.level != "restore":  # which blobs a damaged note gave up only rebuilding tells
             self.recovered -= records.quarantined(self.small)
         for key in sorted(self.recovered):

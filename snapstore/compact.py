@@ -29,7 +29,7 @@ from .chain import Chain, Link, chains_of, edge_of, table_of
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
-from .gc import need_all_records
+from .gc import in_quarantine, need_all_records
 from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
@@ -97,7 +97,7 @@ def compact(
         view = index.refresh()
         need_all_records(view, "compact", "nothing was rewritten")
         chosen = [s for s in view.snapshots() if named is None or s.id in named]
-        live = LiveBlobs(store, view, {s.id for s in chosen})
+        live = LiveBlobs(store, view, {s.id for s in chosen}, in_quarantine(store))
         now = index.refresh() if live.damaged else view
         if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):
             break  # what could not be read was not revised and collected meanwhile: it is damaged
@@ -223,7 +223,8 @@ class _Compacting(Rewriting):
     def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
         """References to packs that are left, and to chunks at the edge of what is kept."""
         left = np.array([name in self._plan.left for name in m.header.pack_names] or [False])
-        return np.flatnonzero(left[m.table.ref_packs] | self._plan.edges.has(m.table.ref_digests))
+        stale = left[m.table.ref_packs] | self._plan.edges.has(m.table.ref_digests)
+        return np.flatnonzero(stale & ~self.in_quarantine(m))
 
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
         """All, unless the pack is left."""
@@ -417,9 +418,8 @@ class _Compacting(Rewriting):
 
     def _move_all(self, work: Work, chains: Sequence[Chain]) -> None:
         """Move blobs out of packs that are left."""
-        leaving = {
-            link.place for chain in chains for link in chain if link.place and link.place.pack in self._plan.left
-        }
+        goes = {name for name in self._plan.left if pack_key(name) not in self.quarantined}
+        leaving = {link.place for chain in chains for link in chain if link.place and link.place.pack in goes}
         self.reuse(work, leaving)
         places, left = [], float("inf") if self._max_bytes is None else self._max_bytes - self.spent
         for place in sorted(leaving, key=lambda place: (place.pack, place.offset)):

@@ -26,31 +26,26 @@ class DamagedPacks:
 
     Attributes:
         why: by key, what is wrong with a pack.
-        misbuilt: packs whose bytes are as written, and hold a blob that does not give its chunk.
+        misbuilt: by key, the offsets of blobs that are as they were written and do not give their chunks.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.why: dict[str, str] = {}
-        self.misbuilt: set[str] = set()
+        self.misbuilt: dict[str, set[int]] = {}
         self._found: dict[tuple[str, int], bytes] = {}  # (key, offset) -> digest of the blob there; empty: none intact
 
     def __contains__(self, key: object) -> bool:
         return key in self.why or key in self.misbuilt
 
     def give_up(self, key: str, offset: int) -> None:
-        """A blob does not give its chunk."""
-        self.misbuilt.add(key)
-        self._found[key, offset] = b""
-
-    def misbuilt_blobs(self, key: str) -> list[int]:
-        """Offsets of the blobs of a pack that were given up."""
-        if key not in self.misbuilt:
-            return []
-        return sorted(offset for (found, offset), digest in self._found.items() if found == key and not digest)
+        """A blob does not give its chunk: it is never believed again, not even in a copy of its pack."""
+        self.misbuilt.setdefault(key, set()).add(offset)
 
     def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
         """Whether the blob of a chunk is intact there."""
+        if offset in self.misbuilt.get(key, ()):
+            return False
         if (key, offset) not in self._found:
             self._found[key, offset] = self._digest(key, offset, length)
         return self._found[key, offset] == digest

@@ -100,9 +100,10 @@ class Healer:
         affected: Mapping[str, Sequence[str]], pack_bytes: int,
     ) -> None:  # fmt: skip
         self._store, self._index, self._engines, self._packs = store, index, engines, packs
-        self._affected, self._pack_bytes = affected, pack_bytes
+        self._affected, self._pack_bytes = {name: set(refs) for name, refs in affected.items()}, pack_bytes
         self._sizes: dict[str, int] = {}  # of packs, by name
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
+        self._lost: set[bytes] = set()  # digests whose blobs were lost
         self._copies: dict[tuple[str, int], _Ref] = {}  # place of a blob in a damaged pack -> where its copy lies
 
     def find_chains(self, snapshots: Iterable[Snapshot], view: View) -> None:
@@ -111,9 +112,10 @@ class Healer:
         for snapshot in snapshots:
             with suppress(*DAMAGE):  # revised meanwhile, and collected
                 for part in self._parts(snapshot):
-                    table = part.manifest.table
-                    refs = table.refs_of(lost_rows(part.manifest, self._packs.lost(part.manifest)))
+                    table, lost = part.manifest.table, self._packs.lost(part.manifest)
+                    refs = table.refs_of(lost_rows(part.manifest, lost))
                     wanted.update(digest.tobytes() for digest in table.ref_digests[refs])
+                    self._lost.update(digest.tobytes() for digest in table.ref_digests[lost])
         if not wanted:
             return
         names = np.frombuffer(b"".join(sorted(wanted)), "V16")
@@ -167,7 +169,8 @@ class Healer:
 
         Raises:
             ConflictError: others keep revising it.
-            IntegrityError, FormatError, NotFoundError: it was damaged further while we looked.
+            IntegrityError, FormatError, NotFoundError: it was damaged further while we looked, or rewritten with its
+                damage.
         """
         for _ in range(ATTEMPTS):
             view = self._index.refresh()
@@ -176,6 +179,7 @@ class Healer:
                 raise ConflictError(f"{snapshot.ref}: its record can no longer be read; repair again")
             if ruling is None or ruling.state not in (COMMITTED, FORGOTTEN):
                 return None  # swept meanwhile
+            self._look_at_new(snapshot, ruling, view)
             if {ref.sha256 for ref in ruling.manifests}.isdisjoint(self._affected[snapshot.id]):
                 return None  # healed, or recoded, by another process
             try:
@@ -183,6 +187,27 @@ class Healer:
             except ConflictError as error:
                 log.info("repair: %s is begun again: %s", ruling.ref, error)
         raise ConflictError(f"{snapshot.ref}: other processes keep revising it; repair again")
+
+    def _look_at_new(self, snapshot: Snapshot, ruling: Snapshot, view: View) -> None:
+        """Manifests that another process has published since: they may refer to damaged packs too, or to copies.
+
+        Raises:
+            IntegrityError: what was lost has been copied into a pack that nobody suspects (by a rewrite that had looked
+                for notes before ours were put).
+        """
+        known, affected = {ref.sha256 for ref in snapshot.manifests}, self._affected[snapshot.id]
+        for ref in (ref for ref in ruling.manifests if ref.sha256 not in known | affected):
+            m = manifest.read(self._store, ref)
+            if self._packs.within(m).any():
+                affected.add(ref.sha256)
+                self.find_chains([ruling], view)
+            names = np.frombuffer(b"".join(sorted(self._lost)), "V16")
+            held = np.isin(np.ascontiguousarray(m.table.ref_digests).view("V16").reshape(-1), names)
+            rows = np.setdiff1d(lost_rows(m, held), lost_rows(m, self._packs.lost(m)))
+            for error in unbuilt(self._store, self._engines, m, rows.tolist()).values() if len(rows) else ():
+                if isinstance(error, CapabilityError):
+                    raise error
+                raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
 
     def _healing(self, snapshot: Snapshot, parts: Sequence[_Part]) -> Healing:
         lost = [

@@ -24,7 +24,7 @@ from .errors import DAMAGE, IntegrityError
 from .index import Index
 from .manifest import Manifest
 from .pack import Encoded
-from .records import COMMITTED, FORGOTTEN, Snapshot
+from .records import COMMITTED, FORGOTTEN, Snapshot, pack_key
 from .rewrite import Part, Rewriting, Target, Work, places_of
 from .state.arrays import Memory
 from .storage import ObjectStore
@@ -111,9 +111,19 @@ class _Recoding(Rewriting):
     # -- what goes
 
     def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
-        """References to blobs in another codec, and to those in packs that are left."""
+        """References to blobs in another codec, and to those in packs that are left.
+
+        Raises:
+            IntegrityError: a pack in quarantine holds a blob in another codec.
+        """
         leaves = np.array([self._is_left(name) for name in m.header.pack_names] or [False])
-        return np.flatnonzero(leaves[m.table.ref_packs] | ~self._is_kept(entries))
+        goes, damaged = ~self._is_kept(entries), self.in_quarantine(m)
+        if (goes & damaged).any():
+            name = m.header.pack_names[m.table.ref_packs[np.argmax(goes & damaged)]]
+            raise IntegrityError(
+                f"{pack_key(name)}: is in quarantine, and what it holds stays as it is; run 'snapstore repair'"
+            )
+        return np.flatnonzero(goes | leaves[m.table.ref_packs] & ~damaged)
 
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
         """Those in the new codec, of a pack that is not left."""

@@ -29,7 +29,7 @@ MAX_METADATA_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})\.quarantine")
+_QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
 #: Names that become parts of keys and paths: a forged one is refused before anything is made of it.
@@ -214,17 +214,19 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
         found: when [s since the epoch].
         reason: what is wrong with it, for people.
         blobs: offsets of blobs that are as they were written and do not give their chunks.
+        id: of a note that takes the place of others; empty: it is the first.
     """
 
     pack: Sha256
     found: float
     reason: str
     blobs: list[Count] = []
+    id: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{32})?\Z")] = ""
 
     @property
     def key(self) -> str:
         """The note's key in the store."""
-        return f"gc/{self.pack}.quarantine"
+        return f"gc/{self.pack}{'.' * bool(self.id)}{self.id}.quarantine"
 
 
 _KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8}

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -197,15 +196,14 @@ class _Repair:
         self._report.actions.append(Action(kind, key, message))
         return True
 
-    def _replace(self, key: str, value: Config | Quarantine) -> None:
-        """Put a damaged object anew that no two processes decide anything by.
+    def _replace(self, key: str, value: Config) -> None:
+        """Put a damaged config anew: no two processes decide anything by it.
 
         Raises:
             ConflictError: it reads by now: another repair was first, or reading it had failed for a moment.
         """
-        kind: Any = type(value)
         try:
-            records.decode(self._store.get(key), kind, key)
+            records.decode(self._store.get(key), Config, key)
         except (*DAMAGE, StorageError):
             self._store.delete([key])
             self._store.put(key, records.encode(value))
@@ -368,13 +366,9 @@ class _Repair:
     def _small_objects(self) -> None:
         """Damaged sessions that nobody keeps alive, and damaged notes of gcs: those begin anew without them."""
         for key in sorted(self._survey.small, key=lambda key: (not key.endswith(".mark"), key)):
-            if packs := records.quarantined([key]):
-                note = self._note(packs.pop(), "")
-                message = f"{key}: is damaged and written anew"
-                if self._report.found.level == "restore":
-                    self._do("quarantine", key, message, partial(self._replace, key, note))
-                else:  # its name keeps the pack in quarantine; which blobs it gave up only rebuilding tells
-                    self._unwritten_notes.add(key)
+            if records.quarantined([key]):
+                if self._report.found.level != "restore":  # its name keeps the pack in quarantine; which blobs it
+                    self._unwritten_notes.add(key)  # gave up only rebuilding tells
                 continue
             try:
                 silent_s = self._store.now_s() - self._store.stat(key).modified_s
@@ -389,7 +383,7 @@ class _Repair:
             self._do("remove", key, f"{key}: is damaged and removed", partial(self._store.delete, [key]))
 
     def _note(self, key: str, why: str) -> Quarantine:
-        blobs = self._survey.packs.misbuilt_blobs(key)
+        blobs = sorted(self._survey.packs.misbuilt.get(key, ()))  # not those that are altered: a copy may mend them
         return Quarantine(pack=key.rpartition("/")[2], found=time.time(), reason=why[:500], blobs=blobs)
 
     def _quarantine(self) -> None:
@@ -400,6 +394,12 @@ class _Repair:
             note = self._note(key, survey.packs.why.get(key, "a blob does not give its chunk"))
             message = f"{key}: goes into quarantine: no save builds on it, no gc deletes it"
             self._do("quarantine", note.key, message, partial(self._put_note, note))
+        damaged = records.quarantined(survey.small) if self._report.found.level == "restore" else set()
+        for key in sorted(survey.quarantined - survey.recovered):
+            if key in damaged or not survey.packs.misbuilt.get(key, set()) <= survey.noted.get(key, set()):
+                note = self._note(key, survey.packs.why.get(key, "a blob does not give its chunk"))
+                message = f"{key}: its note is written anew; blobs that do not give their chunks: {len(note.blobs)}"
+                self._do("quarantine", note.key, message, partial(self._renew, key, note))
         running = [info.key for info in self._store.list("sessions/")] if fresh else []
         if running:
             self._report.open.append(
@@ -413,9 +413,26 @@ class _Repair:
         with suppress(AlreadyExistsError):  # another repair has found the same
             self._store.put(note.key, records.encode(note))
 
+    def _renew(self, key: str, note: Quarantine) -> None:
+        """Put a note beside those of its pack, and only then remove the ones that say no more.
+
+        A pack without any, were it for a moment, would be built upon by a save that begins then, and deleted by a gc.
+        """
+        note = msgspec.structs.replace(note, id=records.new_id())
+        self._store.put(note.key, records.encode(note))
+        for old in self._survey.notes:
+            if records.quarantined([old]) == {key}:
+                with suppress(*DAMAGE, StorageError):  # a damaged one says nothing
+                    if not set(records.decode(self._store.get(old), Quarantine, old).blobs) <= set(note.blobs):
+                        continue  # another repair was at it
+                self._store.delete([old])
+
     def _let_out(self, kind: str, key: str, message: str) -> None:
-        note_key = Quarantine(pack=key.rpartition("/")[2], found=0, reason="").key
-        self._do(kind, note_key, message, partial(self._store.delete, [note_key]))
+        # Of a pack that is whole, no note that was put since we looked: another repair has found more.
+        listed = self._survey.notes if kind == "release" else [info.key for info in self._store.list("gc/")]
+        notes = [note for note in listed if records.quarantined([note]) == {key}]
+        for note in notes or [Quarantine(pack=key.rpartition("/")[2], found=0, reason="").key]:
+            self._do(kind, note, message, partial(self._store.delete, [note]))
 
     # -- heal
 
@@ -494,7 +511,7 @@ class _Repair:
         applied, survey = self._report.applied, self._survey
         dropped = {snapshot.id for snapshot in self._report.dropped}
         unread = {key: why for key, why in survey.unreadable.items() if stand_in(key).id not in dropped}
-        unread |= dict.fromkeys(survey.unknown, "of a version that this release does not know")
+        unread |= {key: "of another version" for key in survey.unknown if records.parse_record_key(key)}
         vanished = [gone for gone in map(self._index.cached, survey.vanished) if gone is not None]
         view = self._index.refresh() if applied else View(survey.ruling.values(), unread, vanished)
         if unknown := _unknown(view):

@@ -7,7 +7,8 @@ gc's to delete. One snapshot after the other, each under a session of its own (d
     begin     PUT sessions/<id>, which names the next revision; only then LIST marks, only then LIST records: what is
               there already, byte for byte, and no gc wants, is shared
     write     new blobs, each verified before it is packed; then manifests; all durable before
-    commit    create-only PUT of the next revision; who loses reads again and repeats
+    commit    LIST notes of quarantine: what lies in a damaged pack stays there, for repair; create-only PUT of the next
+              revision; who loses, or finds a new note, reads again and repeats
     end       DELETE sessions/<id>
 
 A crash between any two steps leaves the snapshot as it was or rewritten, and packs that nobody needs.
@@ -36,7 +37,7 @@ from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .packing import Packs
-from .records import ManifestRef, Snapshot, pack_key, record_key
+from .records import ManifestRef, Snapshot, pack_key, quarantined, record_key
 from .session import Claim
 from .storage import ObjectStore
 from .stored import NAME, Stored, batches, bytes_of, digests_of, laid_out, lengths_of, names_of, parse
@@ -117,6 +118,8 @@ class Rewriting(ABC):
         skipped: those that needed nothing, or were forgotten or collected meanwhile.
         failed: (snapshot, why) of those that could not be rewritten; they are as they were.
         made: blobs made or moved, each once: stored bytes before and after (of a dry run: not known, 0).
+        quarantined: keys of the packs that are known to be damaged. Nothing is moved out of them: whether a blob gives
+            its chunk only rebuilding tells, and in a fresh pack nobody would suspect it.
     """
 
     verb = "rewrite"
@@ -138,6 +141,7 @@ class Rewriting(ABC):
         self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
         self._places: dict[Key, Place] = {}  # of blobs that this run has made or shared
         self._twins: Twins | None = None
+        self.quarantined = self._notes()
 
     def __enter__(self) -> Rewriting:
         return self
@@ -275,6 +279,7 @@ class Rewriting(ABC):
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
         with Claim(self.store, key, self.verb) as claim:
             marked = claim.marked()
+            self._heed(claim.quarantined)
             view = self.index.refresh()
             if not _rules(view, ruling):
                 raise ConflictError("another process has revised it")
@@ -299,6 +304,7 @@ class Rewriting(ABC):
                 for part, (ref, data) in zip(parts, written, strict=True)
             )
             revision = ruling.revised(manifests=refs, stored_bytes=stored_bytes, depth=depth)
+            self._heed(self._notes())
             claim.publish(revision, lambda _: ruling.revised())
         self.index.add(revision, headers)
         self.made.update(made)
@@ -308,6 +314,20 @@ class Rewriting(ABC):
             time.monotonic() - started,
         )  # fmt: skip
         return revision
+
+    def _notes(self) -> set[str]:
+        return quarantined(info.key for info in self.store.list("gc/"))
+
+    def _heed(self, noted: set[str]) -> None:
+        """Raise ConflictError if a repair has found damaged packs since it was decided what is stale."""
+        if not noted <= self.quarantined:
+            self.quarantined |= noted
+            raise ConflictError("a repair has found damaged packs")
+
+    def in_quarantine(self, m: Manifest) -> Column:
+        """Which references of a manifest point into packs that are known to be damaged, (k,) bool."""
+        damaged = np.array([pack_key(name) in self.quarantined for name in m.header.pack_names] or [False])
+        return np.asarray(damaged[m.table.ref_packs])
 
     def _write_all(self, work: Work, parts: Sequence[Part]) -> list[tuple[ManifestRef, bytes]]:
         """Put what has no place yet, then the manifests, all durable on return: of every part its manifest.

@@ -20,7 +20,7 @@ from .chain import Chain, Digests, chains_of, edge_of
 from .errors import DAMAGE
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
-from .records import ManifestRef, Snapshot
+from .records import ManifestRef, Snapshot, pack_key
 from .storage import ObjectStore
 from .view import View
 
@@ -117,11 +117,15 @@ class Plan:
 class LiveBlobs:
     """All live blobs, and the chains that lead through chunks that nobody holds.
 
+    Args:
+        chosen: ids of the snapshots that may be rewritten.
+        quarantined: keys of the packs that no gc deletes: nothing in them is freed.
+
     Attributes:
         damaged: ids of snapshots whose manifests cannot be read, and why.
     """
 
-    def __init__(self, store: ObjectStore, view: View, chosen: set[str]) -> None:
+    def __init__(self, store: ObjectStore, view: View, chosen: set[str], quarantined: set[str]) -> None:
         self._store, self._view, self._chosen = store, view, chosen
         self.damaged: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
@@ -147,7 +151,8 @@ class LiveBlobs:
             if not is_chosen:
                 pinned.add(keys, m.table.ref_lengths)
         self._blobs, self._lengths = blobs.all()
-        self._pinned = np.isin(self._blobs, pinned.all()[0])
+        self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
+        self._pinned = np.isin(self._blobs, pinned.all()[0]) | self._stays[self._packs_of(self._blobs)]
         if self._edges:
             self._find_chains()
 
@@ -286,11 +291,11 @@ class LiveBlobs:
         left_bytes -= plan.cost_bytes
         live, packs = self._packs(alive)
         counts = np.bincount(packs[alive], minlength=len(self._names))
-        dead = float((np.array(self._sizes) - live - _FRAME).sum())
+        dead = float((np.array(self._sizes) - live - _FRAME)[~self._stays].sum())
         lengths = np.bincount(packs[alive], self._lengths[alive], len(self._names))
         for _, _, number in self._worst(live, packs):
             gain = self._sizes[number] - int(live[number])
-            if dead <= MAX_DEAD_SHARE * live.sum():
+            if dead <= MAX_DEAD_SHARE * live[~self._stays].sum():
                 break
             if lengths[number] > left_bytes:
                 continue
@@ -305,8 +310,12 @@ class LiveBlobs:
 
     def _packs(self, alive: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
         """(bytes that what lives in each pack takes there, the pack of every blob)."""
-        packs = (self._blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
+        packs = self._packs_of(self._blobs)
         return np.bincount(packs[alive], room(self._lengths[alive]), len(self._names)), packs
+
+    @staticmethod
+    def _packs_of(blobs: npt.NDArray[np.uint64]) -> Column:
+        return (blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
 
     def _worst(self, live: Column, packs: Column) -> list[tuple[float, float, int]]:
         """(gain, cost, number) of the packs that may be left, those with the largest dead share first."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
 from damage import Unreadable, damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from faults import OPTIONS, clone, keys_of, one_thread, opened, same, save, values
+from faults import OPTIONS, FaultStore, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
 from snapstore import (
@@ -24,6 +25,7 @@ from snapstore import (
     pack,
     records,
 )
+from snapstore.check import Survey
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -274,6 +276,113 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
         assert refs(found.repair(apply=True).healed) == {"c@0"}
         assert np.array_equal(found.restore("c@0")["w"], data)
         assert found.check("restore").ok
+
+
+CHUNK = 4096
+ONE_PACK = SaveOptions(threads=1, pack_bytes=1 << 20, max_depth=0, verify_writes="off")
+
+
+@pytest.fixture
+def misbuilt(monkeypatch):
+    """A store whose c@0 is four chunks in one pack, the second of them encoded wrongly; its bytes, that pack, where."""
+    data = np.random.default_rng(1).integers(0, 255, 4 * CHUNK, np.uint8)
+    store, encode = MemoryStore(), blob.encode
+
+    def wrong(source, *args):
+        changed = source.copy()
+        changed[7] ^= source.tobytes() == data[CHUNK : 2 * CHUNK].tobytes()
+        return encode(changed, *args)
+
+    Repository.create(store, chunk_bytes=CHUNK).close()
+    with Repository.open(store, options=ONE_PACK) as found, monkeypatch.context() as patch:
+        patch.setattr(blob, "encode", wrong)
+        found.save({"w": data}, run="c", step=0)
+    (key,) = keys_of(store, "packs/")
+    offsets = pack.read_listing(store, key, store.stat(key).size_bytes).entries["offset"]
+    return store, data, key, int(offsets[1])
+
+
+def notes(store):
+    """Keys of the notes of quarantine."""
+    return [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
+
+
+def noted(store):
+    """Offsets of the blobs that these give up for good."""
+    return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes(store)]
+
+
+def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
+    """An altered blob beside a wrong one was named as wrong for good too, and `--drop` forgot who needed it alone."""
+    store, data, key, offset = misbuilt
+    whole = store.get(key)
+    with Repository.open(store, options=ONE_PACK) as found:
+        found.save({"v": data[:CHUNK].copy()}, run="d", step=0, bases=["c@0"])
+        found.save({"v": np.zeros(9)}, run="d", step=1)
+        flip(store, key, pack.HEADER.size + 50)  # in the first blob
+        assert refs(s for s, _ in found.repair(apply=True, level="restore").lost) == {"c@0", "d@0"}
+        assert noted(store) == [[offset]]
+        store.delete([key])
+        store.put(key, whole)
+        report = found.repair(apply=True, level="restore", drop=True)
+        assert refs(report.dropped) == {"c@0"}
+        found.gc()
+        assert np.array_equal(found.restore("d@0")["v"], data[:CHUNK])
+
+
+@pytest.mark.parametrize("which", ["says less", "is damaged"])
+def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
+    """A pack in quarantine turns out to hold a wrong blob, too. No save may begin while none of its notes is there."""
+    store, data, key, offset = misbuilt
+    whole = store.get(key)
+    if which == "says less":
+        flip(store, key, pack.HEADER.size + 50)  # in the first blob
+    with Repository.open(store, options=ONE_PACK) as found:
+        found.repair(apply=True, level="data" if which == "says less" else "restore")
+        (first,) = notes(store)
+        if which == "is damaged":
+            flip(store, first, 30)
+    watched = FaultStore(store)
+    with Repository.open(watched, options=ONE_PACK) as found:
+        planned = [(a.kind, a.key) for a in found.repair(level="restore").actions]
+        report = found.repair(apply=True, level="restore")
+        assert [(a.kind, a.key) for a in report.actions] == planned
+        assert planned[0] == ("quarantine", first)
+    (then,) = notes(store)
+    assert noted(store) == [[offset]]
+    assert watched.log.index(("put", then)) < watched.log.index(("delete", first))
+    assert records.quarantined([then]) == {key}
+    store.delete([key])
+    store.put(key, whole)
+    with Repository.open(store, options=ONE_PACK) as found:
+        assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
+        found.save({"w": data}, run="c", step=1)
+        assert np.array_equal(found.restore("c@1")["w"], data)
+        assert refs(found.repair(apply=True, level="restore", purge=True).healed) == {"c@0"}
+        assert notes(store) == []
+        found.gc()
+        assert found.check("restore").ok
+        assert found.check("restore").notes == []
+
+
+def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
+    """What another repair has found since ours looked is neither replaced nor taken away."""
+    store, _, key, offset = misbuilt
+    wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
+    with Repository.open(store, options=ONE_PACK) as found:
+        store.put(f"gc/{key[-64:]}.quarantine", records.encode(msgspec.structs.replace(wanted, id="", blobs=[])))
+        read_rest = Survey.read_rest
+
+        def meanwhile(self):
+            result = read_rest(self)
+            store.put(wanted.key, records.encode(wanted))
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Survey, "read_rest", meanwhile)
+            assert [a.kind for a in found.repair(apply=True).actions] == ["release", "index"]
+        assert notes(store) == [wanted.key]
+        assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
 
 
 def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):

@@ -5,6 +5,7 @@ Random schedules first, then the stands at which a rule of docs/design/protocol.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -35,7 +36,7 @@ from schedules import (
     unforgetting,
 )
 
-from snapstore import KeepLast, Repository
+from snapstore import KeepLast, Repository, blob, pack
 from snapstore.storage import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
@@ -229,3 +230,51 @@ def test_a_restore_reads_on_while_its_snapshot_is_compacted_and_collected(stage)
         compacting()(stage.store)
         collecting()(stage.store)
         assert same(reader.finish(), values("a", 8)), steps
+
+
+def repairing(**options: Any) -> Any:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.repair(apply=True, **options)
+
+    return body
+
+
+def test_a_repair_looks_at_what_a_compact_has_published(stage):
+    """Its new manifests refer to the damaged pack as the old ones did."""
+    with opened(stage.store) as repository:
+        newest = repository.snapshot("a@9").id
+    keys = keys_of(stage.store, "packs/")
+    key = next(key for key in keys if pack.read_header(stage.store, key).save_id.hex() == newest)
+    data = bytearray(stage.store.get(key))
+    data[pack.HEADER.size + 100] ^= 1
+    stage.store.delete([key])
+    stage.store.put(key, bytes(data))
+    repair = stage.enter("R", repairing()).until("hold")
+    assert "a@9" in {s.ref for s in compacting()(stage.store).rewritten}
+    report = repair.finish()
+    assert {s.ref for s, _ in report.lost} == {"a@9"}
+    assert not report.ok
+
+
+@pytest.mark.parametrize("stand", ["list sessions/", "hold"])
+def test_a_repair_finds_what_a_compact_has_copied(stand, actors, monkeypatch):
+    """A compact that had looked for notes before there was one publishes a copy of a blob that gives no chunk."""
+    store, rng, encode = MemoryStore(), np.random.default_rng(0), blob.encode
+    Repository.create(store, chunk_bytes=4096).close()
+    x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)
+    with Repository.open(store, options=replace(OPTIONS, pack_bytes=2**20, verify_writes="off")) as repository:
+        with monkeypatch.context() as patch:
+            patch.setattr(blob, "encode", lambda source, *rest: encode(source ^ np.uint8(1), *rest))
+            repository.save({"x": x, "y": y}, run="a", step=0)
+        repository.save({"x": x}, run="a", step=1)
+        repository.forget_snapshots(["a@0"])
+        repository.gc()
+    compact = Actor("C", store, compacting())
+    repair = Actor("R", store, repairing(level="restore"))
+    actors += [compact, repair]
+    compact.until("put", "snapshots/")
+    repair.until("put", ".quarantine").until(*stand.split())
+    assert compact.finish().rewritten
+    assert not repair.finish().ok
+    assert {s.ref for s, _ in repairing(level="restore")(store).lost} == {"a@1"}

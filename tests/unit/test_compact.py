@@ -23,6 +23,7 @@ from snapstore import (
     blob,
     manifest,
     records,
+    rewrite,
     survey,
 )
 from snapstore.storage.local import LocalStore
@@ -601,6 +602,67 @@ def test_a_blob_is_not_taken_for_its_twin_by_its_name(verb, monkeypatch):
         assert [s.ref for s in (report.recoded if verb == "recode" else report.rewritten)] == ["b@1"]
         repo.gc()
         assert (repo.restore("b@1")["x"] == x).all()
+
+
+@pytest.mark.parametrize("stand", ["before", "behind the choice", "behind the copy"])
+@pytest.mark.parametrize("verb", ["recode", "compact"])
+def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
+    """a@1 needs a blob that was encoded wrongly, as a repair finds: a copy of it would be suspected by nobody."""
+    foreign.readable(monkeypatch)
+    rng, real = np.random.default_rng(0), blob.encode
+    x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)
+
+    def lying(source, *rest):
+        source = source.copy()
+        source[7] ^= 4
+        return real(source, *rest)
+
+    store, options = MemoryStore(), dataclasses.replace(faults.OPTIONS, pack_bytes=2**20, verify_writes="off")
+    Repository.create(store, chunk_bytes=4096).close()
+
+    def repairing():
+        with Repository.open(store, options=options) as other:
+            assert [s.ref for s, _ in other.repair(apply=True, level="restore").lost] == ["a@1"]
+
+    with Repository.open(store, options=options) as repo:
+        if verb == "recode":  # a delta, whose digest nothing tells
+            with foreign.written(), monkeypatch.context() as patch:
+                repo.save({"x": x}, run="a", step=0)
+                x[::64] += 1
+                patch.setattr(blob, "encode", lying)
+                repo.save({"x": x}, run="a", step=1)
+        else:  # a chunk in a pack that is mostly dead
+            with monkeypatch.context() as patch:
+                patch.setattr(blob, "encode", lying)
+                repo.save({"x": x, "y": y}, run="a", step=0)
+            repo.save({"x": x}, run="a", step=1)
+            repo.forget_snapshots(["a@0"])
+            repo.gc()
+        manifests = repo.snapshot("a@1").manifests
+        if stand == "before":
+            repairing()
+        else:
+            step = "_rewrite" if stand == "behind the choice" else "_write_all"
+            real_step, times = getattr(rewrite.Rewriting, step), []
+
+            def meanwhile(*args):
+                times.append(stand)
+                if stand == "behind the choice" and len(times) == 1:
+                    repairing()
+                result = real_step(*args)
+                if stand == "behind the copy" and len(times) == 1:
+                    repairing()
+                return result
+
+            monkeypatch.setattr(rewrite.Rewriting, step, meanwhile)
+        if verb == "recode":
+            assert [s.ref for s, why in repo.recode().failed if "quarantine" in why] == ["a@1"]
+        else:
+            assert repo.compact().rewritten == []
+        assert repo.snapshot("a@1").manifests == manifests
+        assert len(repo.in_need_of_quarantined([repo.snapshot("a@1")])) == 1
+        repo.save({"x": x}, run="a", step=2)
+        assert (repo.restore("a@2")["x"] == x).all()
 
 
 def test_an_unreadable_record_stops_it(repo):

@@ -69,7 +69,7 @@ def test_envelope_kinds():
     assert kinds["`sessions/<id>`"] == [by_type["Session"]]
     assert kinds["`policies/<run>.<rev>`"] == [by_type["Policy"]]
     assert kinds["`gc/<id>.mark` `.wait` `.done`"] == [by_type["Mark"], by_type["Wait"], by_type["Done"]]
-    assert kinds["`gc/<sha256>.quarantine`"] == [by_type["Quarantine"]]
+    assert kinds["`gc/<sha256>.quarantine`, `gc/<sha256>.<id>.quarantine`"] == [by_type["Quarantine"]]
     assert sorted(number for of_key in kinds.values() for number in of_key) == sorted(by_type.values())
 
 

@@ -306,7 +306,7 @@ class Repository:
                 raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
         view = self.view() if parent or bases else None
         return SaveRequest(
-            run=run, step=check_step(step), tags=sorted({records.check_tag(tag) for tag in tags}),
+            run=run, step=check_step(step), tags=records.check_tags(tags),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
             metrics=records.check_metrics(metrics or {}), metadata_node=records.encode_metadata(metadata),
@@ -398,7 +398,7 @@ class Repository:
         records.check_tag(name)
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
-            return {"tags": sorted({*snapshot.tags, name})}
+            return {"tags": records.check_tags([*snapshot.tags, name])}
 
         tagged = self._revise(ref, add)
         self._take_tags([name], tagged)

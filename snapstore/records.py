@@ -24,8 +24,9 @@ from .state.tree import decode_plain, encode_plain
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
-#: Every listing reads every record once: they stay small.
-MAX_METADATA_BYTES = 1024 * 1024
+#: Of a record's metadata, its metrics and its tags, each: every listing reads every record once, and a revision must
+#: never become one that readers refuse.
+MAX_FIELD_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -231,6 +232,7 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
 _KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8}
 _ENCODER = msgspec.msgpack.Encoder()
+V = TypeVar("V")
 T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine)
 
 
@@ -333,6 +335,11 @@ def check_tag(name: str) -> str:
     return name
 
 
+def check_tags(names: Iterable[str]) -> list[str]:
+    """`names`, sorted and each once, if a record can have them as its tags, else InvalidInputError."""
+    return _bounded("tags", sorted({check_tag(name) for name in names}), "take some off, or put them into the metadata")
+
+
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """`metrics` as str -> float, else InvalidInputError."""
     if not isinstance(metrics, Mapping):
@@ -343,18 +350,23 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
             checked[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
-    return checked
+    return _bounded("metrics", checked, "keep those that policies or people choose by, the others as part of the state")
 
 
 def encode_metadata(metadata: Any) -> Any:
     """The node of plain values to be kept in a record, else InvalidInputError."""
-    encoded = encode_plain(metadata)
-    size_bytes = len(msgspec.msgpack.encode(encoded))
-    if size_bytes > MAX_METADATA_BYTES:
-        raise InvalidInputError(
-            f"metadata: {size_bytes} bytes, expected at most {MAX_METADATA_BYTES}; put large values into the state"
-        )
-    return encoded
+    return _bounded("metadata", encode_plain(metadata), "put large values into the state")
+
+
+def _bounded(what: str, value: V, instead: str) -> V:
+    """A field of a record that is to be, if it is small enough, else InvalidInputError."""
+    try:
+        size_bytes = len(_ENCODER.encode(value))
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{what}: {error.object!r}: expected names in Unicode, got a lone surrogate") from error
+    if size_bytes > MAX_FIELD_BYTES:
+        raise InvalidInputError(f"{what}: {size_bytes} bytes, expected at most {MAX_FIELD_BYTES}; {instead}")
+    return value
 
 
 def pack_key(sha256: str) -> str:

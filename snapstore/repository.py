@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import chunking, gc, index, policies, records, retention
+from . import chunking, gc, index, policies, records, retention, tagging
 from .cache import cache_folder, shrink
 from .delta import DEFAULT_MAX_DEPTH
 from .engine import CODECS, Engines
@@ -310,7 +310,7 @@ class Repository:
                 raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
         view = self.view() if parent or bases else None
         return SaveRequest(
-            run=run, step=check_step(step), tags=sorted({records.check_tag(tag) for tag in tags}),
+            run=run, step=check_step(step), tags=records.check_tags(tags),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
             metrics=records.check_metrics(metrics or {}), metadata_node=records.encode_metadata(metadata),
@@ -325,7 +325,7 @@ class Repository:
         from .save import save
         from .writer import Plan
 
-        options = self.options
+        options, before = self.options, self.view() if request.tags else None
         plan = Plan(
             self.config.chunk_bytes, options.pack_bytes, options.max_depth, request.full, verify=options.verify_writes
         )
@@ -339,7 +339,8 @@ class Repository:
             self._lineage.restored_for.add(request.run)
             self._manifests = {name: m for of_run in self._at_hand.values() for name, m in of_run.items()}
         try:
-            self._take_tags(request.tags, snapshot)
+            if before is not None:
+                snapshot = tagging.take(self.store, self._index, request.tags, snapshot, before)
         except SnapstoreError as error:  # the save is committed; the newest of two that hold a tag is the one it means
             log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot
@@ -397,22 +398,19 @@ class Repository:
     def tag(self, ref: str, name: str) -> Snapshot:
         """Put a tag on a committed snapshot; it is never forgotten from then on.
 
-        A tag names one snapshot of a run: it moves here if another one of the run has it.
+        A tag names one snapshot of a run: it moves here if another one of the run has it. Of several that are given it
+        at once the newest keeps it; the snapshot that is returned shows whether this one has.
+
+        Raises:
+            ConflictError: other processes keep revising the snapshots of the run; tag again.
         """
         records.check_tag(name)
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
-            return {"tags": sorted({*snapshot.tags, name})}
+            return {"tags": records.check_tags([*snapshot.tags, name])}
 
-        tagged = self._revise(ref, add)
-        self._take_tags([name], tagged)
-        return tagged
-
-    def _take_tags(self, names: Sequence[str], holder: Snapshot) -> None:
-        """Take tags off the other snapshots of the holder's run."""
-        for other in self.snapshots(holder.run) if names else []:
-            if other.id != holder.id and not set(names).isdisjoint(other.tags):
-                self._revise(f"id:{other.id}", lambda s: {"tags": [tag for tag in s.tags if tag not in names]})
+        before, tagged = self._revise(ref, add)
+        return tagging.take(self.store, self._index, [name], tagged, before)
 
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
@@ -427,16 +425,17 @@ class Repository:
                 raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {there}")
             return {"tags": [tag for tag in snapshot.tags if tag != name]}
 
-        return self._revise(ref, remove)
+        return self._revise(ref, remove)[1]
 
-    def _revise(self, ref: str, change: Callable[[Snapshot], dict[str, Any]]) -> Snapshot:
-        """Create the next revision of a committed snapshot, again if another process was first."""
+    def _revise(self, ref: str, change: Callable[[Snapshot], dict[str, Any]]) -> tuple[View, Snapshot]:
+        """Create the next revision of a committed snapshot, again if another process was first; and what was there."""
         for _ in range(20):
-            snapshot = self.snapshot(ref)
+            view = self.view()
+            snapshot = view.resolve(ref)
             if snapshot.state != COMMITTED:
                 raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
             try:
-                return gc.revise(self.store, self._index, snapshot, **change(snapshot))
+                return view, gc.revise(self.store, self._index, snapshot, **change(snapshot))
             except ConflictError:
                 continue
         raise ConflictError(f"{ref}: other processes keep revising it; try again")

@@ -166,7 +166,7 @@ def test_steps_that_are_fine(root):
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"x": "high"}, {"x": None}, {"x": 10**400}, {"x": 1j}, {"x": [1]}, [("x", 1)], "x"]
+    "metrics", [{"x": "high"}, {"x": None}, {"x": 10**400}, {"x": 1j}, {"x": [1]}, [("x", 1)], "x", {"\ud800": 1.0}]
 )
 def test_metrics(repository, metrics):
     with pytest.raises(InvalidInputError, match="metric"):
@@ -178,6 +178,32 @@ def test_metadata(repository):
         repository.save({"n": 1}, run="a", step=4, metadata={"x": object()})
     with pytest.raises(InvalidInputError, match="at most"):
         repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
+
+
+TAGS = [f"t{number:0127d}" for number in range(8100)]
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [("metrics", {"metrics": {"x" * (65 << 20): 1.0}}), ("metrics", {"metrics": dict.fromkeys(range(200_000), 0)}),
+     ("tags", {"tags": TAGS})],
+)  # fmt: skip
+def test_a_record_that_readers_would_refuse_is_not_begun(repository, what, options):
+    with pytest.raises(InvalidInputError, match=rf"{what}: \d+ bytes, expected at most {records.MAX_FIELD_BYTES}; "):
+        save(repository, "a", 4, 4, **options)
+
+
+def test_a_record_does_not_grow_by_tags_until_readers_refuse_it(root):
+    """Each revision has all tags of the one before."""
+    with Repository.open(root, options=OPTIONS) as repository:
+        fits = save(repository, "a", 4, 4, tags=TAGS[:8065])
+        with pytest.raises(InvalidInputError, match=r"^tags: 1048\d+ bytes, .*1048576; take some off"):
+            repository.tag("a@4", "z" * 128)
+        repository.rebuild_index()  # as another host sees it
+        assert repository.snapshot("a@4").tags == fits.tags
+        repository.untag("a@4", TAGS[0])
+        assert "z" in repository.tag("a@4", "z").tags
+        check_restores(repository)
 
 
 def test_a_leaf_of_an_unknown_type_is_named_by_its_path(repository):

@@ -1,0 +1,115 @@
+"""A tag that two give to two snapshots at once, maybe by their saves: it is on one in the end, and never on none.
+
+All schedules of two, one operation on the records at a time; else a sample of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain, repeat
+from random import Random
+
+import pytest
+from faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
+from schedules import Body, Stage, forgetting, saving, tagging
+from tally import tally
+
+from snapstore import Repository, records
+from snapstore.records import Snapshot
+from snapstore.storage.memory import MemoryStore
+
+#: Who plays together, and which snapshot has the tag before.
+CASTS: dict[str, tuple[str, Body, Body]] = {
+    "none has it": ("", tagging("a@0", "t"), tagging("a@1", "t")),
+    "another one has it": ("a@2", tagging("a@0", "t"), tagging("a@1", "t")),
+    "it goes back and stays": ("a@1", tagging("a@0", "t"), tagging("a@1", "t")),
+    "beside a save": ("a@2", tagging("a@0", "t"), saving("a", 3, 3, tags=["t"])),
+    "two saves": ("", saving("a", 3, 3, tags=["t"]), saving("a", 4, 4, tags=["t"])),
+}
+#: Choices of a schedule of which all are tried: two that want it back from each other may go on for long.
+BRANCHES = 14
+
+
+@cache
+def history(first: str) -> MemoryStore:
+    """a@0 to a@2, of which one has the tag."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    with opened(store) as repository:
+        for step in range(3):
+            save(repository, "a", step, step, full=True)
+        if first:
+            repository.tag(first, "t")
+    return store
+
+
+def step(actor: Actor) -> None:
+    """On to its next look at the records, or its next record."""
+    actor.step()
+    while actor.at and not (actor.at[0] in ("list", "put") and actor.at[1].startswith("snapshots/")):
+        actor.step()
+
+
+def holders(store: MemoryStore) -> set[str]:
+    """Who has the tag, by the records themselves."""
+    ruling: dict[str, Snapshot] = {}
+    for info in store.list("snapshots/"):
+        found = records.decode(store.get(info.key), Snapshot, info.key)
+        if found.id not in ruling or found.revision > ruling[found.id].revision:
+            ruling[found.id] = found
+    return {s.ref for s in ruling.values() if "t" in s.tags and s.state == "committed"}
+
+
+def play(name: str, cast: list[Actor], choices: Iterator[int]) -> list[int]:
+    """A schedule of a cast, by choices of who goes next; those that were made while there were two."""
+    tally("schedules")
+    first, *bodies = CASTS[name]
+    stage = Stage(history(first), cast)
+    one, two = (stage.enter(str(number), body) for number, body in enumerate(bodies))
+    made: list[int] = []
+    had = bool(first)
+    while not (one.ended and two.ended):
+        if not one.ended and not two.ended:
+            made.append(next(choices))
+        step(one if two.ended or (not one.ended and not made[-1]) else two)
+        now = holders(stage.store)
+        assert now or not had, f"{name}: {made}: nobody has it"
+        had = bool(now)
+    told = {s.ref for s in (one.finish(), two.finish()) if "t" in s.tags}
+    (holder,) = now
+    assert holder in told, made
+    forgetting()(stage.store)
+    assert holders(stage.store) == {holder}
+    cast.clear()
+    return made
+
+
+def all_schedules(name: str, cast: list[Actor]) -> None:
+    prefix: list[int] | None = []
+    while prefix is not None:
+        made = play(name, cast, chain(prefix, repeat(0)))[:BRANCHES]
+        while made and made[-1]:
+            made.pop()
+        prefix = [*made[:-1], 1] if made else None
+
+
+@pytest.mark.no_cover  # see test_crash_points.py
+@pytest.mark.parametrize("name", CASTS)
+def test_it_is_on_one_in_the_end_and_never_on_none(name, actors):
+    if THOROUGH:
+        all_schedules(name, actors)
+        return
+    random = Random(f"{SEED} {name}")
+    for _ in range(20 if "save" in name else 100):
+        play(name, actors, iter(lambda: random.randrange(2), None))
+
+
+def test_who_gives_it_on_purpose_is_not_undone_by_one_who_revises_the_old_holder(actors):
+    """The newer of the two had it before: nobody gives it both at once."""
+    stage = Stage(history("a@2"), actors)
+    mover = stage.enter("M", tagging("a@1", "t")).until("put", "snapshots/a/000000000001-")
+    mover.step()
+    tagging("a@2", "other")(stage.store)
+    assert mover.finish().tags == ["t"]
+    assert holders(stage.store) == {"a@1"}

@@ -311,10 +311,20 @@ def opened(store: ObjectStore) -> Iterator[Repository]:
         yield repository
 
 
-def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple[str, ...]]]:
-    """id -> (step, version, tags) of every committed snapshot."""
+#: What the revisions of a record may differ in; nothing else is any verb's to change.
+REVISED = {"revision", "state", "write_id", "tags", "policy", "reason"}
+REWRITTEN = {"manifests", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
+
+
+def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple[str, ...], str]]:
+    """id -> (step, version, tags, all that lasts) of every committed snapshot."""
     with opened(store) as repository:
-        return {s.id: (s.step, version_of(s), tuple(s.tags)) for s in repository.snapshots()}
+        return {s.id: (s.step, version_of(s), tuple(s.tags), lasting(s)) for s in repository.snapshots()}
+
+
+def lasting(snapshot: Snapshot) -> str:
+    """What no verb may change of a record; as text, in which NaN equals itself."""
+    return repr({f: getattr(snapshot, f) for f in snapshot.__struct_fields__ if f not in REVISED | REWRITTEN})
 
 
 #: What has been restored by repositories that had just been opened, see `_content_of`.

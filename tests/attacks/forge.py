@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import time
 import tracemalloc
 from contextlib import contextmanager
 
@@ -20,12 +21,27 @@ SIZE = 8192  # of every forged chunk
 CHUNK_BYTES = 8192
 
 
+#: What one hostile input may take [s of this process's time, so that others on the machine do not count]. Most take
+#: milliseconds; tracing memory makes them five times as slow, coverage twice.
+LIMIT_S = 10.0
+
+
+@contextmanager
+def little_time(limit_s=LIMIT_S):
+    """The block ends, and soon: a loop that does not end is pytest's time-out's to stop."""
+    began = time.process_time()
+    yield
+    took_s = time.process_time() - began
+    assert took_s < limit_s, f"{took_s:.1f} s were taken"
+
+
 @contextmanager
 def little_memory(limit_bytes=8 * MIB):
-    """Nothing in the block may allocate more than this at once."""
+    """Nothing in the block may allocate more than this at once; nor take more than `little_time`."""
     tracemalloc.start()
     try:
-        yield
+        with little_time():
+            yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -163,7 +163,7 @@ def test_trees(tree):
     except (TypeError, OverflowError):
         return
     world.commit(data)
-    with world.open() as repo:
+    with little_memory(64 * 1024 * 1024), world.open() as repo:
         try:
             repo.restore("r@0")
         except OURS:

@@ -47,6 +47,7 @@ from snapstore import (
     SnapstoreError,
     StorageError,
     StorageFullError,
+    policies,
 )
 from snapstore.environment import Environment
 from snapstore.storage import ObjectStore
@@ -74,9 +75,10 @@ def empty() -> MemoryStore:
 
 @cache
 def history() -> MemoryStore:
-    """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1."""
+    """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1; policies of run a."""
     store = clone(empty())
     with opened(store) as repository:
+        repository.set_policies("a", [KeepLast(3)])
         for step in range(4):
             save(repository, "a", step, step, tags=("good",) if step == 1 else ())
         save(repository, "b", 0, 50, parent="a@1")
@@ -210,9 +212,11 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "compact": (hollow, lambda r: r.compact()),
     "compact, marked": (hollow_marked, lambda r: r.compact()),
 }
-#: What may be gone or new after a verb: ids are compared, so that everything else is untouched.
+#: What may be gone or new after a verb; of everything else ids, tags and all that lasts are compared.
 MAY_FORGET = {"forget", "forget and gc"}
 MAY_ADD = {"first save", "delta save", "step again", "tagged", "fork", "save, marked", "unforget", "unforget, marked"}
+#: Of what verb, which tags a snapshot has in the end.
+TAGS = {"tag": {("a", 1): (), ("a", 3): ("good",)}, "untag": {("a", 1): ()}}
 
 
 def operations(verb: str) -> int:
@@ -238,13 +242,26 @@ def run_until_fault(verb: str, inner: ObjectStore, k: int, mode: str) -> tuple[F
 
 
 def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome: Any, about: str) -> None:
-    """Nothing that was committed is gone, nothing is there that should not be, and the verb has not lied."""
+    """Nothing that was committed is gone or altered, nothing is there that should not be; the verb has not lied."""
     after = committed(inner)
+    done = not isinstance(outcome, Crash | SnapstoreError)
     gone, new = before.keys() - after.keys(), after.keys() - before.keys()
     if verb not in MAY_FORGET:
         assert not gone, about
     assert {before[i][2] for i in gone} <= {()}, f"{about}: a tagged one was forgotten"
-    assert all(after[i][:2] == before[i][:2] for i in before.keys() & after.keys()), about
+    for i in before.keys() & after.keys():
+        assert after[i][:2] == before[i][:2], about
+        assert after[i][3] == before[i][3], about
+        of_run, step, tags = after[i][1][0], after[i][0], {before[i][2]}
+        if verb in TAGS and (of_run, step) in TAGS[verb]:
+            tags = {TAGS[verb][of_run, step]} | (set() if done else tags)
+        assert after[i][2] in tags, f"{about}: tags of {of_run}@{step}"
+    if verb != "untag" and any(tags for _, _, tags, _ in before.values()):
+        assert any("good" in tags for _, _, tags, _ in after.values()), f"{about}: nobody has the tag"
+    ruling = [[KeepLast(2)]] if verb == "policies" else []
+    if verb != "policies" or not done:
+        ruling.append(policies.read(VERBS[verb][0](), "a"))
+    assert policies.read(inner, "a") in ruling, about
     assert len(new) <= (1 if verb in MAY_ADD else 0), about
     if isinstance(outcome, Crash):
         return

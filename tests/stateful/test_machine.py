@@ -77,9 +77,10 @@ POLICIES = st.lists(
 )
 PROCESSES = st.integers(0, 1)
 LOOKERS = st.integers(0, 2)  # see Machine.looking
+KEEP = [KeepLast(2)]
 #: What may fail on its way, by name.
 VERBS: dict[str, Callable[[Repository, str], Any]] = {
-    "forget": lambda repository, run: repository.forget([KeepLast(1)], run=run),
+    "forget": lambda repository, run: repository.forget(KEEP, run=run),
     "gc": lambda repository, run: repository.gc(),
     "compact": lambda repository, run: repository.compact(),
     "recode": lambda repository, run: repository.recode(),
@@ -429,6 +430,7 @@ class Machine(RuleBasedStateMachine):
         if verb == "forget" and not self.of(run):
             return
         repository = self.at(process)
+        planned = self.at(1 - process).forget(KEEP, run=run, dry_run=True).forgotten if verb == "forget" else []
         store = self.open[process][0]
         store.at, store.mode = len(store.log) + k, mode
         try:
@@ -444,11 +446,9 @@ class Machine(RuleBasedStateMachine):
         store.heal()
         if verb == "forget":
             view = self.at(1 - process).view()
-            for i, known in list(self.of(run).items())[:-1]:
-                if not known.tags and view.get(i).state == "forgotten":
-                    known.state = "forgotten"
-                if not known.tags and view.get(i).state == "swept":
-                    known.state = "swept"
+            for snapshot in planned:  # any other one that is gone, all_is_known misses
+                if (state := view.get(snapshot.id).state) in ("forgotten", "swept"):
+                    self.known[snapshot.id].state = state
         self.note_swept()
         if verb == "repair":  # what could not be read for a moment is healed by now, and may leave the quarantine
             assert self.at(process).repair(apply=True).ok

@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import faults
 import foreign
 import power
 import pytest
-from faults import OPTIONS, check_whole, keys_of, one_thread, opened, sampled, save, values
+from faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
 from tally import tally
 
 from snapstore import KeepLast, Repository, pack
@@ -24,6 +25,9 @@ from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.no_cover
 
+#: By id of a snapshot, or by run.
+Standing = dict[str, Any]
+
 
 @dataclass
 class History:
@@ -31,19 +35,26 @@ class History:
 
     Attributes:
         begins: of every verb, its first event.
-        kept: ids of the snapshots that are committed before and after it.
+        around: what `standing` says before and after it.
         index: (events so far, data of LMDB, its seal).
     """
 
     events: list[power.Event] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    kept: list[set[str]] = field(default_factory=list)
+    around: list[tuple[Standing, Standing]] = field(default_factory=list)
     index: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
-    def at(self, moment: int) -> tuple[str, set[str]]:
+    def at(self, moment: int) -> tuple[str, Standing, Standing]:
         verb = bisect_right(self.begins, moment) - 1
-        return self.names[verb], self.kept[verb]
+        return self.names[verb], *self.around[verb]
+
+
+def standing(repository: Repository) -> Standing:
+    """Of every snapshot its state, its tags and what no verb may change; of every run its policies."""
+    found = repository.view().snapshots(states=("committed", "forgotten", "swept"))
+    of_runs = {f"policies of {run}": repository.policies(run) for run in sorted({s.run for s in found})}
+    return {s.id: (s.state, s.tags, lasting(s)) for s in found} | of_runs
 
 
 def _verbs(do, verb):
@@ -121,7 +132,7 @@ def history(which: str) -> History:
         root.mkdir()
         recorder = power.Recorder(root)
         made.events = recorder.events
-        before: set[str] = set()
+        before: Standing = {}
 
         def do(name, verb):
             nonlocal before
@@ -130,8 +141,8 @@ def history(which: str) -> History:
             with recorder.recording():
                 verb()
             with opened(LocalStore(root)) as repository:
-                after = {snapshot.id for snapshot in repository.snapshots()}
-            made.kept.append(before & after)
+                after = standing(repository)
+            made.around.append((before, after))
             before = after
 
         def verb(function):
@@ -162,7 +173,7 @@ def disks(which, moments):
 def check(which, moment, disk, choose, about, store=None):
     """After the power loss: what was promised is there, all that is there is whole, and life goes on."""
     tally("power losses")
-    verb, kept = history(which).at(moment)
+    verb, before, after = history(which).at(moment)
     last = history(which).events[max(0, moment - 3) : moment]
     about = f"{about}, in {verb}, after {moment} events: {last!r:.300}"
     store = MemoryStore() if store is None else store
@@ -173,8 +184,9 @@ def check(which, moment, disk, choose, about, store=None):
         assert verb == "create", about
         return
     with opened(store) as repository:
-        found = {snapshot.id for snapshot in repository.snapshots()}
-        assert kept <= found, about
+        found = standing(repository)
+        for name in {*found, *before, *after}:  # what has returned is there, what had not begun is not
+            assert found.get(name) in (before.get(name), after.get(name)), f"{about}: {name}"
         if verb in DAMAGED:
             repository.repair(apply=True)
             repository.gc()  # ends the session that a repair has left

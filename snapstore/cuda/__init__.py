@@ -2,6 +2,7 @@
 
 staging.py     copies of the state in device or pinned memory
 engine.py      CudaEngine: batches of chunks to blobs and back, on one device
+capture.py     beside CUDA graphs that the training captures meanwhile
 lanes.py       a stream with its memory and tables: one batch at a time runs in one
 encoding.py    the stages of a batch on its way to blobs
 decoding.py    the stages of a batch on its way back
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import CapabilityError
+from .capture import beside_captures as beside_captures
 
 if TYPE_CHECKING:
     from ..engine import CpuEngine

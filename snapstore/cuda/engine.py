@@ -25,7 +25,7 @@ from ..state.arrays import Memory
 from .decoding import Decoding
 from .encoding import Encoding
 from .huffman import HUFFMAN
-from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async
+from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async, let_go
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .staging import Pinned
 
@@ -156,8 +156,7 @@ class CudaEngine:
             log.warning(text, self.device.index, what)
         self._warned = True
         self._lanes.rest()
-        with torch.cuda.device(self.device):
-            torch.cuda.empty_cache()
+        let_go(self.device)
 
     # -- chunks in
 

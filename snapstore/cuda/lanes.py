@@ -28,6 +28,7 @@ from ..digest import Bytes
 from ..engine import Chunks
 from ..threads import Threads
 from . import kernels
+from .capture import beside_captures
 
 log = logging.getLogger("snapstore")
 ALIGNMENT = 256
@@ -325,8 +326,15 @@ def _touch(piece: Bytes) -> None:
 
 
 def _unlock(address: int, device: int) -> None:
-    with suppress(Exception), torch.cuda.device(device):  # the device has failed, or this is a forked child
+    # the device has failed, or this is a forked child; and whatever thread collects garbage may capture a graph
+    with suppress(Exception), beside_captures(), torch.cuda.device(device):
         cupy.cuda.runtime.hostUnregister(address)
+
+
+def let_go(device: torch.device) -> None:
+    """Give the device what torch's allocator keeps for later; it refuses while any thread captures a graph."""
+    with torch.cuda.device(device), suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:

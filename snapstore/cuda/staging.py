@@ -23,7 +23,7 @@ from ..digest import Bytes
 from ..errors import InvalidInputError
 from ..state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .lanes import ALIGNMENT, copy_async, pinned
+from .lanes import ALIGNMENT, copy_async, let_go, pinned
 
 if TYPE_CHECKING:
     from ..engine import Engines
@@ -177,8 +177,7 @@ class DeviceStaging:
         if self._moved:  # what this save took, for copies and for its large first batches, fits no later one
             self._moved = False
             for device in self._apart:
-                with torch.cuda.device(device):
-                    torch.cuda.empty_cache()
+                let_go(device)
 
     # -- where
 
@@ -224,7 +223,7 @@ class DeviceStaging:
                 del memories[key]
         self._modes[device] = "host"
         log.warning("%s: out of memory for copies of the state; staging=host from here on", device)
-        torch.cuda.empty_cache()
+        let_go(device)
 
     def _without_memory(
         self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
@@ -273,7 +272,7 @@ class DeviceStaging:
         more = {key: nbytes for key, _, nbytes in items if key in unpaid and key not in before}
         if sum(more.values()) > APART_SHARE * sum(nbytes for _, _, nbytes in items):
             if before:  # else the memory of the first copies fits
-                torch.cuda.empty_cache()
+                let_go(device)
             before.update(more)
             self._moved = True
         return before

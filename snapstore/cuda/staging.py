@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +35,9 @@ WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 MOST_OF_STATE = 2.05
 #: What one thread block copies.
 PIECE_BYTES = 256 * 1024
-#: Copies are put together anew once this share of the state would lie better apart.
+#: Copies in host memory share allocations of about this size.
+ARENA_BYTES = 1024 * 1024 * 1024
+#: Copies are put together anew once this share of the state would lie better apart, or of an allocation is of no use.
 APART_SHARE = 0.1
 #: Of the memory that is free, what `auto` is ready to take.
 AUTO_SHARE = 0.9
@@ -50,6 +52,7 @@ class Pinned:
 
     array: Bytes
     device: torch.device
+    arena: Bytes  # the allocation that it is a part of
 
     def __len__(self) -> int:
         return len(self.array)
@@ -109,7 +112,7 @@ class DeviceStaging:
                     hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
                     copies = rooms.memories()
                 except torch.OutOfMemoryError:
-                    copies = self._without_memory([items[i] for i in large], device, spare, base)
+                    copies = self._without_memory([items[i] for i in large], device, spare, base, unpaid)
                     hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
                 for i, memory in zip(large, copies, strict=True):
                     memories[i] = spare[items[i][0]] = memory
@@ -213,8 +216,8 @@ class DeviceStaging:
                 return self._device_rooms(items, device, spare, unpaid)
             except torch.OutOfMemoryError:
                 self._give_up(device, spare, base)
-        pinned = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
-        return _Rooms(np.array([room.array.ctypes.data for room in pinned], np.int64), lambda: list(pinned), False)
+        rooms = _host_rooms(items, device, spare, base, unpaid)
+        return _Rooms(np.array([room.array.ctypes.data for room in rooms], np.int64), lambda: list(rooms), False)
 
     def _give_up(self, device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
         """There is no room for copies on a device: none stays there."""
@@ -226,11 +229,14 @@ class DeviceStaging:
         let_go(device)
 
     def _without_memory(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
-    ) -> list[Memory]:
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
+        unpaid: Container[Key],
+    ) -> list[Memory]:  # fmt: skip
         """Copies made at once, the caller waiting, since the device has not even room for tables."""
         self._give_up(device, spare, base)
-        rooms = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+        if device in self._streams:  # what has begun of them writes into the same memory
+            self._streams[device].synchronize()
+        rooms = _host_rooms(items, device, spare, base, unpaid)
         for (_, value, _), room in zip(items, rooms, strict=True):
             _carefully(value, room.array)
         return list(rooms)
@@ -277,14 +283,6 @@ class DeviceStaging:
             self._moved = True
         return before
 
-    @staticmethod
-    def _host_room(spare: dict[Key, Memory], key: Key, nbytes: int, device: torch.device) -> Pinned:
-        room = spare.get(key)
-        if not isinstance(room, Pinned) or len(room) != nbytes or room.device != device:
-            room = Pinned(pinned(nbytes), device)
-        assert isinstance(room, Pinned)
-        return room
-
     def _copy_small(
         self, sources: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
     ) -> list[Bytes]:
@@ -298,6 +296,54 @@ class DeviceStaging:
         host = torch.empty(len(together), dtype=torch.uint8, pin_memory=True)
         view = host.copy_(together, non_blocking=True).numpy()
         return [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
+
+
+def _host_rooms(
+    items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
+    unpaid: Container[Key],
+) -> list[Pinned]:  # fmt: skip
+    """Page-locked memory for every tensor: its spare one where that fits, else a part of a few new allocations.
+
+    An allocation takes huge pages, a call of the driver and threads: too much for every small tensor. It lives as long
+    as any part of it, so one of which little is of use is let go of. Tensors that will keep no base lie apart: the
+    place of their base is of no use.
+    """
+    rooms: list[Pinned | None] = []
+    for key, _, nbytes in items:
+        room = spare.pop(key, None)
+        fits = isinstance(room, Pinned) and len(room) == nbytes and room.device == device
+        rooms.append(room if fits else None)
+    room = None
+    if little := _little_used(rooms):
+        little = _little_used([*rooms, *base.values()])
+    rooms = [None if room is None or id(room.arena) in little else room for room in rooms]
+    sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
+    lacking = np.array([room is None for room in rooms], bool)
+    is_apart = np.array([key in unpaid for key, _, _ in items], bool)
+    for rows in (np.flatnonzero(lacking & ~is_apart), np.flatnonzero(lacking & is_apart)):
+        ends = np.cumsum(sizes[rows])
+        for own in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(ends // ARENA_BYTES)) + 1):
+            if not len(own):
+                continue
+            places = ends[own] - sizes[rows[own]] - (ends[own[0]] - sizes[rows[own[0]]])
+            arena = pinned(int(sizes[rows[own]].sum()))
+            for row, at in zip(rows[own].tolist(), places.tolist(), strict=True):
+                rooms[row] = Pinned(arena[at : at + items[row][2]], device, arena)
+    found = [room for room in rooms if room is not None]
+    spare.update(zip((key for key, _, _ in items), found, strict=True))  # though the copies fail
+    return found
+
+
+def _little_used(memories: Iterable[Memory]) -> set[int]:
+    """The allocations, by id, of which these memories leave more than APART_SHARE unused."""
+    used: dict[int, int] = defaultdict(int)
+    whole: dict[int, int] = {}
+    for memory in memories:
+        if isinstance(memory, Pinned):
+            arena, nbytes = memory.arena, memory.array.size
+            used[id(arena)] += nbytes + -nbytes % ALIGNMENT
+            whole[id(arena)] = arena.size
+    return {number for number, nbytes in used.items() if nbytes < (1 - APART_SHARE) * whole[number]}
 
 
 def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:

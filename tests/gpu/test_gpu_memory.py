@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gpu_states import (
     floats,
     headroom,
     manager,
+    moved,
     repository,
     settles,
     tensors,
@@ -24,6 +26,10 @@ from gpu_states import (
 )
 
 from snapstore import Repository, SnapshotManager
+from snapstore.chunking import INLINE_BYTES
+from snapstore.engine import Engines
+from snapstore.staging import Staging
+from snapstore.state.flatten import flatten
 
 if torch.cuda.is_available():  # they import CuPy
     from snapstore.cuda import engine as cuda_engine
@@ -310,6 +316,95 @@ def test_buffers_belong_to_one_engine():
     for pool in (first, second):
         pool.give(buffer)
     assert not np.shares_memory(first.take(4096), second.take(4096))
+
+
+# --- page-locked memory
+
+
+@pytest.fixture
+def arenas(monkeypatch):
+    """Page-locked memory that copies have asked for, as long as it lives."""
+    asked, real = [], staging.pinned
+
+    def pinned(nbytes):
+        arena = real(nbytes)
+        asked.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(staging, "pinned", pinned)
+    return asked
+
+
+class Saves:
+    """Copies of states as saves make them, and take them for bases; without the saves."""
+
+    def __init__(self, mode="host"):
+        self.engines = Engines(threads=1)
+        self.staging = Staging(self.engines, mode=mode)
+
+    def save(self, sizes, seed, unpaid=()):
+        """Copy tensors of these sizes [bytes], by name; `unpaid`: those whose deltas do not pay. What is copied is."""
+        whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
+        state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
+        parts = flatten(state)
+        copies = self.staging.copy(parts, INLINE_BYTES)
+        self.staging.landed()
+        places = {spec.path[-1]: (p, t) for p, part in enumerate(parts) for t, spec in enumerate(part.specs)}
+        got = np.concatenate([copies[p][t].array for p, t in (places[name] for name in sizes)])
+        assert (got == moved(whole, "cpu").numpy()).all()
+        self.staging.commit(str(seed), parts, {places[name] for name in unpaid}, copied=True)
+        return len(whole)
+
+
+def alive(arenas):
+    return sum(len(arena()) for arena in arenas if arena() is not None)
+
+
+def test_small_tensors_share_page_locked_memory(arenas):
+    """Two thousand of 4 KiB took 2 MiB each, and a call of the driver, for the base and for what is copied."""
+    saves = Saves()
+    sizes = {f"{i:04}": 4096 + 8 * (i % 90) for i in range(2000)}
+    for step in range(5):
+        nbytes = saves.save(sizes, step)
+        assert len(arenas) == min(step + 1, 2), "the third save has the memory of the first"
+    assert alive(arenas) < 2.1 * nbytes
+
+
+def test_page_locked_memory_of_tensors_without_a_base(arenas):
+    """Of those whose deltas do not pay there is one copy, in the long run and on the way there."""
+    saves = Saves()
+    sizes = {f"{i:03}": 8192 for i in range(90)}
+    unpaid = [name for name in sizes if int(name) % 3 == 0]
+    for step in range(6):
+        nbytes = saves.save(sizes, step, unpaid if step == 1 else ())
+    before = len(arenas)
+    assert before <= 3
+    assert alive(arenas) < 1.75 * nbytes, "2 x 2/3 and 1/3 of the state"
+    for step in range(6, 33):
+        saves.save(sizes, step)
+    assert len(arenas) == before
+    for step in range(33, 40):  # they are tried again, and keep bases now
+        saves.save(sizes, step)
+    assert len(arenas) <= before + 2
+    assert alive(arenas) < 2.1 * nbytes
+
+
+def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatch):
+    monkeypatch.setattr(staging, "ARENA_BYTES", 100_000)
+    saves, rng = Saves(), np.random.default_rng(3)
+    sizes = {f"{i:03}": int(n) for i, n in enumerate(rng.integers(4096, 9000, 100))}
+    for step in range(30):
+        for name in rng.choice(list(sizes), rng.integers(0, 20)).tolist():
+            sizes[name] = int(rng.integers(4096, 9000))
+        if step % 7 == 0:
+            sizes.pop(next(iter(sizes)))
+            sizes[f"new {step}"] = 400_000  # larger than what others share
+        nbytes = saves.save(sizes, step)
+        assert alive(arenas) < 2.5 * nbytes, step
+    for step in range(30, 34):
+        before = len(arenas)
+        saves.save(sizes, step)
+    assert len(arenas) == before
 
 
 # --- nothing is kept

@@ -408,6 +408,8 @@ class RawKernel:
         assert f'extern "C" __global__ void {name}(' in code
         self.name = name
 
+    num_regs = 32
+
     def compile(self) -> None: ...
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...]) -> None:
@@ -425,6 +427,14 @@ class RawKernel:
 class CUDARuntimeError(RuntimeError):
     """CuPy's."""
 
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status} of cudaError_t")
+        self.status = status
+
+
+class CUDADriverError(CUDARuntimeError):
+    """CuPy's."""
+
 
 class Runtime:
     """cupy.cuda.runtime"""
@@ -438,7 +448,7 @@ class Runtime:
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
         unsafe("cudaHostRegister")
         if address in self._registered:
-            raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+            raise CUDARuntimeError(712)  # cudaErrorHostMemoryAlreadyRegistered
         self._registered.add(address)
 
     def hostUnregister(self, address: int) -> None:
@@ -453,8 +463,9 @@ class Runtime:
 def cupy() -> types.ModuleType:
     module: Any = types.ModuleType("cupy")
     module.RawKernel = RawKernel
+    driver = types.SimpleNamespace(CUDADriverError=CUDADriverError)
     stream = types.SimpleNamespace(null=contextlib.nullcontext(), from_external=entered)
-    module.cuda = types.SimpleNamespace(runtime=Runtime(), Stream=stream, Device=entered)
+    module.cuda = types.SimpleNamespace(runtime=Runtime(), driver=driver, Stream=stream, Device=entered)
     return module
 
 

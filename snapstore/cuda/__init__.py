@@ -9,7 +9,7 @@ decoding.py    the stages of a batch on its way back
 huffman.py     planes that are noise with a skew to zstd frames and back, by kernels of our own
 nvcomp.py      nvCOMP's codecs, whole batches of blocks
 hosted.py      nvCOMP's own codecs for readers in host memory
-kernels.py     CUDA C++ kernels, one op a .cu file, compiled by CuPy at first use
+kernels.py     CUDA C++ kernels, one op a .cu file, compiled by CuPy once an engine is made
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ..state.arrays import Memory
 from .decoding import Decoding
 from .encoding import Encoding
 from .huffman import HUFFMAN
-from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async, let_go
+from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async, let_go, out_of_memory
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .staging import Pinned
 
@@ -91,7 +91,7 @@ class CudaEngine:
 
     @contextmanager
     def _at_front(self) -> Iterator[Lane]:
-        with self._front_lock, self._front.current():
+        with out_of_memory(), self._front_lock, self._front.current():
             try:
                 yield self._front
             finally:

@@ -23,7 +23,7 @@ from ..digest import Bytes
 from ..errors import InvalidInputError
 from ..state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .lanes import ALIGNMENT, copy_async, let_go, pinned
+from .lanes import ALIGNMENT, copy_async, let_go, out_of_memory, pinned
 
 if TYPE_CHECKING:
     from ..engine import Engines
@@ -109,8 +109,9 @@ class DeviceStaging:
                 large = [i for i in own if items[i][2] >= inline_below]
                 rooms = self._rooms([items[i] for i in large], device, spare, base, unpaid)
                 try:
-                    hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
-                    copies = rooms.memories()
+                    with out_of_memory():
+                        hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
+                        copies = rooms.memories()
                 except torch.OutOfMemoryError:
                     copies = self._without_memory([items[i] for i in large], device, spare, base, unpaid)
                     hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
@@ -213,7 +214,8 @@ class DeviceStaging:
         """Memory for the copies: on the device, or else on the host."""
         if items and self._mode(items, device, spare, base) == "device":
             try:
-                return self._device_rooms(items, device, spare, unpaid)
+                with out_of_memory():
+                    return self._device_rooms(items, device, spare, unpaid)
             except torch.OutOfMemoryError:
                 self._give_up(device, spare, base)
         rooms = _host_rooms(items, device, spare, base, unpaid)
@@ -349,7 +351,8 @@ def _little_used(memories: Iterable[Memory]) -> set[int]:
 def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:
     """A tensor's bytes in host memory, in pieces where the device has no room to make the whole of it contiguous."""
     try:
-        copy_into(value, out)
+        with out_of_memory():
+            copy_into(value, out)
     except torch.OutOfMemoryError:
         if value.dim() == 0:
             raise

@@ -4,6 +4,7 @@ import gc
 import logging
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,8 +33,10 @@ from snapstore.staging import Staging
 from snapstore.state.flatten import flatten
 
 if torch.cuda.is_available():  # they import CuPy
+    import cupy
+
     from snapstore.cuda import engine as cuda_engine
-    from snapstore.cuda import lanes, staging
+    from snapstore.cuda import kernels, lanes, staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -133,17 +136,36 @@ def test_a_restore_without_device_memory():
 # --- the engine
 
 
+def beneath_torch(text="out of memory"):
+    """What torch raises of a call that is not its allocator's."""
+    return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: {text}\nCUDA kernel errors might be reported")
+
+
+FULL = {
+    "allocator": lambda: torch.OutOfMemoryError("CUDA out of memory (on purpose)"),
+    "beneath torch": beneath_torch,
+    "CuPy": lambda: cupy.cuda.runtime.CUDARuntimeError(2),
+    "CuPy, driver": lambda: cupy.cuda.driver.CUDADriverError(2),
+}
+ILL = {
+    "beneath torch": lambda: beneath_torch("an illegal memory access was encountered"),
+    "CuPy": lambda: cupy.cuda.runtime.CUDARuntimeError(700),
+    "CuPy, driver": lambda: cupy.cuda.driver.CUDADriverError(719),
+    "another": lambda: RuntimeError("out of memory, says who"),
+}
+
+
 class Failing:
     """Allocations that fail: the first few, or those above a size."""
 
-    def __init__(self, first=0, above=None):
-        self.first, self.above, self.failed = first, above, 0
+    def __init__(self, first=0, above=None, error=FULL["allocator"]):
+        self.first, self.above, self.error, self.failed = first, above, error, 0
 
     def __call__(self, nbytes):
         if self.first > 0 or (self.above is not None and nbytes > self.above):
             self.first -= 1
             self.failed += 1
-            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+            raise self.error()
 
 
 FAILINGS = pytest.mark.parametrize(
@@ -247,6 +269,77 @@ def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
         failing = fail_nvcomp(**kind)
         assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []
         assert failing.failed
+
+
+@pytest.mark.parametrize("says", FULL)
+def test_whoever_says_that_memory_ran_out(fail_lanes, caplog, says):
+    with repository(chunk_bytes=65_536) as repo:
+        failing = fail_lanes(first=3, error=FULL[says])
+        check_saves(repo)
+        repo.restore("r@1", device="cuda")
+        assert failing.failed == 3
+        assert warned(caplog, "out of memory")
+
+
+@pytest.mark.parametrize("says", ILL)
+def test_another_error_is_not_taken_for_memory_that_ran_out(fail_lanes, says):
+    with repository(chunk_bytes=65_536) as repo:
+        fail_lanes(first=1, error=ILL[says])
+        with pytest.raises(type(ILL[says]())):
+            repo.save(small_state(), run="r", step=0)
+
+
+@pytest.mark.parametrize("where", ["_gather", "_device_rooms", "copy_async"])
+@pytest.mark.parametrize("says", FULL)
+def test_copies_when_memory_runs_out(monkeypatch, caplog, says, where):
+    state, failing = small_state(), Failing(first=1, error=FULL[says])
+    wanted, owner = facts(state), staging.DeviceStaging if where == "_device_rooms" else staging
+    real = getattr(owner, where)
+
+    def fails(*args):
+        failing(0)
+        return real(*args)
+
+    monkeypatch.setattr(owner, where, fails)
+    with manager("host" if where == "copy_async" else "device", chunk_bytes=65_536) as made:
+        made.save(0, state)
+        drift(state, 0)
+        assert differing(facts(made.restore(0)), wanted) == []
+    assert failing.failed == 1
+    assert warned(caplog, "out of memory")
+
+
+def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
+    """CuPy compiles and the driver loads them when they are first used: in a save there may be no memory for it."""
+    ready, launched, real = set(), set(), cupy.RawKernel
+
+    class Kernel:
+        def __init__(self, code, name, **options):
+            self.kernel, self.name = real(code, name, **options), name
+
+        def compile(self):
+            self.kernel.compile()
+
+        @property
+        def num_regs(self):
+            ready.add((self.name, threading.get_ident()))
+            return self.kernel.num_regs
+
+        def __call__(self, *args):
+            launched.add(self.name)
+            self.kernel(*args)
+
+    monkeypatch.setattr(cupy, "RawKernel", Kernel)
+    kernels._kernel.cache_clear()
+    try:
+        with repository(chunk_bytes=65_536) as repo:
+            repo.engines.on(torch.device("cuda", 0))
+            assert ready == {(path.stem, threading.get_ident()) for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert not launched
+            check_saves(repo)
+            assert launched <= {name for name, _ in ready}
+    finally:
+        kernels._kernel.cache_clear()
 
 
 def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):

@@ -163,7 +163,7 @@ class DeviceStaging:
         for device, mode in self._modes.items():
             left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
             work = min(left, int(AUTO_SHARE * _free_bytes(device)))
-            self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else work)
+            self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 
     def _wait(self) -> None:
         for device, event in self._landing:
@@ -174,6 +174,8 @@ class DeviceStaging:
 
     def settle(self, spare: dict[Key, Memory]) -> None:
         """A save is over, committed or not: device memory that the next one would only overwrite is free until then."""
+        for device in self._modes:
+            self._engines.on(device).limit(self, None)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:

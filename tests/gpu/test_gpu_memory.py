@@ -31,6 +31,7 @@ from snapstore.chunking import INLINE_BYTES
 from snapstore.engine import Engines
 from snapstore.staging import Staging
 from snapstore.state.flatten import flatten
+from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy
     import cupy
@@ -619,8 +620,43 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
         snapshots.save(0, state).result()
         engine = repo.engines.on(state["w"].device)
         assert engine.batch_bytes == cuda_engine.BATCH_BYTES
-        engine.limit(staging.HOST_WORK_BYTES)  # as a save that has begun
+        engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save that has begun
         bound = engine.batch_bytes
         assert bound < cuda_engine.BATCH_BYTES
         repo.restore("r@0", into={"w": torch.empty_like(state["w"])})
         assert engine.batch_bytes == bound
+
+
+def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
+    """Of two managers of one repository: the work of each is to fit into the memory that is left, until it is over."""
+    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.hold
+
+    def hold(self, key, data):
+        if waits:  # the first save, at its beginning
+            waits.clear()
+            reached.set()
+            assert go.wait(60)
+        real(self, key, data)
+
+    monkeypatch.setattr(MemoryStore, "hold", hold)
+    state = {"w": floats(300_000, 1, "cuda")}
+    with (
+        repository(chunk_bytes=65_536) as repo,
+        SnapshotManager(repo, run="x", staging="host") as bounded,
+        SnapshotManager(repo, run="y", staging="device") as other,
+    ):
+        engine = repo.engines.on(state["w"].device)
+        handle = bounded.save(0, state)
+        try:
+            assert reached.wait(60)
+            bound = engine.batch_bytes
+            assert bound < cuda_engine.BATCH_BYTES
+            other.save(0, state).result(60)
+            other.wait_until_finished()
+            assert engine.batch_bytes <= bound
+            repo.save(state, run="z", step=0)
+            assert engine.batch_bytes == bound
+        finally:
+            go.set()
+        handle.result(60)
+        assert engine.batch_bytes == cuda_engine.BATCH_BYTES

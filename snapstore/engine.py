@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -432,6 +432,14 @@ class Engines:
         if self.required:
             raise CapabilityError(self._lacking)
         return False
+
+    def in_background(self) -> AbstractContextManager[None]:
+        """For a thread of ours: what it does on devices ruins no CUDA graph that another one captures meanwhile."""
+        if not self._cuda:
+            return nullcontext()
+        from .cuda import beside_captures
+
+        return beside_captures()
 
     def rest(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
         """A save (`saved`) or a restore is over: the engines of devices keep no device memory that nobody uses.

@@ -209,7 +209,8 @@ class SnapshotManager:
         def run() -> None:
             if _popped(token):  # else the caller was interrupted and has given up
                 try:
-                    self._run(handle, request, work, started, stall_s)
+                    with self.repository.engines.in_background():
+                        self._run(handle, request, work, started, stall_s)
                 finally:
                     self._slot.release()
 

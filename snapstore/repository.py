@@ -359,6 +359,7 @@ class Repository:
         Raises:
             NotFoundError: the reference or a key names nothing.
             InvalidInputError: `into` does not fit; every difference is listed, nothing was written.
+            CapabilityError: `device` is a CUDA device that is not there.
             IntegrityError: damage was found; `into` may be half written.
         """
         snapshot, state = self.read(ref, into, keys, device)

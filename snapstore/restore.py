@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import chunking, manifest
+from .cuda import require_device
 from .engine import Engines
 from .errors import FormatError, UnknownFormatError
 from .fetch import Fetcher, Wanted
@@ -32,11 +33,14 @@ def restore(
 
     Raises:
         InvalidInputError: `into` does not fit; every difference is listed and nothing was written.
+        CapabilityError: `device` is a CUDA device that is not there.
         IntegrityError, FormatError: damage; `into` may then be half written.
     """
     manifests = read_manifests(store, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
     target = Target(parts, into=into, keys=keys, device=device, on_device=engines.on_device)
+    if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
+        require_device(device)
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
     try:
         for done in Fetcher(store, engines).rebuild(_wanted(manifests, parts, target, pending)):

@@ -27,6 +27,7 @@ import pytest
 import torch
 import xxhash
 import zstandard
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
@@ -59,6 +60,7 @@ class Memory:
         """(nbytes,) uint8, until no tensor lies in it any more."""
         size = -(-nbytes // self.STEP_BYTES) * self.STEP_BYTES
         with self._lock:
+            unsafe("cudaMalloc", by_torch=True)
             if self.allocated + size > self.limit:
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {nbytes} bytes of the fake device")
             self.allocated += size
@@ -163,6 +165,8 @@ def factory(name: str) -> Callable[..., torch.Tensor]:
 
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         like = name.endswith("_like")
+        if pin_memory:
+            unsafe("cudaHostAlloc", by_torch=True)
         if device is None and not (like and isinstance(args[0], CudaTensor)):
             return real(*args, **options)
         if not is_cuda(device or DEVICE):
@@ -205,7 +209,7 @@ class Stream:
 
     _POOL = itertools.cycle(range(1, 33))
 
-    def __init__(self, device: Any = None, number: int | None = None) -> None:
+    def __init__(self, device: Any = None, number: int | None = None, priority: int = 0) -> None:
         self.cuda_stream = next(self._POOL) if number is None else number
         self.device = DEVICE
 
@@ -231,16 +235,19 @@ class Event:
         self._asked = 0
 
     def query(self) -> bool:
+        unsafe("cudaEventQuery")
         self._asked += 1
         return self._asked > 1
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        unsafe("cudaEventSynchronize")
 
     def wait(self, stream: Stream | None = None) -> None: ...
 
 
 class _Current(threading.local):
     stream = Stream(number=0)
+    capture_mode = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 _current = _Current()
@@ -264,6 +271,73 @@ def nothing(*args: Any) -> None:
     """There is nothing to do."""
 
 
+class Graph:
+    """torch.cuda.CUDAGraph, of calls of operators that work in place."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for func, args, kwargs in self.calls:
+            func(*args, **kwargs)
+
+
+class Capture(TorchFunctionMode):
+    """torch.cuda.graph: what works in place is noted, and not done."""
+
+    running: Capture | None = None
+
+    def __init__(self, graph: Graph, **options: Any) -> None:
+        super().__init__()
+        self.graph, self.thread = graph, threading.get_ident()
+        self.ruined_by: str | None = None
+
+    def __enter__(self) -> Any:
+        Capture.running = self
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        Capture.running = None
+        if kind is None and self.ruined_by is not None:
+            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self.ruined_by}")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not name.endswith("_") or name.endswith("__"):
+            return func(*args, **(kwargs or {}))
+        self.graph.calls.append((func, args, kwargs or {}))
+        return args[0]
+
+
+def unsafe(call: str, *, by_torch: bool = False) -> None:
+    """A call that fails, and a capture with it, in every thread but those whose mode is relaxed.
+
+    `by_torch`: torch makes that of the capturing thread the relaxed one for it.
+    """
+    capture = Capture.running
+    own = capture is not None and capture.thread == threading.get_ident()
+    if capture is not None and _current.capture_mode != 2 and not (own and by_torch):
+        capture.ruined_by = call
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {call}")
+
+
+def exchange_capture_mode(mode: Any) -> int:
+    """cuThreadExchangeStreamCaptureMode"""
+    _current.capture_mode, mode._obj.value = mode._obj.value, _current.capture_mode
+    return 0
+
+
+def empty_cache() -> None:
+    if Capture.running is not None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    unsafe("cudaMemGetInfo")
+    return MEMORY.TOTAL_BYTES - MEMORY.allocated, MEMORY.TOTAL_BYTES
+
+
 TORCH_CUDA = {
     "Stream": Stream,
     "Event": Event,
@@ -276,14 +350,18 @@ TORCH_CUDA = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "is_initialized": lambda: False,  # there are no random numbers of the device
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: (
+        Capture.running is not None and Capture.running.thread == threading.get_ident()
+    ),
+    "CUDAGraph": Graph,
+    "graph": Capture,
     "get_device_name": lambda device=None: "a CPU that plays a GPU",
     "set_device": nothing,
     "synchronize": nothing,
-    "empty_cache": nothing,
+    "empty_cache": empty_cache,
     "manual_seed_all": nothing,
     "_sleep": nothing,
-    "mem_get_info": lambda device=None: (MEMORY.TOTAL_BYTES - MEMORY.allocated, MEMORY.TOTAL_BYTES),
+    "mem_get_info": mem_get_info,
     "memory_allocated": lambda device=None: MEMORY.allocated,
     "memory_reserved": lambda device=None: MEMORY.allocated,
     "max_memory_allocated": lambda device=None: MEMORY.peak,
@@ -330,6 +408,8 @@ class RawKernel:
         assert f'extern "C" __global__ void {name}(' in code
         self.name = name
 
+    num_regs = 32
+
     def compile(self) -> None: ...
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...]) -> None:
@@ -347,6 +427,14 @@ class RawKernel:
 class CUDARuntimeError(RuntimeError):
     """CuPy's."""
 
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status} of cudaError_t")
+        self.status = status
+
+
+class CUDADriverError(CUDARuntimeError):
+    """CuPy's."""
+
 
 class Runtime:
     """cupy.cuda.runtime"""
@@ -358,11 +446,13 @@ class Runtime:
         self._registered: set[int] = set()
 
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        unsafe("cudaHostRegister")
         if address in self._registered:
-            raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+            raise CUDARuntimeError(712)  # cudaErrorHostMemoryAlreadyRegistered
         self._registered.add(address)
 
     def hostUnregister(self, address: int) -> None:
+        unsafe("cudaHostUnregister")
         self._registered.remove(address)
 
     def memcpyAsync(self, destination: int, source: int, nbytes: int, kind: int, stream: int) -> None:
@@ -373,8 +463,9 @@ class Runtime:
 def cupy() -> types.ModuleType:
     module: Any = types.ModuleType("cupy")
     module.RawKernel = RawKernel
+    driver = types.SimpleNamespace(CUDADriverError=CUDADriverError)
     stream = types.SimpleNamespace(null=contextlib.nullcontext(), from_external=entered)
-    module.cuda = types.SimpleNamespace(runtime=Runtime(), Stream=stream, Device=entered)
+    module.cuda = types.SimpleNamespace(runtime=Runtime(), driver=driver, Stream=stream, Device=entered)
     return module
 
 
@@ -539,9 +630,11 @@ def install() -> None:
     nvidia: Any = types.ModuleType("nvidia")
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
+    from snapstore.cuda import capture
     from snapstore.state import arrays
 
     arrays.type = kind_of
+    capture.driver = lambda: exchange_capture_mode
 
 
 install()  # before tests/gpu/conftest.py asks whether there is a device
@@ -555,6 +648,7 @@ SMALLER: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "test_gpu_memory": {"MIB": lambda real: real // 32},
     "test_gpu_staging": {"MIB": lambda real: real // 32},
+    "test_gpu_graphs": {"MIB": lambda real: real // 256},
     "test_gpu_directions": {"MIB": lambda real: real // 32},
 }
 

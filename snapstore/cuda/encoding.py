@@ -17,6 +17,7 @@ from ..blob import Column
 from ..digest import Bytes
 from ..engine import EncodeBatch
 from . import huffman, kernels, nvcomp
+from .capture import beside_captures
 from .huffman import HUFFMAN
 from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps
 from .nvcomp import ANS, Coder
@@ -45,8 +46,8 @@ class DeviceEncoded:
         done = torch.cuda.Event()
         done.record(self.stream)
 
-        def wait() -> None:
-            with torch.cuda.device(self.stream.device):
+        def wait() -> None:  # by the thread that puts the pack
+            with beside_captures(), torch.cuda.device(self.stream.device):
                 done.synchronize()
 
         return wait

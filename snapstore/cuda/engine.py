@@ -25,7 +25,7 @@ from ..state.arrays import Memory
 from .decoding import Decoding
 from .encoding import Encoding
 from .huffman import HUFFMAN
-from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async
+from .lanes import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async, let_go, out_of_memory
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .staging import Pinned
 
@@ -69,6 +69,7 @@ class CudaEngine:
     def __init__(self, device: int, codec: str, cpu: CpuEngine) -> None:
         self.device = torch.device("cuda", device)
         self.batch_bytes = BATCH_BYTES
+        self._limits: dict[object, int] = {}  # of the saves that run
         self._codec = codec
         self._with_zstd = self._warned = False
         self._cpu = cpu
@@ -91,7 +92,7 @@ class CudaEngine:
 
     @contextmanager
     def _at_front(self) -> Iterator[Lane]:
-        with self._front_lock, self._front.current():
+        with out_of_memory(), self._front_lock, self._front.current():
             try:
                 yield self._front
             finally:
@@ -121,10 +122,11 @@ class CudaEngine:
         self._pinned.give(buffer)
 
     def rest(self, *, saved: bool = False) -> None:
-        """Keep no device memory between saves; `saved`: one is over, and so is its `limit`."""
+        """Keep no device memory between saves; `saved`: one is over, and the next may try whole batches again."""
         self._lanes.rest()
         if saved:
-            self.batch_bytes, self._with_zstd, self._warned = BATCH_BYTES, False, False
+            self._warned = False
+            self._set_batches()
 
     def close(self) -> None:
         """Give threads and memory back."""
@@ -144,9 +146,19 @@ class CudaEngine:
             return _ANS
         return _PORTABLE_WITH_ZSTD if self._with_zstd else _PORTABLE
 
-    def limit(self, work_bytes: int) -> None:
-        """Let a save take about this much device memory for its work, until it is over."""
-        self._with_zstd = work_bytes >= WORK_PER_BATCH_BYTE * BATCH_BYTES + LANES * ZSTD_BYTES
+    def limit(self, saver: object, work_bytes: int | None) -> None:
+        """Let a save take about this much device memory for its work; None: it is over. Of several the least counts."""
+        if work_bytes is None:
+            self._limits.pop(saver, None)
+        else:
+            self._limits[saver] = work_bytes
+        self._set_batches()
+
+    def _set_batches(self) -> None:
+        """As large as the running saves let them be, whatever memory ran out meanwhile."""
+        least = min(list(self._limits.values()), default=None)
+        self._with_zstd = least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + LANES * ZSTD_BYTES
+        work_bytes = WORK_PER_BATCH_BYTE * BATCH_BYTES if least is None else least
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, work_bytes // WORK_PER_BATCH_BYTE)))
 
     def _shrink(self, what: str) -> None:
@@ -156,8 +168,7 @@ class CudaEngine:
             log.warning(text, self.device.index, what)
         self._warned = True
         self._lanes.rest()
-        with torch.cuda.device(self.device):
-            torch.cuda.empty_cache()
+        let_go(self.device)
 
     # -- chunks in
 

@@ -11,6 +11,7 @@ import torch
 from ..digest import Bytes
 from ..errors import IntegrityError
 from . import nvcomp
+from .capture import beside_captures
 from .lanes import Lane
 
 _lane: Lane | None = None
@@ -31,7 +32,7 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
         stored[offset : offset + block.size] = block
     starts = np.arange(0, out.size, block_bytes)
     lengths = np.minimum(block_bytes, out.size - starts)
-    with _lock:
+    with _lock, beside_captures():  # in a thread of a pool
         lane = _lane = _lane or Lane(torch.device("cuda", torch.cuda.current_device()))
         with lane.current():
             try:

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels, one op a .cu file beside this one, compiled by CuPy for the device at hand at first use.
+"""CUDA C++ kernels, one op a .cu file beside this one, compiled by CuPy for each device that has an engine.
 
 In: addresses in device memory, as columns that lie there. A launch returns at once; the stream orders it.
 """
@@ -46,9 +46,14 @@ def _stream(pointer: int, device: int) -> Any:
 
 
 def prepare(device: int) -> None:
-    """Compile one kernel, in the thread of the caller: no other may import what that imports (threads.py)."""
+    """Compile all kernels, and have the driver load them: later there may be no memory on the device for that.
+
+    In the thread of the caller: no other may import what compiling imports (threads.py).
+    """
     with cupy.cuda.Device(device):
-        _kernel("gather").compile()
+        for name in THREADS:
+            _kernel(name).compile()
+            _kernel(name).num_regs  # noqa: B018  # the driver loads what is asked for, and no sooner
 
 
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from ..digest import Bytes
 from ..engine import Chunks
 from ..threads import Threads
 from . import kernels
+from .capture import beside_captures
 
 log = logging.getLogger("snapstore")
 ALIGNMENT = 256
@@ -169,7 +170,7 @@ class Task:
             self.lane.settled()
         except BaseException as error:  # noqa: BLE001  raised in `result`
             # a new one has no frames that hold device memory
-            self.error = torch.OutOfMemoryError(str(error)) if isinstance(error, torch.OutOfMemoryError) else error
+            self.error = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
             self.run = self.steps = None
             with suppress(Exception):  # a device that failed says so again at the next call
                 self.lane.sync()
@@ -325,8 +326,35 @@ def _touch(piece: Bytes) -> None:
 
 
 def _unlock(address: int, device: int) -> None:
-    with suppress(Exception), torch.cuda.device(device):  # the device has failed, or this is a forked child
+    # the device has failed, or this is a forked child; and whatever thread collects garbage may capture a graph
+    with suppress(Exception), beside_captures(), torch.cuda.device(device):
         cupy.cuda.runtime.hostUnregister(address)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device is full, says who: torch's allocator; a call beneath it, as for a stream; or CuPy."""
+    if type(error).__name__ in ("CUDARuntimeError", "CUDADriverError"):
+        return getattr(error, "status", None) == 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
+    # torch.AcceleratorError, of torch 2.8 and newer, is a RuntimeError
+    beneath = isinstance(error, RuntimeError) and str(error).startswith("CUDA error: out of memory")
+    return beneath or isinstance(error, torch.OutOfMemoryError)
+
+
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """All that says that the device is full is a torch.OutOfMemoryError."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+
+
+def let_go(device: torch.device) -> None:
+    """Give the device what torch's allocator keeps for later; it refuses while any thread captures a graph."""
+    with torch.cuda.device(device), suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:

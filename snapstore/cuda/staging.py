@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,7 @@ from ..digest import Bytes
 from ..errors import InvalidInputError
 from ..state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .lanes import ALIGNMENT, copy_async, pinned
+from .lanes import ALIGNMENT, copy_async, let_go, out_of_memory, pinned
 
 if TYPE_CHECKING:
     from ..engine import Engines
@@ -35,7 +35,9 @@ WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 MOST_OF_STATE = 2.05
 #: What one thread block copies.
 PIECE_BYTES = 256 * 1024
-#: Copies are put together anew once this share of the state would lie better apart.
+#: Copies in host memory share allocations of about this size.
+ARENA_BYTES = 1024 * 1024 * 1024
+#: Copies are put together anew once this share of the state would lie better apart, or of an allocation is of no use.
 APART_SHARE = 0.1
 #: Of the memory that is free, what `auto` is ready to take.
 AUTO_SHARE = 0.9
@@ -50,6 +52,7 @@ class Pinned:
 
     array: Bytes
     device: torch.device
+    arena: Bytes  # the allocation that it is a part of
 
     def __len__(self) -> int:
         return len(self.array)
@@ -106,10 +109,11 @@ class DeviceStaging:
                 large = [i for i in own if items[i][2] >= inline_below]
                 rooms = self._rooms([items[i] for i in large], device, spare, base, unpaid)
                 try:
-                    hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
-                    copies = rooms.memories()
+                    with out_of_memory():
+                        hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
+                        copies = rooms.memories()
                 except torch.OutOfMemoryError:
-                    copies = self._without_memory([items[i] for i in large], device, spare, base)
+                    copies = self._without_memory([items[i] for i in large], device, spare, base, unpaid)
                     hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
                 for i, memory in zip(large, copies, strict=True):
                     memories[i] = spare[items[i][0]] = memory
@@ -159,7 +163,7 @@ class DeviceStaging:
         for device, mode in self._modes.items():
             left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
             work = min(left, int(AUTO_SHARE * _free_bytes(device)))
-            self._engines.on(device).limit(HOST_WORK_BYTES if mode == "host" else work)
+            self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 
     def _wait(self) -> None:
         for device, event in self._landing:
@@ -170,6 +174,8 @@ class DeviceStaging:
 
     def settle(self, spare: dict[Key, Memory]) -> None:
         """A save is over, committed or not: device memory that the next one would only overwrite is free until then."""
+        for device in self._modes:
+            self._engines.on(device).limit(self, None)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
@@ -177,8 +183,7 @@ class DeviceStaging:
         if self._moved:  # what this save took, for copies and for its large first batches, fits no later one
             self._moved = False
             for device in self._apart:
-                with torch.cuda.device(device):
-                    torch.cuda.empty_cache()
+                let_go(device)
 
     # -- where
 
@@ -211,11 +216,12 @@ class DeviceStaging:
         """Memory for the copies: on the device, or else on the host."""
         if items and self._mode(items, device, spare, base) == "device":
             try:
-                return self._device_rooms(items, device, spare, unpaid)
+                with out_of_memory():
+                    return self._device_rooms(items, device, spare, unpaid)
             except torch.OutOfMemoryError:
                 self._give_up(device, spare, base)
-        pinned = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
-        return _Rooms(np.array([room.array.ctypes.data for room in pinned], np.int64), lambda: list(pinned), False)
+        rooms = _host_rooms(items, device, spare, base, unpaid)
+        return _Rooms(np.array([room.array.ctypes.data for room in rooms], np.int64), lambda: list(rooms), False)
 
     def _give_up(self, device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
         """There is no room for copies on a device: none stays there."""
@@ -224,14 +230,17 @@ class DeviceStaging:
                 del memories[key]
         self._modes[device] = "host"
         log.warning("%s: out of memory for copies of the state; staging=host from here on", device)
-        torch.cuda.empty_cache()
+        let_go(device)
 
     def _without_memory(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
-    ) -> list[Memory]:
+        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
+        unpaid: Container[Key],
+    ) -> list[Memory]:  # fmt: skip
         """Copies made at once, the caller waiting, since the device has not even room for tables."""
         self._give_up(device, spare, base)
-        rooms = [self._host_room(spare, key, nbytes, device) for key, _, nbytes in items]
+        if device in self._streams:  # what has begun of them writes into the same memory
+            self._streams[device].synchronize()
+        rooms = _host_rooms(items, device, spare, base, unpaid)
         for (_, value, _), room in zip(items, rooms, strict=True):
             _carefully(value, room.array)
         return list(rooms)
@@ -273,18 +282,10 @@ class DeviceStaging:
         more = {key: nbytes for key, _, nbytes in items if key in unpaid and key not in before}
         if sum(more.values()) > APART_SHARE * sum(nbytes for _, _, nbytes in items):
             if before:  # else the memory of the first copies fits
-                torch.cuda.empty_cache()
+                let_go(device)
             before.update(more)
             self._moved = True
         return before
-
-    @staticmethod
-    def _host_room(spare: dict[Key, Memory], key: Key, nbytes: int, device: torch.device) -> Pinned:
-        room = spare.get(key)
-        if not isinstance(room, Pinned) or len(room) != nbytes or room.device != device:
-            room = Pinned(pinned(nbytes), device)
-        assert isinstance(room, Pinned)
-        return room
 
     def _copy_small(
         self, sources: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
@@ -301,10 +302,59 @@ class DeviceStaging:
         return [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
 
 
+def _host_rooms(
+    items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
+    unpaid: Container[Key],
+) -> list[Pinned]:  # fmt: skip
+    """Page-locked memory for every tensor: its spare one where that fits, else a part of a few new allocations.
+
+    An allocation takes huge pages, a call of the driver and threads: too much for every small tensor. It lives as long
+    as any part of it, so one of which little is of use is let go of. Tensors that will keep no base lie apart: the
+    place of their base is of no use.
+    """
+    rooms: list[Pinned | None] = []
+    for key, _, nbytes in items:
+        room = spare.pop(key, None)
+        fits = isinstance(room, Pinned) and len(room) == nbytes and room.device == device
+        rooms.append(room if fits else None)
+    room = None
+    if little := _little_used(rooms):
+        little = _little_used([*rooms, *base.values()])
+    rooms = [None if room is None or id(room.arena) in little else room for room in rooms]
+    sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
+    lacking = np.array([room is None for room in rooms], bool)
+    is_apart = np.array([key in unpaid for key, _, _ in items], bool)
+    for rows in (np.flatnonzero(lacking & ~is_apart), np.flatnonzero(lacking & is_apart)):
+        ends = np.cumsum(sizes[rows])
+        for own in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(ends // ARENA_BYTES)) + 1):
+            if not len(own):
+                continue
+            places = ends[own] - sizes[rows[own]] - (ends[own[0]] - sizes[rows[own[0]]])
+            arena = pinned(int(sizes[rows[own]].sum()))
+            for row, at in zip(rows[own].tolist(), places.tolist(), strict=True):
+                rooms[row] = Pinned(arena[at : at + items[row][2]], device, arena)
+    found = [room for room in rooms if room is not None]
+    spare.update(zip((key for key, _, _ in items), found, strict=True))  # though the copies fail
+    return found
+
+
+def _little_used(memories: Iterable[Memory]) -> set[int]:
+    """The allocations, by id, of which these memories leave more than APART_SHARE unused."""
+    used: dict[int, int] = defaultdict(int)
+    whole: dict[int, int] = {}
+    for memory in memories:
+        if isinstance(memory, Pinned):
+            arena, nbytes = memory.arena, memory.array.size
+            used[id(arena)] += nbytes + -nbytes % ALIGNMENT
+            whole[id(arena)] = arena.size
+    return {number for number, nbytes in used.items() if nbytes < (1 - APART_SHARE) * whole[number]}
+
+
 def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:
     """A tensor's bytes in host memory, in pieces where the device has no room to make the whole of it contiguous."""
     try:
-        copy_into(value, out)
+        with out_of_memory():
+            copy_into(value, out)
     except torch.OutOfMemoryError:
         if value.dim() == 0:
             raise

@@ -3,6 +3,8 @@
 import gc
 import logging
 import threading
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from gpu_states import (
     floats,
     headroom,
     manager,
+    moved,
     repository,
     settles,
     tensors,
@@ -24,10 +27,17 @@ from gpu_states import (
 )
 
 from snapstore import Repository, SnapshotManager
+from snapstore.chunking import INLINE_BYTES
+from snapstore.engine import Engines
+from snapstore.staging import Staging
+from snapstore.state.flatten import flatten
+from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy
+    import cupy
+
     from snapstore.cuda import engine as cuda_engine
-    from snapstore.cuda import lanes, staging
+    from snapstore.cuda import kernels, lanes, staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -127,17 +137,36 @@ def test_a_restore_without_device_memory():
 # --- the engine
 
 
+def beneath_torch(text="out of memory"):
+    """What torch raises of a call that is not its allocator's."""
+    return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: {text}\nCUDA kernel errors might be reported")
+
+
+FULL = {
+    "allocator": lambda: torch.OutOfMemoryError("CUDA out of memory (on purpose)"),
+    "beneath torch": beneath_torch,
+    "CuPy": lambda: cupy.cuda.runtime.CUDARuntimeError(2),
+    "CuPy, driver": lambda: cupy.cuda.driver.CUDADriverError(2),
+}
+ILL = {
+    "beneath torch": lambda: beneath_torch("an illegal memory access was encountered"),
+    "CuPy": lambda: cupy.cuda.runtime.CUDARuntimeError(700),
+    "CuPy, driver": lambda: cupy.cuda.driver.CUDADriverError(719),
+    "another": lambda: RuntimeError("out of memory, says who"),
+}
+
+
 class Failing:
     """Allocations that fail: the first few, or those above a size."""
 
-    def __init__(self, first=0, above=None):
-        self.first, self.above, self.failed = first, above, 0
+    def __init__(self, first=0, above=None, error=FULL["allocator"]):
+        self.first, self.above, self.error, self.failed = first, above, error, 0
 
     def __call__(self, nbytes):
         if self.first > 0 or (self.above is not None and nbytes > self.above):
             self.first -= 1
             self.failed += 1
-            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+            raise self.error()
 
 
 FAILINGS = pytest.mark.parametrize(
@@ -243,6 +272,77 @@ def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
         assert failing.failed
 
 
+@pytest.mark.parametrize("says", FULL)
+def test_whoever_says_that_memory_ran_out(fail_lanes, caplog, says):
+    with repository(chunk_bytes=65_536) as repo:
+        failing = fail_lanes(first=3, error=FULL[says])
+        check_saves(repo)
+        repo.restore("r@1", device="cuda")
+        assert failing.failed == 3
+        assert warned(caplog, "out of memory")
+
+
+@pytest.mark.parametrize("says", ILL)
+def test_another_error_is_not_taken_for_memory_that_ran_out(fail_lanes, says):
+    with repository(chunk_bytes=65_536) as repo:
+        fail_lanes(first=1, error=ILL[says])
+        with pytest.raises(type(ILL[says]())):
+            repo.save(small_state(), run="r", step=0)
+
+
+@pytest.mark.parametrize("where", ["_gather", "_device_rooms", "copy_async"])
+@pytest.mark.parametrize("says", FULL)
+def test_copies_when_memory_runs_out(monkeypatch, caplog, says, where):
+    state, failing = small_state(), Failing(first=1, error=FULL[says])
+    wanted, owner = facts(state), staging.DeviceStaging if where == "_device_rooms" else staging
+    real = getattr(owner, where)
+
+    def fails(*args):
+        failing(0)
+        return real(*args)
+
+    monkeypatch.setattr(owner, where, fails)
+    with manager("host" if where == "copy_async" else "device", chunk_bytes=65_536) as made:
+        made.save(0, state)
+        drift(state, 0)
+        assert differing(facts(made.restore(0)), wanted) == []
+    assert failing.failed == 1
+    assert warned(caplog, "out of memory")
+
+
+def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
+    """CuPy compiles and the driver loads them when they are first used: in a save there may be no memory for it."""
+    ready, launched, real = set(), set(), cupy.RawKernel
+
+    class Kernel:
+        def __init__(self, code, name, **options):
+            self.kernel, self.name = real(code, name, **options), name
+
+        def compile(self):
+            self.kernel.compile()
+
+        @property
+        def num_regs(self):
+            ready.add((self.name, threading.get_ident()))
+            return self.kernel.num_regs
+
+        def __call__(self, *args):
+            launched.add(self.name)
+            self.kernel(*args)
+
+    monkeypatch.setattr(cupy, "RawKernel", Kernel)
+    kernels._kernel.cache_clear()
+    try:
+        with repository(chunk_bytes=65_536) as repo:
+            repo.engines.on(torch.device("cuda", 0))
+            assert ready == {(path.stem, threading.get_ident()) for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert not launched
+            check_saves(repo)
+            assert launched <= {name for name, _ in ready}
+    finally:
+        kernels._kernel.cache_clear()
+
+
 def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
     state = small_state()
     with repository(chunk_bytes=65_536) as repo:
@@ -310,6 +410,96 @@ def test_buffers_belong_to_one_engine():
     for pool in (first, second):
         pool.give(buffer)
     assert not np.shares_memory(first.take(4096), second.take(4096))
+
+
+# --- page-locked memory
+
+
+@pytest.fixture
+def arenas(monkeypatch):
+    """Page-locked memory that copies have asked for, as long as it lives."""
+    asked, real = [], staging.pinned
+
+    def pinned(nbytes):
+        arena = real(nbytes)
+        asked.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(staging, "pinned", pinned)
+    return asked
+
+
+class Saves:
+    """Copies of states as saves make them, and take them for bases; without the saves."""
+
+    def __init__(self, mode="host"):
+        self.engines = Engines(threads=1)
+        self.staging = Staging(self.engines, mode=mode)
+
+    def save(self, sizes, seed, unpaid=()):
+        """Copy tensors of these sizes [bytes], by name; `unpaid`: those whose deltas do not pay. What is copied is."""
+        whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
+        state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
+        parts = flatten(state)
+        copies = self.staging.copy(parts, INLINE_BYTES)
+        self.staging.landed()
+        places = {spec.path[-1]: (p, t) for p, part in enumerate(parts) for t, spec in enumerate(part.specs)}
+        got = np.concatenate([copies[p][t].array for p, t in (places[name] for name in sizes)])
+        assert (got == moved(whole, "cpu").numpy()).all()
+        self.staging.commit(str(seed), parts, {places[name] for name in unpaid}, copied=True)
+        return len(whole)
+
+
+def alive(arenas):
+    return sum(len(arena()) for arena in arenas if arena() is not None)
+
+
+def test_small_tensors_share_page_locked_memory(arenas):
+    """Two thousand of 4 KiB took 2 MiB each, and a call of the driver, for the base and for what is copied."""
+    saves = Saves()
+    sizes = {f"{i:04}": 4096 + 8 * (i % 90) for i in range(2000)}
+    for step in range(4):
+        nbytes = saves.save(sizes, step)
+        assert len(arenas) == min(step + 1, 2), "the third save has the memory of the first"
+    assert alive(arenas) < 2.1 * nbytes
+
+
+def test_page_locked_memory_of_tensors_without_a_base(arenas):
+    """Of those whose deltas do not pay there is one copy, in the long run and on the way there."""
+    saves = Saves()
+    sizes = {f"{i:03}": 8192 for i in range(45)}
+    unpaid = [name for name in sizes if int(name) % 3 == 0]
+    for step in range(6):
+        nbytes = saves.save(sizes, step, unpaid if step == 1 else ())
+    before = len(arenas)
+    assert before <= 3
+    assert alive(arenas) < 1.75 * nbytes, "2 x 2/3 and 1/3 of the state"
+    for step in range(6, 33):
+        saves.save(sizes, step)
+    assert len(arenas) == before
+    for step in range(33, 40):  # they are tried again, and keep bases now
+        saves.save(sizes, step)
+    assert len(arenas) <= before + 2
+    assert alive(arenas) < 2.1 * nbytes
+
+
+def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatch):
+    monkeypatch.setattr(staging, "ARENA_BYTES", 100_000)
+    saves, rng = Saves(), np.random.default_rng(3)
+    sizes = {f"{i:03}": int(n) for i, n in enumerate(rng.integers(4096, 9000, 60))}
+    nbytes = 0
+    for step in range(16):
+        for name in rng.choice(list(sizes), rng.integers(0, 14)).tolist():
+            sizes[name] = int(rng.integers(4096, 9000))
+        if step % 7 == 0:
+            sizes.pop(next(iter(sizes)))
+            sizes[f"new {step}"] = 400_000  # larger than what others share
+        before, nbytes = nbytes, saves.save(sizes, step)
+        assert alive(arenas) < 1.3 * (before + nbytes), step
+    for step in range(16, 20):
+        before = len(arenas)
+        saves.save(sizes, step)
+    assert len(arenas) == before
 
 
 # --- nothing is kept
@@ -431,8 +621,43 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
         snapshots.save(0, state).result()
         engine = repo.engines.on(state["w"].device)
         assert engine.batch_bytes == cuda_engine.BATCH_BYTES
-        engine.limit(staging.HOST_WORK_BYTES)  # as a save that has begun
+        engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save that has begun
         bound = engine.batch_bytes
         assert bound < cuda_engine.BATCH_BYTES
         repo.restore("r@0", into={"w": torch.empty_like(state["w"])})
         assert engine.batch_bytes == bound
+
+
+def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
+    """Of two managers of one repository: the work of each is to fit into the memory that is left, until it is over."""
+    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.hold
+
+    def hold(self, key, data):
+        if waits:  # the first save, at its beginning
+            waits.clear()
+            reached.set()
+            assert go.wait(60)
+        real(self, key, data)
+
+    monkeypatch.setattr(MemoryStore, "hold", hold)
+    state = {"w": floats(300_000, 1, "cuda")}
+    with (
+        repository(chunk_bytes=65_536) as repo,
+        SnapshotManager(repo, run="x", staging="host") as bounded,
+        SnapshotManager(repo, run="y", staging="device") as other,
+    ):
+        engine = repo.engines.on(state["w"].device)
+        handle = bounded.save(0, state)
+        try:
+            assert reached.wait(60)
+            bound = engine.batch_bytes
+            assert bound < cuda_engine.BATCH_BYTES
+            other.save(0, state).result(60)
+            other.wait_until_finished()
+            assert engine.batch_bytes <= bound
+            repo.save(state, run="z", step=0)
+            assert engine.batch_bytes == bound
+        finally:
+            go.set()
+        handle.result(60)
+        assert engine.batch_bytes == cuda_engine.BATCH_BYTES

@@ -12,7 +12,7 @@ import torch
 
 from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager, codecs, cuda
 from snapstore.digest import checksum
-from snapstore.engine import Engines
+from snapstore.engine import CpuEngine, Engines
 from snapstore.pack import scan
 from snapstore.storage.memory import MemoryStore
 
@@ -101,6 +101,75 @@ def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
     libnvcomp.load_library = lambda: None
     with pytest.raises(CapabilityError, match=r"cannot be loaded.*pip install 'snapstore\[cuda13\]'"):
         cuda.require()
+
+
+@pytest.fixture
+def a_cupy(a_gpu, monkeypatch):
+    """Packages that are there; what is asked of their modules may fail."""
+    monkeypatch.setattr(cuda, "require", lambda: None)
+    modules = {name: ModuleType(f"snapstore.cuda.{name}") for name in ("hosted", "kernels", "nvcomp", "engine")}
+    modules["nvcomp"].check_rooms = lambda: None
+    modules["kernels"].prepare = lambda device: None
+    modules["engine"].CudaEngine = lambda *args: CpuEngine(1)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(cuda, name, module, raising=False)
+    return modules
+
+
+class CompileError(Exception):
+    """As CuPy's."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        ("kernels", "prepare", RuntimeError("CuPy failed to load libnvrtc.so.13: cannot open shared object file")),
+        ("kernels", "prepare", CompileError("gather.cu(3): error: identifier is undefined")),
+        ("nvcomp", "check_rooms", AttributeError("undefined symbol: nvcompBatchedZstdCompressGetMaxOutputChunkSize")),
+        ("engine", "CudaEngine", OSError("libcuda.so.1: cannot open")),
+    ],
+    ids=["NVRTC", "compiler", "nvCOMP", "engine"],
+)  # fmt: skip
+def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, module, name, error):
+    """Is lacking, as packages are: whoever did not ask for it goes on without, warned once."""
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(a_cupy[module], name, fails)
+    assert [engines.on_device(CUDA) for _ in range(3)] == [False] * 3
+    (said,) = warnings_of(caplog)
+    assert str(error) in said
+    assert "pip install 'cupy-cuda13x[ctk]'" in said
+    engines.required = True
+    with pytest.raises(CapabilityError, match="cuda:0: the GPU engine cannot start"):
+        engines.on_device(CUDA)
+
+
+def test_an_engine_that_can_start(engines, a_cupy):
+    assert engines.on_device(CUDA)
+
+
+# --- restores
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0), 0])
+def test_a_restore_onto_a_gpu_that_is_not_there(device):
+    with Repository.create(MemoryStore(), options=SaveOptions(threads=1)) as repository:
+        repository.save({"w": floats(1), "a": np.arange(5)}, run="r", step=0)
+        with pytest.raises(CapabilityError, match=r"^cuda.*: no CUDA device: .* CUDA build of torch"):
+            repository.restore("r@0", device=device)
+        assert torch.equal(repository.restore("r@0", device="cpu")["w"], floats(1))
+        assert (repository.restore("r@0", keys="a", device=device)["a"] == np.arange(5)).all(), "no tensors"
+
+
+def test_a_restore_onto_one_gpu_too_many(a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with Repository.create(MemoryStore(), options=SaveOptions(threads=1)) as repository:
+        repository.save({"w": floats(1)}, run="r", step=0)
+        with pytest.raises(CapabilityError, match="cuda:7: no such device: expected cuda:0 to cuda:1"):
+            repository.restore("r@0", device="cuda:7")
 
 
 # --- saves

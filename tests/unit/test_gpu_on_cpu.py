@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 RUN = [
     "gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "gpu/test_gpu_memory.py",
-    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py",
+    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
     "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
 ]  # fmt: skip
 
@@ -26,10 +26,7 @@ LEFT_OUT = {
     "work that goes on while the host does something else": [
         "gpu/test_gpu_memory.py::test_memory_from_an_engine_may_be_used_at_once",
         "gpu/test_gpu_staging.py::test_save_waits_for_nothing_on_the_device",
-    ],
-    "CUDA graphs": [
-        "gpu/test_gpu_staging.py::test_changes_by_a_replayed_graph",
-        "gpu/test_gpu_staging.py::test_a_save_while_a_graph_is_captured_is_refused",
+        "gpu/test_gpu_graphs.py::test_graphs_are_captured_again_and_again_while_saves_run",
     ],
     "a size that the smaller states do not reach": [
         "gpu/test_gpu_memory.py::test_an_engine_without_memory_restores[{'above': 2097152}]",
@@ -41,6 +38,10 @@ LEFT_OUT = {
         "gpu/test_gpu_ans.py::test_recode_there_and_back[cpu]",
         "gpu/test_gpu_memory.py::test_small_chunks_take_little_memory",
         "gpu/test_gpu_memory.py::test_many_saves_keep_nothing[host]",
+        "gpu/test_gpu_memory.py::test_whoever_says_that_memory_ran_out[allocator]",
+        "gpu/test_gpu_memory.py::test_whoever_says_that_memory_ran_out[CuPy, driver]",
+        "gpu/test_gpu_memory.py::test_copies_when_memory_runs_out[allocator-_gather]",
+        "gpu/test_gpu_memory.py::test_copies_when_memory_runs_out[allocator-_device_rooms]",
         "gpu/test_gpu_staging.py::test_auto_decides_again_when_the_state_grows",
         "gpu/test_gpu_staging.py::test_many_tensors",
         "gpu/test_gpu_staging.py::test_several_managers_in_one_process",

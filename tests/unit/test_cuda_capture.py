@@ -1,0 +1,54 @@
+"""Beside captures of CUDA graphs: what needs no driver."""
+
+import ctypes
+from contextlib import suppress
+
+import pytest
+
+from snapstore.cuda import capture
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What loads the driver is a function of the test's."""
+
+    def use(load):
+        capture.driver.cache_clear()
+        monkeypatch.setattr(ctypes, "CDLL", load)
+
+    yield use
+    monkeypatch.undo()
+    capture.driver.cache_clear()
+
+
+def test_the_mode_is_exchanged_and_put_back(driver):
+    modes = [0]
+
+    class Function:
+        def __call__(self, pointer):
+            former = modes[-1]
+            modes.append(pointer._obj.value)
+            pointer._obj.value = former
+            return 0
+
+    class Library:
+        cuThreadExchangeStreamCaptureMode = Function()  # noqa: N815
+
+    driver(lambda name: Library)
+    with suppress(KeyError), capture.beside_captures():
+        assert modes[-1] == capture.RELAXED
+        raise KeyError
+    assert modes == [0, capture.RELAXED, 0]
+
+
+@pytest.mark.parametrize("lacks", ["library", "symbol", "context"])
+def test_a_driver_that_cannot_fails_no_save(driver, lacks):
+    def load(name):
+        if lacks == "library":
+            raise OSError(name)
+        functions = {"cuThreadExchangeStreamCaptureMode": type("", (), {"__call__": lambda self, _: 201})()}
+        return type("Library", (), functions if lacks == "context" else {})
+
+    driver(load)
+    with capture.beside_captures():
+        assert capture.exchange(capture.RELAXED) is None

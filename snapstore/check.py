@@ -40,7 +40,7 @@ from .errors import (
 from .gc import OBJECT_NAME
 from .index import Index
 from .manifest import Manifest, part_name
-from .records import COMMITTED, FORGOTTEN, Done, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
+from .records import COMMITTED, FORGOTTEN, Done, Lost, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from .session import MARK_LIMIT_BYTES, needed_keys
 from .storage import ObjectInfo, ObjectStore
 from .view import View
@@ -60,7 +60,7 @@ REBUILD = "snapstore index rebuild"
 ACCEPT = f"{REBUILD} --forget-missing"
 #: State of the stand-in for a snapshot whose record cannot be read: its key names it.
 UNREADABLE = "unreadable"
-_NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine}
+_NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine, ".lost": Lost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,8 @@ class Survey:
         quarantined: keys of the packs that an earlier repair has found damaged.
         notes: keys of the notes that say so.
         noted: pack -> offsets of the blobs that they give up.
+        lost: ids of the snapshots that an earlier repair has found to lack a manifest.
+        found_again: those of them that lack none, or are collected.
         recovered: those of them that are as they should be, or gone and missed by nobody.
         ruling: the ruling revision of every snapshot whose record reads, by id.
         unreadable: key -> why, of the ruling records that do not.
@@ -179,6 +181,8 @@ class Survey:
         self.quarantined: set[str] = set()
         self.notes: list[str] = []
         self.noted: dict[str, set[int]] = {}
+        self.lost: set[str] = set()
+        self.found_again: set[str] = set()
         self.recovered: set[str] = set()
         self.ruling: dict[str, Snapshot] = {}
         self.unreadable: dict[str, str] = {}
@@ -218,6 +222,10 @@ class Survey:
             if snapshot.state == COMMITTED:
                 needed |= keys
         self._report_packs()
+        self.found_again = (self.lost & self.ruling.keys()) - self.without_manifest.keys()
+        for name in sorted(self.found_again):
+            key = Lost(id=name, found=0, reason="").key
+            self._note("gc", key, f"{key}: {self.ruling[name].ref} lacks no manifest any more, or is collected", REPAIR)
         if not self._stops_gc(needed):
             result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
         bad = {name for problem in result.problems for name in problem.snapshots}
@@ -269,6 +277,7 @@ class Survey:
         infos = list(self._store.list("gc/"))
         self.notes = [info.key for info in infos if records.quarantined([info.key])]
         self.quarantined = records.quarantined(self.notes)
+        self.lost = records.lost(info.key for info in infos)
         for kind, info in [("gc", info) for info in infos] + [("session", i) for i in self._store.list("sessions/")]:
             suffix = "." + info.key.rpartition(".")[2]
             if kind == "gc" and suffix not in _NOTES:

@@ -34,7 +34,7 @@ from .errors import (
     without_advice,
 )
 from .index import Index
-from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Mark, Session, Snapshot, Wait, counted, some
+from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Lost, Mark, Session, Snapshot, Wait, counted, some
 from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
 from .storage import ObjectStore
 from .threads import Threads
@@ -98,7 +98,7 @@ def collect(
         _sweep(store, index, mark_now, fence_after_s, result)
     else:
         _fence_dead(store, index, fence_after_s, result)
-    _forget_done(store)
+    _forget_done(store, index)
     result.waiting_for = sorted(set(result.waiting_for))
     result.stored_bytes = sum(_sizes(store).values())
     return result
@@ -182,11 +182,15 @@ def in_quarantine(store: ObjectStore) -> set[str]:
 
 
 def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence[Snapshot]) -> set[str]:
-    """Ids of the snapshots that need a pack in quarantine. One that was healed needs none; no other data is read."""
-    damaged = in_quarantine(store)
-    if not damaged:
-        return set()
-    return {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
+    """Ids of the snapshots that need a pack in quarantine, or that a repair has found to lack a manifest.
+
+    One that was healed needs none; no other data is read.
+    """
+    notes = [info.key for info in store.list("gc/")]
+    damaged, found = records.quarantined(notes), records.lost(notes) & {s.id for s in snapshots}
+    if damaged:
+        found |= {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
+    return found
 
 
 def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
@@ -391,14 +395,19 @@ def _fence_dead(store: ObjectStore, index: Index, fence_after_s: float, result: 
         _ended(store, index, info.key.split("/")[1], fence_after_s, result)
 
 
-def _forget_done(store: ObjectStore, keep: int = 10) -> None:
-    """Notes of finished gcs are for people; the last few do. Nobody needs a wait list without its mark."""
+def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:
+    """Notes of finished gcs are for people; the last few do. Nobody needs a wait list without its mark, nor what is
+    said of a snapshot that never comes back.
+    """
     infos = list(store.list("gc/"))
     done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
     store.delete([info.key for info in done[:-keep]])
     for key in (info.key for info in infos):
         if key.endswith(".wait") and not _exists(store, key.removesuffix(".wait") + ".mark"):
             store.delete([key])
+    if lost := records.lost(info.key for info in infos):
+        swept = {s.id for s in index.refresh().snapshots(states=(SWEPT,))}
+        store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])
 
 
 def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:

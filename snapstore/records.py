@@ -31,6 +31,7 @@ MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
+_LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
 #: Names that become parts of keys and paths: a forged one is refused before anything is made of it.
@@ -230,13 +231,33 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
         return f"gc/{self.pack}{'.' * bool(self.id)}{self.id}.quarantine"
 
 
-_KINDS: dict[type, int] = {Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8}
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that a repair has found to lack a manifest. Its key says what counts for policies.
+
+    Attributes:
+        found: when [s since the epoch].
+        reason: what is wrong with it, for people.
+    """
+
+    id: Id
+    found: float
+    reason: str
+
+    @property
+    def key(self) -> str:
+        """The note's key in the store."""
+        return f"gc/{self.id}.lost"
+
+
+_KINDS: dict[type, int] = {
+    Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8, Lost: 9,
+}  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()
 V = TypeVar("V")
-T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine)
+T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost)
 
 
-def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine) -> bytes:
+def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost) -> bytes:
     """The object's bytes as stored."""
     payload = _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
@@ -393,6 +414,11 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
 def quarantined(keys: Iterable[str]) -> set[str]:
     """Keys of the packs that the notes among these keys keep in quarantine."""
     return {pack_key(match[1]) for match in map(_QUARANTINE_KEY.fullmatch, keys) if match}
+
+
+def lost(keys: Iterable[str]) -> set[str]:
+    """Ids of the snapshots that the notes among these keys call lost."""
+    return {match[1] for match in map(_LOST_KEY.fullmatch, keys) if match}
 
 
 def sha256_names(joined: bytes) -> list[str]:

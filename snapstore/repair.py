@@ -6,7 +6,8 @@ In: what a Survey (check.py) finds. Out: a report; with `apply`, in this order, 
                  revision of one that cannot be read: from the index, the one before, or the manifests
     notes        damaged sessions that nobody keeps alive, and damaged notes of gcs, are removed
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that somebody needs: from now on no save builds on
-                 it, and no gc deletes it. Not a byte of it moves
+                 it, and no gc deletes it. Not a byte of it moves. PUT gc/<id>.lost for every snapshot that lacks a
+                 manifest: from now on no policy counts it
     heal         snapshots that need such a pack (heal.py), as the next revision of their records
     drop         only if asked for: what stays damaged is forgotten
     purge        only if asked for: packs in quarantine that nobody needs are left to gc
@@ -45,7 +46,7 @@ from .errors import (
 from .heal import Healer
 from .index import Index
 from .manifest import Manifest, ManifestHeader
-from .records import ABORTED, COMMITTED, FORGOTTEN, Config, ManifestRef, Quarantine, Snapshot
+from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, ManifestRef, Quarantine, Snapshot
 from .session import all_needed_keys
 from .storage import ObjectStore
 from .view import View
@@ -408,8 +409,17 @@ class _Repair:
             )
         for key in sorted(survey.recovered):
             self._let_out("release", key, f"{key}: leaves the quarantine: {survey.recovery(key)}")
+        lacking = {name: why for name, why in survey.without_manifest.items() if survey.ruling[name].state in _STATES}
+        for name in sorted(lacking.keys() - (survey.lost - records.lost(survey.small))):
+            lost = Lost(id=name, found=time.time(), reason=lacking[name][:500])
+            message = f"{survey.ruling[name].ref}: no policy counts it, since it lacks a manifest"
+            self._do("quarantine", lost.key, message, partial(self._put_note, lost))
+        for name in sorted(survey.found_again):
+            found = Lost(id=name, found=0, reason="").key
+            message = f"{survey.ruling[name].ref}: lacks no manifest any more, or is collected: policies may count it"
+            self._do("release", found, message, partial(self._store.delete, [found]))
 
-    def _put_note(self, note: Quarantine) -> None:
+    def _put_note(self, note: Quarantine | Lost) -> None:
         with suppress(AlreadyExistsError):  # another repair has found the same
             self._store.put(note.key, records.encode(note))
 

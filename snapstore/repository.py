@@ -628,7 +628,8 @@ class Repository:
         )  # fmt: skip
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:
-        """Ids of the snapshots that need a pack which a repair has found damaged: they may be lost.
+        """Ids of the snapshots that need a pack which a repair has found damaged, or a manifest that it has not found:
+        they may be lost.
 
         Reads nothing of them while no pack is in quarantine.
         """

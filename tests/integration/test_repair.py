@@ -224,6 +224,40 @@ def test_a_lost_manifest_stops_gc_until_it_is_dropped(store):
         assert refs(found.snapshots()) == {"a@1", "a@2"}
 
 
+@pytest.mark.parametrize("harm", ["lost", "altered", "its note is altered too"])
+def test_policies_do_not_count_what_lacks_a_manifest(store, harm):
+    """The newest was counted as whole, and a@1 forgotten; once it was dropped, nothing was left."""
+    with opened(store) as found:
+        key = found.snapshot("a@2").manifests[0].key
+        whole = store.get(key)
+        if harm == "lost":
+            store.delete([key])
+        else:
+            flip(store, key, 100)
+        assert refs(s for s, _ in found.repair(apply=True).lost) == {"a@2"}
+        (note,) = keys_of(store, "gc/")
+        if harm == "its note is altered too":
+            flip(store, note, 30)
+            assert [s.ref for s, _ in found.forget([KeepLast(1)], run="a", dry_run=True).kept] == ["a@1", "a@2"]
+            found.repair(apply=True)
+            assert records.decode(store.get(note), records.Lost, note).id == found.snapshot("a@2").id
+        assert {a.kind for a in found.repair(apply=True).actions} == {"index"}
+        chosen = found.forget([KeepLast(1)], run="a", dry_run=True)
+        assert refs(chosen.forgotten) == {"a@0"}
+        store.delete([key])
+        store.put(key, whole)
+        assert [problem.key for problem in found.check().notes] == [note]
+        assert {a.kind for a in found.repair(apply=True).actions} == {"release", "index"}
+        chosen = found.forget([KeepLast(1)], run="a", dry_run=True)
+        assert refs(chosen.forgotten) == {"a@0", "a@1"}
+        store.delete([key])
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@2"}
+        assert keys_of(store, "gc/") == [note]
+        found.gc()
+        assert [key for key in keys_of(store, "gc/") if not key.endswith(".done")] == []
+        assert same(found.restore("a@1"), values("a", 1))
+
+
 def test_a_dropped_snapshot_of_which_no_manifest_is_left_is_collected():
     """Nothing but its record is its own: gc has nothing to delete, and `check` named the snapshot for ever."""
     store = MemoryStore()

@@ -70,6 +70,7 @@ def test_envelope_kinds():
     assert kinds["`policies/<run>.<rev>`"] == [by_type["Policy"]]
     assert kinds["`gc/<id>.mark` `.wait` `.done`"] == [by_type["Mark"], by_type["Wait"], by_type["Done"]]
     assert kinds["`gc/<sha256>.quarantine`, `gc/<sha256>.<id>.quarantine`"] == [by_type["Quarantine"]]
+    assert kinds["`gc/<id>.lost`"] == [by_type["Lost"]]
     assert sorted(number for of_key in kinds.values() for number in of_key) == sorted(by_type.values())
 
 
@@ -86,6 +87,8 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
         ("mark", records.Mark, set()),
         ("wait", records.Wait, set()),
         ("done", records.Done, set()),
+        ("quarantine", records.Quarantine, set()),
+        ("lost", records.Lost, {"swept"}),
     ],
 )
 def test_keys_of_small_objects(title, kind, more):

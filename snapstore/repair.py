@@ -489,7 +489,12 @@ class _Repair:
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""
         applied, survey = self._report.applied, self._survey
-        view = self._index.refresh() if applied else View(survey.ruling.values(), {}, [])
+        dropped = {snapshot.id for snapshot in self._report.dropped}
+        unread = {key: why for key, why in survey.unreadable.items() if stand_in(key).id not in dropped}
+        view = self._index.refresh() if applied else View(survey.ruling.values(), unread, survey.vanished)
+        if unknown := _unknown(view):
+            self._report.open.append(f"nothing is purged: what {unknown[0]} says of what it needs cannot be told")
+            return
         unneeded = records.quarantined(info.key for info in self._store.list("gc/"))
         if not applied:
             unneeded |= survey.need.keys()
@@ -504,6 +509,13 @@ class _Repair:
                 unneeded -= keys
         for key in sorted(unneeded - survey.recovered):
             self._let_out("purge", key, f"{key}: leaves the quarantine: nobody needs it, the next gc deletes it")
+
+
+def _unknown(view: View) -> list[str]:
+    """Keys of the records that decide what a snapshot needs, and that are not there or cannot be read."""
+    last = {key: view.get(stand_in(key).id) for key in view.vanished}
+    vanished = (key for key, shown in last.items() if shown is None or shown.revision < stand_in(key).revision)
+    return [*view.damaged, *view.unread, *vanished]
 
 
 def unmendable(store: ObjectStore, index: Index, engines: Engines, survey: Survey) -> set[str]:

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
-from damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
+from damage import Unreadable, damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
 from faults import OPTIONS, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
@@ -148,6 +148,44 @@ def test_quarantine_stays_until_somebody_says_so(store):
         found.gc()
         assert key not in keys_of(store, "packs/")
         assert found.check("restore").notes == []
+
+
+@pytest.mark.parametrize("how", ["damaged", "unreadable", "vanished"])
+def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
+    """It may say that its snapshot needs the pack: once it is put back, no save builds on that."""
+    with opened(store) as found:
+        found.tag("a@2", "good")
+    key = wound(store)
+    with opened(store) as found:
+        found.repair(apply=True)
+        found.forget_snapshots(["a@0", "a@1"], force=True)
+        found.gc()
+        found.repair(apply=True)
+        kept = found.snapshot("a@2")
+        assert found.in_need_of_quarantined([kept]) == {kept.id}
+    keys = [records.record_key("a", 2, kept.id, revision) for revision in range(kept.revision + 1)]
+    good = {key: store.get(key) for key in keys}
+    seen = Unreadable(store, keys[-1]) if how == "unreadable" else store
+    with opened(seen) as found:
+        if how == "vanished":  # a backup was put back, from before it was forgotten
+            backup = clone(store)
+            found.untag("a@2", "good")
+            found.forget_snapshots(["a@2"], force=True)
+            put_back(store, backup)
+        for other in keys if how != "vanished" else ():
+            flip(store, other, 60)
+        for apply in (False, True, True):
+            report = found.repair(apply=apply, purge=True)
+            assert "purge" not in {action.kind for action in report.actions}
+            assert any(line.startswith("nothing is purged") for line in report.open)
+    for other, data in good.items():
+        store.delete([other])
+        store.put(other, data)
+    with opened(store) as found:
+        assert found.in_need_of_quarantined([found.snapshot("a@2")])
+        after = found.save(values("a", 2), run="a", step=3, metadata=["a", 2])
+        assert key not in _needed(found, after)
+        assert same(found.restore("a@3"), values("a", 2))
 
 
 def test_drop_forgets_what_is_lost_and_nothing_else(store):
@@ -387,7 +425,7 @@ def accepted(found, wanted):
     assert (refs(result.restorable), result.ok) == (wanted, False)
     assert {p.command for p in result.problems} == {"snapstore index rebuild"}
     for apply in (False, True, True):
-        report = found.repair(apply=apply, drop=True, purge=True)
+        report = found.repair(apply=apply, drop=True)
         assert (report.actions, report.lost, report.ok) == ([], [], False)
         assert all("'snapstore index rebuild'" in line for line in report.open)
         with pytest.raises(IntegrityError, match="index rebuild"):

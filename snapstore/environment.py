@@ -140,12 +140,14 @@ class Environment:
             return False
         try:
             seal = (self._folder / "verified").read_text()
-            used_bytes = int(seal.split()[0])
-            holds = data.stat().st_size >= used_bytes and self._digest(used_bytes) == seal
+            used_bytes, status = int(seal.split()[0]), data.stat()
+            if status.st_nlink > 1:  # after `cp -al` it is the index of two repositories: neither believes it any more
+                (self._folder / "verified").write_text(seal := "")
+            holds = status.st_size >= used_bytes and self._digest(used_bytes) == seal
         except (OSError, ValueError, IndexError):
             holds = False
         if not holds:
-            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
+            log.warning("index %s is shared, damaged or unfinished; it is built anew from the objects", self._folder)
         return holds
 
     def _remove(self) -> None:

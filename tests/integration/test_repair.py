@@ -569,7 +569,7 @@ def accepted(found, wanted):
     assert (refs(result.restorable), result.ok) == (wanted, False)
     assert {p.command for p in result.problems} == {"snapstore index rebuild --forget-missing"}
     for apply in (False, True, True):
-        report = found.repair(apply=apply, drop=True, purge=True)
+        report = found.repair(apply=apply, drop=True)
         assert (report.actions, report.lost, report.ok) == ([], [], False)
         assert all("'snapstore index rebuild --forget-missing'" in line for line in report.open)
         with pytest.raises(IntegrityError, match="index rebuild"):

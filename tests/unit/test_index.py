@@ -272,6 +272,26 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
         assert repository.stats().unneeded_bytes == 0
 
 
+@pytest.mark.parametrize("first", ["original", "copy"])
+def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
+    """`cp -al`: the index is one file of both, and is changed in place: the copy knew what the original had swept."""
+    with Repository.open(root, options=OPTIONS) as original:
+        before = [s.ref for s in original.snapshots()]
+        shutil.copytree(root, tmp_path / "copy", copy_function=os.link)
+        original.forget_snapshots(["a@2"])
+        assert original.gc().deleted_objects
+    for place in [root, tmp_path / "copy"][:: 1 if first == "original" else -1]:
+        with Repository.open(place, options=OPTIONS) as repository:
+            assert repository.view().vanished == []
+            assert [s.ref for s in repository.snapshots()] == [r for r in before if r != "a@2" or place != root]
+            assert repository.check("restore").ok
+            repository.gc()
+            assert repository.check("restore").ok
+        assert (place / "index" / "data.mdb").stat().st_nlink == 1
+    with Repository.open(root, options=OPTIONS) as original:
+        assert original.check("restore").ok
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty"])
 def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
     path = record_of(root, "a@2")

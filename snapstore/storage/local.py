@@ -231,7 +231,7 @@ class LocalStore:
         return freed_bytes
 
     def prepare(self) -> None:
-        """Nothing may be here but what a `create` leaves that died or failed: temporary files of ours."""
+        """Nothing may be here but what a `create` leaves that died or failed, our temporary files; and case counts."""
         with self._failures("/", "list"):
             for entry in self._root.iterdir():
                 ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
@@ -239,6 +239,13 @@ class LocalStore:
                     raise InvalidInputError(
                         f"{self.url}: is not empty and no repository; choose an empty or a new place"
                     )
+        with self._failures("tmp", "write"):
+            self._temps.mkdir(exist_ok=True)
+            if (self._root / "TMP").exists():
+                raise CapabilityError(
+                    f"{self.url}: the file system takes 'tmp' and 'TMP' for one name, expected two: runs 'a' and 'A' "
+                    "would share their records; put the repository where names differ by case (ext4, xfs, btrfs, zfs)"
+                )
 
     @contextmanager
     def trial(self) -> Iterator[LocalStore]:

@@ -571,6 +571,27 @@ def test_a_deep_tree_is_no_attack(store, root):
     subprocess.run(["rm", "-rf", str(root)], check=True)
 
 
+# --- file systems where case does not count ---
+
+
+@pytest.fixture
+def caseless(monkeypatch, root):
+    """A new name is as it was given; afterwards it is found under any."""
+
+    def fold(path):
+        return str(root) + str(path)[len(str(root)) :].lower() if str(path).startswith(str(root)) else path
+
+    for name in ("stat", "open"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, *args, real=real, **kwargs: real(fold(path), *args, **kwargs))
+
+
+def test_a_new_repository_is_refused_where_case_does_not_count(store, root, caseless):
+    for _ in range(2):  # what a refusal leaves hides nothing from the next
+        with pytest.raises(CapabilityError, match=r"^.*repo: .*'tmp' and 'TMP' for one name"):
+            store.prepare()
+
+
 # --- holds, processes, temporary files ---
 
 

@@ -572,14 +572,22 @@ def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifes
 
 
 def _damaged_packs(store: ObjectStore, session: Session, bases: Sequence[Base]) -> set[str]:
-    """Packs that are missing, of another size, or in quarantine: a chunk that is known is referenced unread."""
+    """Packs that are missing, of another size, or in quarantine: a chunk that is known is referenced unread.
+
+    All of them if the store cannot tell, as of one that lies on a bad sector: it is not needed to save in full.
+    """
     expected = {
         name: size
         for base in bases
         for m in base.manifests
         for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True)
     }
-    sizes = store.sizes([pack_key(name) for name in expected])
+    try:
+        sizes = store.sizes([pack_key(name) for name in expected])
+    except StorageError as error:
+        text = "run=%s packs of the bases cannot be looked at, saving in full; run 'snapstore repair': %s"
+        log.warning(text, session.run, error)
+        return set(expected)
     damaged = {
         name
         for name, size in expected.items()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import AlreadyExistsError, SnapstoreError, StorageError
+from ..errors import AlreadyExistsError, NotFoundError, SnapstoreError, StorageError
 from ..records import human_bytes
 from ..storage import ObjectStore
 
@@ -35,6 +35,15 @@ def _writing(store: ObjectStore) -> str:
     if seen != ["probe/first", "probe/second"]:
         raise Unfit(f"two objects were put, {len(seen)} are listed; a gc would take live objects for missing ones")
     return f"what is put is listed at once; a small durable write takes {took_ms:.1f} ms"
+
+
+def _case(store: ObjectStore) -> str:
+    store.put("probe/a", b"0")
+    try:
+        store.get("probe/A")
+    except NotFoundError:
+        return "differ by case"
+    raise Unfit("'a' and 'A' are one name here: runs that are called so would share their records")
 
 
 def _permissions(store: ObjectStore) -> str:
@@ -148,6 +157,7 @@ def _rate(store: ObjectStore) -> str:
 
 PROBES: dict[str, Callable[[ObjectStore], str]] = {
     "writing": _writing,
+    "names": _case,
     "permissions": _permissions,
     "create-only": _race,
     "ranges": _ranges,

@@ -23,6 +23,7 @@ Layout: `<root>/<key>`, and `<root>/tmp/<random>` for files being written; `<roo
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -67,6 +68,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _GONE = (FileNotFoundError, NotADirectoryError)
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+#: What a file system says of one inode that it cannot read.
+_BAD_INODE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
+_MOST_BAD_INODES = 64  # more are a failing disk, which may take half a minute over each
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -135,13 +139,17 @@ class LocalStore:
             return list(views)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and time of `key`; NotFoundError when missing."""
+        """Size and time of `key`; NotFoundError when missing. Of a file whose inode cannot be read: none, and now."""
         path = self._path(key)
         with self._failures(key, "stat"):
             try:
                 status = path.stat()
             except _GONE as error:
                 raise missing(key, self.url) from error
+            except OSError as error:
+                if not self._is_bad_file(error, path):
+                    raise
+                return ObjectInfo(key, 0, self.now_s())
         if not stat.S_ISREG(status.st_mode):
             raise missing(key, self.url)
         return _info(key, status)
@@ -151,7 +159,11 @@ class LocalStore:
         return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object under `prefix`; entries that vanish meanwhile are skipped, any other failure raises."""
+        """Every object under `prefix`; entries that vanish meanwhile are skipped, any other failure raises.
+
+        A file whose inode cannot be read is there as well, since its name is: as empty, which no object of a repository
+        is, and as written after all others, so that none who judges by age takes it for dead. Reading it fails.
+        """
         check_prefix(prefix)
         return self._list(prefix)
 
@@ -187,7 +199,7 @@ class LocalStore:
                 self._make_levels(self._root / prefix)
                 _fsync_directory(self._root / prefix)
                 for key, status in self._walk(prefix):
-                    if stat.S_ISDIR(status.st_mode):
+                    if status is not None and stat.S_ISDIR(status.st_mode):
                         _fsync_directory(self._root / key)
 
     def touch(self, key: str) -> None:
@@ -219,7 +231,7 @@ class LocalStore:
         return freed_bytes
 
     def prepare(self) -> None:
-        """Nothing may be here but what a `create` leaves that died or failed: temporary files of ours."""
+        """Nothing may be here but what a `create` leaves that died or failed, our temporary files; and case counts."""
         with self._failures("/", "list"):
             for entry in self._root.iterdir():
                 ours = entry.name == "tmp" and entry.is_dir() and not entry.is_symlink()
@@ -227,6 +239,13 @@ class LocalStore:
                     raise InvalidInputError(
                         f"{self.url}: is not empty and no repository; choose an empty or a new place"
                     )
+        with self._failures("tmp", "write"):
+            self._temps.mkdir(exist_ok=True)
+            if (self._root / "TMP").exists():
+                raise CapabilityError(
+                    f"{self.url}: the file system takes 'tmp' and 'TMP' for one name, expected two: runs 'a' and 'A' "
+                    "would share their records; put the repository where names differ by case (ext4, xfs, btrfs, zfs)"
+                )
 
     @contextmanager
     def trial(self) -> Iterator[LocalStore]:
@@ -319,27 +338,46 @@ class LocalStore:
         with self._failures(prefix or "/", "list"):
             before = self._root_identity()
             for key, status in self._walk(prefix):
-                if stat.S_ISREG(status.st_mode):
+                if status is None:
+                    yield ObjectInfo(key, 0, math.inf)
+                elif stat.S_ISREG(status.st_mode):
                     yield _info(key, status)
             # An unmount in mid-listing makes every directory look vanished; less than there is must not pass for all.
             if self._root_identity() != before:
                 raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(key, status) of files and directories below `prefix`; a stack, so that depth is no attack."""
-        pending = [prefix]
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.stat_result | None]]:
+        """(key, status) of files and directories below `prefix`; a stack, so that depth is no attack.
+
+        No status of a file whose inode cannot be read. Of a directory that fails: nobody knows what is in it.
+        """
+        pending, bad = [prefix], 0
         while pending:
             below = pending.pop()
             for name in _names(self._root / below):
                 if below or name not in RESERVED:
                     key = below + name
+                    status: os.stat_result | None
                     try:
                         status = os.stat(f"{self._root}/{key}")  # noqa: PTH116  a Path takes longer than the stat
                     except _GONE:
                         continue
-                    if stat.S_ISDIR(status.st_mode):
+                    except OSError as error:
+                        bad += 1
+                        if bad > _MOST_BAD_INODES or not self._is_bad_file(error, self._root / key):
+                            raise
+                        status = None
+                    if status is not None and stat.S_ISDIR(status.st_mode):
                         pending.append(f"{key}/")
                     yield key, status
+
+    def _is_bad_file(self, error: OSError, path: Path) -> bool:
+        """Whether an error speaks of this one inode, and the folder says that it is a file's."""
+        if error.errno not in _BAD_INODE:
+            return False
+        self._root_identity()  # a mount that is gone says the same of every file
+        with os.scandir(path.parent) as scan:  # asks the file, if the folder does not say
+            return any(entry.name == path.name and entry.is_file(follow_symlinks=False) for entry in scan)
 
     # --- names and errors ---
 

@@ -1036,6 +1036,8 @@ def test_doctor_sees_odd_stores(tmp_path):
         return findings[name].ok, findings[name].message
 
     assert verdict("writing", list=lambda prefix: [])[0] is False
+    assert verdict("names") == (True, "differ by case")
+    assert verdict("names", get=lambda key: b"0")[0] is False
     assert verdict("create-only", put=lambda key, data: None, get=lambda key: b"")[1] == (
         "8 of 8 racing writers won, expected one"
     )

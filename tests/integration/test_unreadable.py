@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import time
 import weakref
 
@@ -278,6 +280,63 @@ def test_eio_of_a_bases_pack_lets_saves_go_on(store):
         keys = packs_of(store, found.snapshot("a@0"))
     with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found:
         save(found, "a", 3, 3)
+
+
+@pytest.mark.parametrize("what", ["record", "manifest", "pack", "session"])
+def test_a_bad_inode_on_a_local_disk_stops_nobody_who_does_not_need_it(tmp_path, monkeypatch, store, what):
+    """Neither looked at nor opened (EUCLEAN): it failed every listing of its folder."""
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+    with opened(disk) as found:
+        save(found, "b", 0, 50)
+        snapshot = found.snapshot("a@0")
+    session = records.Session(id="5" * 32, key="s", host="elsewhere", boot_id="", pid=1, started=0.0)
+    if what == "session":
+        disk.put(f"sessions/{session.id}", records.encode(session))
+    key = {
+        "record": snapshot.key, "manifest": snapshot.manifests[0].key, "pack": min(packs_of(disk, snapshot)),
+        "session": f"sessions/{session.id}",
+    }[what]  # fmt: skip
+
+    def refusing(real):
+        def call(path, *args, **kwargs):
+            if str(path) == str(disk.root / key):
+                raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN), path)
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in ("stat", "open"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with opened(disk) as found:
+        assert same(found.restore("b@0"), values("b", 50))
+        for run, step in (("a", 3), ("b", 1)):
+            save(found, run, step, step)
+            assert same(found.restore(f"{run}@{step}"), values(run, step))
+        assert [problem.key for problem in found.check().problems] == [key]
+        found.forget_snapshots(["b@0"])
+        before = keys_of(disk)
+        if what in ("manifest", "record", "session"):  # what it needs, or whose it is, cannot be told
+            with pytest.raises(StorageError, match="EUCLEAN"):
+                found.gc(fence_after_s=60.0)
+            assert {key for key in before if not key.startswith("gc/")} <= set(keys_of(disk))
+        else:
+            assert found.gc().deleted_objects
+        for run, step in (("a", 3), ("b", 1)):
+            assert same(found.restore(f"{run}@{step}"), values(run, step))
+
+
+def test_a_store_that_does_not_tell_the_sizes_of_a_bases_packs_lets_saves_go_on(store):
+    class Silent(FaultStore):
+        def sizes(self, keys):
+            raise StorageError("500 (injected)")
+
+    with Repository.open(Silent(store), options=OPTIONS) as found:
+        made = save(found, "a", 3, 3)
+        assert made.new_chunks == made.chunks
+        assert made.depth == 0
+        assert same(found.restore("a@3"), values("a", 3))
 
 
 def test_eio_of_a_mark_lets_saves_go_on():

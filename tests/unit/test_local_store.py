@@ -495,6 +495,70 @@ def test_a_listing_that_fails_raises(store, root, monkeypatch, code):
         list(store.list(""))
 
 
+BAD_INODES = [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA]
+
+
+def bad_inodes(monkeypatch, code, *paths):
+    failing(monkeypatch, "stat", code, lambda path, *_: str(path) in set(map(str, paths)), times=10**9)
+
+
+@pytest.mark.parametrize("code", BAD_INODES)
+def test_a_bad_inode_hides_no_other_object(store, root, monkeypatch, code):
+    """Nothing in its folder could be listed. It is there as well, in a way that no object is, and fails when read."""
+    for key in ("p/0/x", "p/0/y", "q/x"):
+        store.put(key, b"x")
+    bad_inodes(monkeypatch, code, root / "p/0/x")
+    listed = {info.key: info for info in store.list("")}
+    assert listed.keys() == {"p/0/x", "p/0/y", "q/x"}
+    assert (listed["p/0/x"].size_bytes, listed["p/0/y"].size_bytes) == (0, 1)
+    assert store.now_s() - listed["p/0/x"].modified_s < 0, "looks as if nobody had touched it for long"
+    store.settle("p/")
+    found = store.stat("p/0/x")
+    assert (found.size_bytes, found.tag) == (0, "")
+    assert abs(store.now_s() - found.modified_s) < 10
+    assert store.sizes(["p/0/x", "p/0/y", "p/0/z"]) == {"p/0/x": 0, "p/0/y": 1}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.ENOMEM])
+def test_a_file_that_cannot_be_looked_at_for_another_reason_fails_the_listing(store, root, monkeypatch, code):
+    store.put("p/0/x", b"x")
+    bad_inodes(monkeypatch, code, root / "p/0/x")
+    with pytest.raises(StorageError, match=f"cannot list.*{errno.errorcode[code]}"):
+        list(store.list(""))
+    with pytest.raises(StorageError, match=f"cannot stat.*{errno.errorcode[code]}"):
+        store.stat("p/0/x")
+
+
+@pytest.mark.parametrize("where", ["p", "p/0"])
+def test_a_directory_whose_inode_is_bad_fails_the_listing(store, root, monkeypatch, where):
+    """Who knows what is in it."""
+    store.put("p/0/x", b"x")
+    bad_inodes(monkeypatch, errno.EUCLEAN, root / where)
+    with pytest.raises(StorageError, match=r"cannot list.*EUCLEAN"):
+        list(store.list(""))
+    with pytest.raises(StorageError, match=r"cannot stat.*EUCLEAN"):
+        store.stat(where)
+
+
+def test_a_disk_or_a_mount_that_fails_as_a_whole_fails_the_listing(store, root, monkeypatch):
+    names = [f"p/{number}" for number in range(local._MOST_BAD_INODES + 1)]
+    for name in names:
+        store.put(name, b"x")
+    with monkeypatch.context() as patch:
+        bad_inodes(patch, errno.EIO, *(root / name for name in names[1:]))
+        assert keys_of(store) == sorted(names)
+    with monkeypatch.context() as patch:
+        bad_inodes(patch, errno.EIO, *(root / name for name in names))
+        with pytest.raises(StorageError, match=r"cannot list.*EIO"):
+            list(store.list(""))
+    listing = store.list("")
+    next(listing)
+    asked = failing(monkeypatch, "stat", errno.EIO, times=10**9)
+    with pytest.raises(StorageError, match=r"cannot list.*EIO"):
+        list(listing)
+    assert len(asked) == 2, "each takes a minute where a server is gone"
+
+
 def test_a_deep_tree_is_no_attack(store, root):
     depth = 1500
     level = os.open(root, os.O_RDONLY)
@@ -505,6 +569,27 @@ def test_a_deep_tree_is_no_attack(store, root):
     os.close(level)
     assert keys_of(store) == []
     subprocess.run(["rm", "-rf", str(root)], check=True)
+
+
+# --- file systems where case does not count ---
+
+
+@pytest.fixture
+def caseless(monkeypatch, root):
+    """A new name is as it was given; afterwards it is found under any."""
+
+    def fold(path):
+        return str(root) + str(path)[len(str(root)) :].lower() if str(path).startswith(str(root)) else path
+
+    for name in ("stat", "open"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, *args, real=real, **kwargs: real(fold(path), *args, **kwargs))
+
+
+def test_a_new_repository_is_refused_where_case_does_not_count(store, root, caseless):
+    for _ in range(2):  # what a refusal leaves hides nothing from the next
+        with pytest.raises(CapabilityError, match=r"^.*repo: .*'tmp' and 'TMP' for one name"):
+            store.prepare()
 
 
 # --- holds, processes, temporary files ---

@@ -40,6 +40,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),
     "kills": (["tests/integration/test_training.py"], 25),  # of 8 SIGKILLs and 2 SIGTERMs each
     "full disks": (["tests/integration/test_full_disk.py"], 1),
+    "figures": (["tests/integration/test_figures.py"], 1),
     "leaks": (["tests/integration/test_leaks.py"], 20),
 }
 FAILURES_KEPT = 100

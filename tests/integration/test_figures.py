@@ -1,0 +1,85 @@
+"""The figures that docs/reliability.md and docs/benchmarks.md state of compact and of scale, in their short forms.
+
+What the benches measure at full size takes an hour; a change that loses what they show is seen here.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import THOROUGH
+
+from snapstore import KeepLast, Repository
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    monkeypatch.setenv("SNAPSTORE_THREADS", "2")  # the benches set it
+
+
+@pytest.mark.slow
+def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
+    """Within 5 %. Here it is 0.4 %: of half a megabyte of state the fixed parts of packs and manifests are little, and
+    twelve saves under KeepLast(3) have made the retained three hang on one that was forgotten: half as much again.
+    """
+    import bench_compact
+    import train_gpt
+
+    for name, small in {"WIDTH": 64, "HEADS": 4, "LAYERS": 2, "BATCH": 4, "CONTEXT": 32}.items():
+        monkeypatch.setattr(train_gpt, name, small)
+    (tmp_path / "runs").mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model computes less than two would wait for each other
+    try:
+        rows = bench_compact.figures(tmp_path, tmp_path / "runs", 40 if THOROUGH else 12, 5)
+    finally:
+        torch.set_num_threads(threads)
+    found = {row["name"]: row["value"] for row in rows}
+    assert found["KeepLast(3): retained / the smaller of the two"] <= bench_compact.GOAL
+    before, after = (found[f"KeepLast(3): retained {when}"] for when in ("before, 3 snapshots", "after compact and gc"))
+    assert before > 1.2 * after, "there was little to compact: the ratio above says nothing"
+
+
+def cost_of(folder: Path, verb: Callable[[Repository], Any]) -> tuple[int, float]:
+    """(peak of what is allocated [bytes], time of this process [s]), as a process of its own would have it."""
+    with Repository.open(folder) as repository:
+        tracemalloc.start()
+        try:
+            began = time.process_time()
+            verb(repository)
+            return tracemalloc.get_traced_memory()[1], time.process_time() - began
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_log_forget_and_gc_do_not_grow_with_the_chunks(tmp_path):
+    """They read records and headers: with twenty times the chunks in as many snapshots and packs, none takes more."""
+    import bench_scale
+
+    snapshots = 200 if THOROUGH else 40
+    verbs: dict[str, Callable[[Repository], Any]] = {
+        "log": lambda repository: repository.snapshots(),
+        "forget": lambda repository: repository.forget([KeepLast(10)], run="r"),
+        "gc": lambda repository: repository.gc(),
+    }
+    costs: dict[str, list[tuple[int, float]]] = {name: [] for name in verbs}
+    for chunks in (20, 50, 1000):  # of each snapshot the new ones; the first repository imports what a first use does
+        bench_scale.thousand_snapshots(tmp_path / str(chunks), snapshots, chunks)
+        for name, verb in verbs.items():
+            costs[name].append(cost_of(tmp_path / str(chunks), verb))
+        with Repository.open(tmp_path / str(chunks)) as repository:
+            assert len(list(repository.store.list("packs/"))) == 10 + 9, "gc keeps the packs of ten snapshots"
+    for name, (_, few, many) in costs.items():
+        assert many[0] < 1.2 * few[0], f"{name}: {few[0]} bytes, with 20 times the chunks {many[0]}"
+        assert many[0] < 16 * 1024 * snapshots, f"{name}: {many[0]} bytes for {snapshots} snapshots"
+        assert many[1] < 3 * few[1] + 0.1, f"{name}: {few[1]} s, with 20 times the chunks {many[1]}"

@@ -130,6 +130,7 @@ class Rewriting(ABC):
     ) -> None:  # fmt: skip
         self.store, self.index, self.engine = store, index, engine
         self._pack_bytes, self._states, self.dry_run = pack_bytes, states, dry_run
+        self.quarantined = self._notes()
         self.rewritten: list[Snapshot] = []
         self.skipped: list[Snapshot] = []
         self.failed: list[tuple[Snapshot, str]] = []
@@ -141,7 +142,6 @@ class Rewriting(ABC):
         self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
         self._places: dict[Key, Place] = {}  # of blobs that this run has made or shared
         self._twins: Twins | None = None
-        self.quarantined = self._notes()
 
     def __enter__(self) -> Rewriting:
         return self

@@ -554,8 +554,11 @@ class _Chunks:
         return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]
 
 
-def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest]) -> Bases:
-    """The manifests of the session's base snapshots; one that cannot be read is none, nor is what a bad pack holds."""
+def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest], chunk_bytes: int) -> Bases:
+    """The manifests of the session's base snapshots; one that cannot be read is none, nor is what a bad pack holds.
+
+    Nor one in chunks of another size, as after a repair of a config that nothing told the size of.
+    """
 
     def readable() -> Iterator[Base]:
         for snapshot in session.bases:
@@ -564,7 +567,8 @@ def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifes
             except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
-            yield Base(snapshot, manifests)
+            if all(m.header.chunk_bytes == chunk_bytes for m in manifests):
+                yield Base(snapshot, manifests)
 
     bases = list(readable())
     session.bases = [base.snapshot for base in bases]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 from damage import Unreadable, damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from faults import OPTIONS, FaultStore, clone, keys_of, one_thread, opened, same, save, values
+from faults import OPTIONS, FaultStore, check_restores, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
 from snapstore import (
@@ -729,6 +729,26 @@ def test_a_held_session_stays_however_silent(store):
     with opened(store) as found:
         assert "may be running" in found.repair(apply=True).open[0]
     assert keys_of(store, "sessions/")
+
+
+def test_a_save_beside_a_config_of_another_chunk_size():
+    """Nothing tells the size: what is made up is the usual one, and another process goes on with its own."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024).close()
+    with opened(store) as before:
+        save(before, "a", 0, 0)
+        before.forget_snapshots(["a@0"], force=True)
+        before.gc()
+        flip(store, "config", 40)
+        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+            found.repair(apply=True)
+            assert found.config.chunk_bytes != 1024
+        with opened(store) as after:
+            save(after, "b", 1, 1)
+            second = save(before, "b", 2, 2)
+            save(after, "b", 3, 3)
+            assert second.depth == 0
+            check_restores(after)
 
 
 @pytest.mark.parametrize("how", ["flip", "missing"])

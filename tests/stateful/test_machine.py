@@ -549,6 +549,8 @@ class Machine(RuleBasedStateMachine):
         kinds = [*sorted({key.partition("/")[0] for key in self.store._objects}), "packs", "packs", "packs"]
         chosen = kinds[kind % len(kinds)]
         keys = [key for key in self.store._objects if key.partition("/")[0] == chosen]  # as they were put
+        if not keys:  # no pack is left
+            return self.flip(0, number, place, spared)
         key = keys[number % len(keys)]
         if key in spared:  # the same bit twice is none
             return key

@@ -21,13 +21,16 @@ from .storage import ObjectStore
 from .view import View
 
 ATTEMPTS = 20
+#: After so many, two that take it back from each other go by one order.
+OWN_ATTEMPTS = 3
 
 
 def take(store: ObjectStore, index: Index, names: Sequence[str], taker: Snapshot, before: View) -> Snapshot:
     """Take tags off the other snapshots of the run of one that has just got them.
 
     It keeps them against those that had them before. Of those that got them at the same time the newest keeps them, by
-    the order that decides which one a reference names: all who take them at once agree on it.
+    the order that decides which one a reference names: all who take them at once agree on it, at last even those that
+    see each other as the one that had it before.
 
     Args:
         before: the records on a listing from before it got them.
@@ -41,14 +44,14 @@ def take(store: ObjectStore, index: Index, names: Sequence[str], taker: Snapshot
     had = {name: {s.id for s in _holders(before, taker, name)} - {taker.id} for name in names}
     losers = [s for s in before.snapshots(taker.run) if any(s.id in had[name] for name in names)]
     losing = {s.id: {name for name in names if s.id in had[name]} for s in losers}
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
             for snapshot in losers:
                 tags = [tag for tag in snapshot.tags if tag not in losing[snapshot.id]]
                 gc.revise(store, index, snapshot, tags=tags)
             view = index.refresh()
             taker = view.get(taker.id) or taker
-            keepers, losing = _decide(view, names, taker, had)
+            keepers, losing = _decide(view, names, taker, had if attempt < OWN_ATTEMPTS else {})
             if not losing:
                 return taker
             confirmed = {s.id: gc.revise(store, index, s, tags=s.tags) for s in keepers}
@@ -75,7 +78,7 @@ def _decide(
         holders = _holders(view, taker, name)
         if len(holders) < 2 or all(s.id != taker.id for s in holders):
             continue  # if it has lost the tag, those who took it see to the rest
-        keeper = [s for s in holders if s.id not in had[name]][-1]
+        keeper = [s for s in holders if s.id not in had.get(name, ())][-1]
         keepers[keeper.id] = keeper
         for other in holders:
             if other.id != keeper.id:

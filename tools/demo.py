@@ -106,6 +106,15 @@ class Demo:
         """The repository's objects, or those of one kind such as "packs/"."""
         return list(self.store.list(prefix))
 
+    def counts(self) -> tuple[int, int]:
+        """How many packs and records there are."""
+        return len(self.objects("packs/")), len(self.objects("snapshots/"))
+
+    def in_save(self, between_saves: tuple[int, int]) -> bool:
+        """Whether a save has written packs and no record yet; `between_saves`: the counts before it."""
+        packs, snapshots = self.counts()
+        return bool(self.objects("sessions/")) and packs > between_saves[0] and snapshots == between_saves[1]
+
 
 def reference(demo: Demo) -> None:
     """An uninterrupted run without snapshots. It notes its losses, and the digest of its state every ten steps."""
@@ -115,15 +124,18 @@ def reference(demo: Demo) -> None:
 def kill(demo: Demo) -> None:
     """The same run with snapshots every ten steps. It gets SIGKILL when a save has just written its first pack."""
     with demo.trainer("gpt", "--steps", STEPS, *gpt_options(demo)) as process, console.status("") as status:
-        packs_between_saves = step = 0
+        between_saves, step = demo.counts(), 0
         while process.poll() is None and step < STEPS - SAVE_EVERY // 2:
             step = max(demo.losses("gpt"), default=0)
             status.update(f"training: step {step} of {STEPS}")
-            if step >= KILL_FROM and demo.objects("sessions/"):
-                if len(demo.objects("packs/")) > packs_between_saves:
+            if step >= KILL_FROM and demo.in_save(between_saves):
+                process.send_signal(signal.SIGSTOP)  # else the save could end between this look and the kill
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                if demo.in_save(between_saves):
                     break
-            else:
-                packs_between_saves = len(demo.objects("packs/"))
+                process.send_signal(signal.SIGCONT)
+            elif not demo.objects("sessions/"):
+                between_saves = demo.counts()
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -92,7 +92,9 @@ class CheckResult:
         problems: everything wrong.
         notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
         restorable: committed and forgotten snapshots without a finding against them that can be read here, in order.
-        damaged: the others; of one whose record cannot be read a stand-in of state "unreadable".
+        damaged: those with one; of one whose record cannot be read a stand-in of state "unreadable".
+        unknown: neither: this release, or this machine, cannot read all of them. Of one whose record it cannot read a
+            stand-in as well.
         packs, packs_read: how many there are, and how many of them the level and the share have read whole.
         unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
             wait: what is needed cannot be told then.
@@ -103,6 +105,7 @@ class CheckResult:
     notes: list[Problem] = field(default_factory=list)
     restorable: list[Snapshot] = field(default_factory=list)
     damaged: list[Snapshot] = field(default_factory=list)
+    unknown: list[Snapshot] = field(default_factory=list)
     packs: int = 0
     packs_read: int = 0
     unneeded_bytes: int = 0
@@ -233,6 +236,8 @@ class Survey:
         result.restorable = [s for s in snapshots if s.id not in bad | self.unknown]
         named = {s.id for s in result.damaged}
         result.damaged += [s for s in snapshots if s.id in bad - named]
+        result.unknown = [stand_in(key) for key in sorted(self.unknown) if records.parse_record_key(key) is not None]
+        result.unknown += [s for s in snapshots if s.id in self.unknown - bad]
         return result
 
     def _stops_gc(self, needed: set[str]) -> bool:

@@ -57,7 +57,7 @@ def check(
         print_json({
             "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
             "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
-            "packs": result.packs, "packs_read": result.packs_read,
+            "unknown": [s.id for s in result.unknown], "packs": result.packs, "packs_read": result.packs_read,
         })  # fmt: skip
     else:
         _print_check(result)
@@ -95,7 +95,10 @@ def _print_check(result: CheckResult) -> None:
     read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
     line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
     if result.damaged:
-        line(f"{lost} {_are(lost)} not: " + ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in result.damaged))
+        line(f"{lost} {_are(lost)} not: {_names(result.damaged)}")
+    if result.unknown:
+        untold = len(result.unknown)
+        line(f"of {untold} it cannot be told here, see above: {_names(result.unknown)}")
     if result.unneeded_bytes:
         line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
     line("no problems" if result.ok else counted(len(result.problems), "problem"))
@@ -104,6 +107,10 @@ def _print_check(result: CheckResult) -> None:
     }  # gc may refuse before the rest
     for _, command, instead in sorted(helps):
         line(f"what helps: {command}" + f" ({instead})" * bool(instead))
+
+
+def _names(snapshots: Sequence[Snapshot]) -> str:
+    return ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in snapshots)
 
 
 def _are(count: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConflictError
 from .output import line, note, print_json, snapshot_json, spinner, table
 from .shell import PARTIAL, DryRun, Ref, Shell, UsageError, verb
 
@@ -26,7 +27,11 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
     A tag moves if another snapshot of the run has it.
     """
     with shell.repository() as repository:
-        _done(shell, repository.tag(ref, name), f"is now tagged {name}")
+        snapshot = repository.tag(ref, name)
+        if name not in snapshot.tags:
+            text = f"{snapshot.ref}: {name} was given to another snapshot of the run at the same time, which has it now"
+            raise ConflictError(f"{text}; tag again to move it here")
+        _done(shell, snapshot, f"is now tagged {name}")
 
 
 @verb()

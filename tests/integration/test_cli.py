@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from snapstore import KeepLast, NotFoundError, Repository, cli, records
+from snapstore import KeepLast, NotFoundError, Repository, cli, records, tagging
 from snapstore.cache import mount_of, on_network
 from snapstore.cli import caring, doctor, files, output, shell
+from snapstore.digest import checksum
 from snapstore.errors import ConflictError, StorageError
 
 SNAPSHOT_KEYS = {
@@ -666,6 +668,23 @@ def test_tags(series):
         assert "tag " in series.fails("tag", "exp@1", name)
 
 
+def test_a_tag_that_went_elsewhere_at_once(series, monkeypatch):
+    """It said "is now tagged" of a snapshot that another process had taken the tag from, to give it to a newer one."""
+    take = tagging.take
+
+    def late(*args):
+        monkeypatch.setattr(tagging, "take", take)
+        series("tag", "exp@2", "good")
+        return take(*args)
+
+    monkeypatch.setattr(tagging, "take", late)
+    error = series.fails("tag", "exp@1", "good", code=11)
+    assert "exp@1: good was given to another snapshot of the run at the same time" in error
+    assert series.json("show", "exp@good")["snapshot"]["step"] == 2
+    assert series.json("show", "exp@1")["snapshot"]["tags"] == []
+    assert "exp@1 " in series("tag", "exp@1", "good").stdout
+
+
 def test_forget_by_policy(series):
     ids = [s["id"] for s in series.json("log")["snapshots"]]
     options = ["--run", "exp", "--keep-last", 1, "--keep-best", "loss:1:max"]
@@ -796,7 +815,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
-        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged", "packs", "packs_read"}
+        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged", "unknown", "packs", "packs_read"}
         assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
         assert document["packs"] == 4
         assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)
@@ -837,6 +856,21 @@ def test_check_of_damage_is_20(series):
     assert "SHA-256" in text
     series.fails("restore", "exp@0", "-o", series.folder / "o.pt", code=20)
     assert not (series.folder / "o.pt").exists()
+
+
+def test_check_names_what_only_another_release_reads(series):
+    (record,) = Path(series.url, "snapshots", "exp").glob("*0002-*")
+    data = bytearray(record.read_bytes())
+    data[5] = 2
+    struct.pack_into("<Q", data, 16, checksum(bytes(data[:16]) + bytes(data[24:])))
+    record.unlink()
+    record.write_bytes(data)
+    document = series.json("check", code=20)
+    assert (len(document["restorable"]), document["damaged"], len(document["unknown"])) == (3, [], 1)
+    text = series("check", code=20).stdout
+    assert "format version 2" in text
+    assert re.search(r"3 snapshots are restorable.*\nof 1 it cannot be told here, see above: exp@2 ", text)
+    assert "what helps" not in text
 
 
 def test_check_names_what_gc_frees(series):

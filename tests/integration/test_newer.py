@@ -92,6 +92,7 @@ def test_it_is_reported_and_left_alone(what):
         assert [problem.command for problem in result.problems] == [""], result.problems
         assert not result.ok
         assert (result.restorable, result.damaged) == ([], [])
+        assert [s.ref for s in result.unknown] == ["r@0"]
         for options in ({}, {"drop": True}, {"drop": True, "purge": True}):
             for level in ("data", "restore"):
                 report = repository.repair(apply=True, level=level, **options)

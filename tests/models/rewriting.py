@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import exploring
+
 Packs = frozenset[str]
 NONE: Packs = frozenset()
 #: rule -> what it says; `explore` takes the names of those to drop.
@@ -257,34 +259,11 @@ def fenced(state: State, waited: str, dropped: Packs) -> State:
 def explore(
     dropped: Packs = NONE, *, rounds: int = 2, saver: bool = False, limit: int = 5_000_000
 ) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen).
-
-    Raises:
-        RuntimeError: there are more states than `limit`.
-    """
+    """(a schedule that breaks the invariant, or None; states seen)."""
     first = State(run=Run(lists=order(dropped)))
-    came: dict[State, Step | None] = {first: None}  # the step that led there, and from where
-    stack = [first]
-    while stack:
-        state = stack.pop()
-        if not state.live <= state.packs:
-            return schedule(came, state), len(came)
-        for name, after in steps(state, dropped, rounds, saver):
-            if after not in came:
-                came[after] = (name, state)
-                stack.append(after)
-        if len(came) > limit:
-            raise RuntimeError(f"more than {limit} states")
-    return None, len(came)
-
-
-def schedule(came: dict[State, Step | None], state: State) -> list[str]:
-    """The steps that led to a state."""
-    names: list[str] = []
-    while (step := came[state]) is not None:
-        name, state = step
-        names.append(name)
-    return names[::-1]
+    return exploring.explore(
+        first, lambda state: steps(state, dropped, rounds, saver), lambda state: state.live <= state.packs, limit
+    )
 
 
 if __name__ == "__main__":

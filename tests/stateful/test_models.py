@@ -1,4 +1,4 @@
-"""The model of rewriting: its rules keep what is needed, and none of them can be spared."""
+"""The models of rewriting and of quarantine: their rules keep what they promise, and none of them can be spared."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from tally import tally
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
+import quarantine
 from rewriting import RULES, explore
 
 THOROUGH = "SNAPSTORE_TEST_THOROUGH" in os.environ
@@ -25,4 +26,17 @@ def test_the_rules_hold(saver):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_rule_can_be_spared(rule):
     broken, _ = explore(frozenset([rule]))
+    assert broken is not None
+
+
+def test_the_rules_of_quarantine_hold():
+    broken, states = quarantine.explore()
+    tally("model states", states)
+    assert broken is None
+    assert states > 400
+
+
+@pytest.mark.parametrize("rule", quarantine.RULES)
+def test_no_rule_of_quarantine_can_be_spared(rule):
+    broken, _ = quarantine.explore(frozenset([rule]))
     assert broken is not None

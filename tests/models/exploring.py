@@ -1,0 +1,40 @@
+"""All states that some actors can reach, one step of one of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+
+def explore(
+    first: S, steps: Callable[[S], Iterable[tuple[str, S]]], holds: Callable[[S], bool], limit: int = 5_000_000
+) -> tuple[list[str] | None, int]:
+    """(a schedule that breaks the invariant, or None; states seen).
+
+    Raises:
+        RuntimeError: there are more states than `limit`.
+    """
+    came: dict[S, tuple[str, S] | None] = {first: None}  # the step that led there, and from where
+    stack = [first]
+    while stack:
+        state = stack.pop()
+        if not holds(state):
+            return _schedule(came, state), len(came)
+        for name, after in steps(state):
+            if after not in came:
+                came[after] = (name, state)
+                stack.append(after)
+        if len(came) > limit:
+            raise RuntimeError(f"more than {limit} states")
+    return None, len(came)
+
+
+def _schedule(came: dict[S, tuple[str, S] | None], state: S) -> list[str]:
+    """The steps that led to a state."""
+    names: list[str] = []
+    while (step := came[state]) is not None:
+        name, state = step
+        names.append(name)
+    return names[::-1]

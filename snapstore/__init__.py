@@ -14,8 +14,8 @@ The data path, and the modules that are its stages:
 
 `save.py` and `restore.py` tell these two stories; `writer.py` and `fetch.py` run their middles in batches on an engine
 (`engine.py`). `session.py` and `gc.py` are the protocol that keeps saves and deletions apart, `retention.py` says what
-to keep, `check.py` what is damaged, `repair.py` mends it, `inspection.py` says what is in it; `recode.py` and
-`compact.py` rewrite it over `rewrite.py`. `Repository` and `SnapshotManager` are the faces.
+to keep, `check.py` what is damaged (`survey.py` looks), `repair.py` mends it, `inspection.py` says what is in it;
+`recode.py` and `compact.py` rewrite it over `rewrite.py`. `Repository` and `SnapshotManager` are the faces.
 
 Importing this package imports neither torch nor any GPU library; saving and restoring do when they meet a tensor.
 """

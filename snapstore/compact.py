@@ -8,7 +8,7 @@ In: the committed snapshots. Out: their next revisions (rewrite.py), and a repor
     packs     whose dead share is the largest, until what is dead in all packs together is little: their live blobs move
               as they are
 
-What is worth it is chosen over all snapshots first (survey.py), the most profitable first; then each snapshot is
+What is worth it is chosen over all snapshots first (compact_plan.py), the most profitable first; then each snapshot is
 rewritten under a session of its own. Every chunk that is encoded anew was rebuilt and compared with its digest before,
 and is decoded and compared again before it counts. A run that dies is finished by the next one.
 """
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from . import manifest, planes
 from .blob import XOR, Column
 from .chain import Chain, Link, chains_of, edge_of, table_of
+from .compact_plan import Cut, LiveBlobs, Plan, room, rows_of, worth
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
@@ -39,7 +40,6 @@ from .restore import spec_of
 from .rewrite import ATTEMPTS, Part, Rewriting, Target, Work
 from .storage import ObjectStore
 from .stored import batches, lengths_of, names_of
-from .survey import Cut, LiveBlobs, Plan, room, rows_of, worth
 from .view import View
 
 log = logging.getLogger("snapstore")

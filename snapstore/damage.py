@@ -1,6 +1,6 @@
 """Damage: which packs are not what they should be, which of their blobs still are, and which chunks that costs.
 
-In: manifests. Out: columns over their references. What check.py reports and repair.py mends.
+In: manifests. Out: columns over their references. What survey.py reports and repair.py mends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """repair: make the best of damage: what is lost is named, what is stored elsewhere is used, and nothing gets worse.
 
-In: what a Survey (check.py) finds. Out: a report; with `apply`, in this order, each step whole by itself:
+In: what a Survey finds. Out: a report; with `apply`, in this order, each step whole by itself:
 
     records      those that vanished come back from the index, where that costs nothing (`Survey.stands`); the next
                  revision of one that cannot be read: from the index, the one before, or the manifests
@@ -29,7 +29,6 @@ from functools import partial
 import msgspec
 
 from . import gc, manifest, records
-from .check import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, Survey, stand_in
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree, tried
 from .engine import Engines
@@ -43,12 +42,14 @@ from .errors import (
     StorageError,
     without_advice,
 )
+from .findings import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, stand_in
 from .heal import Healer
 from .index import Index
 from .manifest import Manifest, ManifestHeader
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, ManifestRef, Quarantine, Snapshot
 from .session import all_needed_keys
 from .storage import ObjectStore
+from .survey import Survey
 from .view import View
 
 log = logging.getLogger("snapstore")

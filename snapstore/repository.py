@@ -42,8 +42,8 @@ from .storage import ObjectStore, open_store
 from .view import PUT_BACK, View
 
 if TYPE_CHECKING:
-    from .check import CheckResult
     from .compact import CompactReport
+    from .findings import CheckResult
     from .inspection import Diff, Stats
     from .manifest import Manifest
     from .recode import RecodeResult
@@ -615,7 +615,8 @@ class Repository:
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         """
-        from .check import Survey, check
+        from .check import check
+        from .survey import Survey
 
         def unmendable(survey: Survey) -> set[str]:
             from .repair import unmendable

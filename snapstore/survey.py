@@ -1,381 +1,572 @@
-"""Survey: what compact could free, over all committed snapshots, and which of it is worth its cost.
+"""Survey: one look over a whole repository, at one of the levels of check.py. What repair.py acts upon.
 
-In: manifests; no pack is read here. Out: a plan: chunks to be encoded anew, packs to be left. Memory grows with the
-number of different blobs (some 50 bytes each) and of chains that could be cut, not with that of snapshots.
+In: every object, as far as the level says. Out: what is wrong, in words (`CheckResult`) and as sets of keys and ids.
+Reads only; one manifest is in memory at a time.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from . import manifest
-from .blob import ALIGNMENT, ENTRY, Column
-from .chain import Chain, Digests, chains_of, edge_of
-from .errors import DAMAGE
-from .manifest import ChunkTable, Manifest
-from .pack import HEADER, TRAILER
-from .records import ManifestRef, Snapshot, pack_key
-from .storage import ObjectStore
+from . import manifest, policies, records
+from .damage import DamagedPacks, answers, check_tree, lost_rows, tried, unbuilt
+from .engine import Engines
+from .errors import (
+    DAMAGE,
+    CapabilityError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+    UnknownFormatError,
+    without_advice,
+)
+from .findings import (
+    ACCEPT,
+    COPY,
+    DROP,
+    GC,
+    REBUILD,
+    REPAIR,
+    REPAIR_CHUNKS,
+    CheckResult,
+    Problem,
+    stand_in,
+)
+from .gc import OBJECT_NAME
+from .index import Index
+from .manifest import Manifest, part_name
+from .records import COMMITTED, FORGOTTEN, Done, Lost, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
+from .session import MARK_LIMIT_BYTES, needed_keys
+from .storage import ObjectInfo, ObjectStore
 from .view import View
 
-log = logging.getLogger("snapstore")
-#: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
-MAX_DEAD_SHARE = 1 / 64
-#: What is freed must be this much more than what is written for it, as a share of the latter: by a chunk encoded anew,
-#: by a pack that is left, and by all of it.
-MIN_GAIN = 1 / 32
-#: A new manifest, and the packs beside it, may be so much longer than the old ones.
-PART_BYTES = 512
-_OFFSET_BITS = 40  # of a blob's key: packs are far smaller than a TiB
+LEVELS = ("metadata", "data", "restore")
+#: So many damaged chunks of one snapshot are named; the rest is counted.
+CHUNKS_NAMED = 20
+_NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine, ".lost": Lost}
 
 
-def worth(freed_bytes: float) -> float:
-    """The most to write for what is freed."""
-    return freed_bytes / (1 + MIN_GAIN)
-
-
-@dataclass(slots=True)
-class Edge:
-    """A chunk that a snapshot holds, and whose blob is a delta to one that none holds any more.
+class Survey:
+    """One look over a repository.
 
     Attributes:
-        source: a manifest and one of its rows whose chain comes by.
-        behind: digest of the next kept chunk behind it on the chain; empty: none.
-        estimate_bytes: what it may take when it is encoded anew.
-        chain: how it is rebuilt already in a snapshot that was compacted; empty: nowhere.
+        packs: those that are damaged.
+        quarantined: keys of the packs that an earlier repair has found damaged.
+        notes: keys of the notes that say so.
+        noted: pack -> offsets of the blobs that they give up.
+        lost: ids of the snapshots that an earlier repair has found to lack a manifest.
+        found_again: those of them that lack none, or are collected.
+        recovered: those of them that are as they should be, or gone and missed by nobody.
+        ruling: the ruling revision of every snapshot whose record reads, by id.
+        unreadable: key -> why, of the ruling records that do not.
+        vanished: keys of records that the index knows and the store does not list.
+        small: keys of damaged sessions and of damaged objects of gcs.
+        sizes: of packs and manifests, by key [bytes].
+        need: damaged pack -> ids of all snapshots that refer to it.
+        affected: id -> SHA-256 of those of its manifests that refer to damaged packs.
+        without_manifest: id -> why, of snapshots that lack a manifest.
+        unknown: keys of records, and ids of snapshots, that are intact as far as this release or machine can read them:
+            no damage, and nothing that it may change.
     """
 
-    digest: bytes
-    source: tuple[ManifestRef, int]
-    behind: bytes
-    blobs: set[int]
-    length: int
-    estimate_bytes: int
-    chain: Chain = field(default_factory=list)
+    def __init__(
+        self, store: ObjectStore, index: Index, engines: Engines, level: str, share: float = 1.0,
+        subset: tuple[int, int] = (1, 1), config: str = "",
+    ) -> None:  # fmt: skip
+        if level not in LEVELS:
+            raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
+        self._store, self._index, self._engines = store, index, engines
+        self._share, self._subset = share, subset
+        self.result = CheckResult(level)
+        self.packs = DamagedPacks(store)
+        self.quarantined: set[str] = set()
+        self.notes: list[str] = []
+        self.noted: dict[str, set[int]] = {}
+        self.lost: set[str] = set()
+        self.found_again: set[str] = set()
+        self.recovered: set[str] = set()
+        self.ruling: dict[str, Snapshot] = {}
+        self.unreadable: dict[str, str] = {}
+        self.vanished: list[str] = []
+        self.small: list[str] = []
+        self.affected: dict[str, list[str]] = {}
+        self.without_manifest: dict[str, str] = {}
+        self.unknown: set[str] = set()
+        self.sizes: dict[str, int] = {}
+        self._suffer: dict[str, set[str]] = {}  # pack -> ids of the snapshots that lose by it
+        self.need: dict[str, set[str]] = {}
+        if config:
+            self._report("config", "config", config)
 
+    def read_records(self) -> None:
+        """Everything but packs and manifests, which are only listed."""
+        for prefix in ("packs/", "manifests/"):
+            for info in self._store.list(prefix):
+                if OBJECT_NAME.fullmatch(info.key):
+                    self.sizes[info.key] = info.size_bytes
+                else:
+                    self._stray(prefix[:-2], info.key)
+        self._small_objects()
+        self._policies()
+        self._records()
+        self._vanished()
 
-@dataclass(slots=True)
-class Cut:
-    """Edges that share what is behind them: it is freed once all of them are encoded anew, and not before.
+    def read_rest(self) -> CheckResult:
+        """Packs and manifests, by the records in `ruling`; what was found in all."""
+        result = self.result
+        self._read_packs()
+        snapshots = View(self.ruling.values(), {}, []).snapshots(states=(COMMITTED, FORGOTTEN))
+        needed = set(self.quarantined)
+        seen: set[tuple[str, int, bytes]] = set()
+        for snapshot in snapshots:
+            keys = self._snapshot(snapshot, seen)
+            if snapshot.state == COMMITTED:
+                needed |= keys
+        self._report_packs()
+        self.found_again = (self.lost & self.ruling.keys()) - self.without_manifest.keys()
+        for name in sorted(self.found_again):
+            key = Lost(id=name, found=0, reason="").key
+            self._note("gc", key, f"{key}: {self.ruling[name].ref} lacks no manifest any more, or is collected", REPAIR)
+        if not self._stops_gc(needed):
+            result.unneeded_bytes = sum(size for key, size in self.sizes.items() if key not in needed)
+        bad = {name for problem in result.problems for name in problem.snapshots}
+        snapshots = [now for s in snapshots if (now := self.ruling[s.id]).state in (COMMITTED, FORGOTTEN)]
+        result.restorable = [s for s in snapshots if s.id not in bad | self.unknown]
+        named = {s.id for s in result.damaged}
+        result.damaged += [s for s in snapshots if s.id in bad - named]
+        result.unknown = [stand_in(key) for key in sorted(self.unknown) if records.parse_record_key(key) is not None]
+        result.unknown += [s for s in snapshots if s.id in self.unknown - bad]
+        return result
 
-    Attributes:
-        is_worth_it: None until their real sizes are known.
-    """
+    def _stops_gc(self, needed: set[str]) -> bool:
+        """Whether gc would refuse or wait, or whether it cannot be told what committed snapshots need."""
+        untold = any(self.ruling[name].state == COMMITTED for name in self.without_manifest)
+        untold |= any(name not in self.ruling or self.ruling[name].state == COMMITTED for name in self.unknown)
+        kinds = {problem.kind for problem in self.result.problems}
+        absent = needed - self.sizes.keys() - self.quarantined
+        return untold or not kinds.isdisjoint(("config", "session")) or bool(self.unreadable or self.vanished or absent)
 
-    edges: dict[bytes, Edge]  # by digest
-    freed_bytes: int
-    blobs: set[int]
-    is_worth_it: bool | None = None
+    def _report(
+        self, kind: str, key: str, message: str, suffer: Iterable[str] = (), *, command: str = REPAIR, instead: str = ""
+    ) -> None:  # fmt: skip
+        self.result.problems.append(Problem(kind, key, without_advice(message), tuple(suffer), command, instead))
 
-    @property
-    def cost_bytes(self) -> int:
-        """What it takes to encode them anew, as far as that can be told."""
-        return sum(edge.estimate_bytes for edge in self.edges.values())
+    def _note(self, kind: str, key: str, message: str, command: str = "") -> None:
+        self.result.notes.append(Problem(kind, key, without_advice(message), (), command))
 
-    @property
-    def root(self) -> Edge | None:
-        """The one that the others without a base may become deltas to."""
-        return next((edge for edge in self.edges.values() if not edge.behind), None)
+    def _stray(self, kind: str, key: str) -> None:
+        self._report(kind, key, f"{key}: no name of an object; it does not belong here, remove it", command="")
 
+    def _get(self, info: ObjectInfo, limit_bytes: int = records.MAX_OBJECT_BYTES) -> bytes:
+        """A listed object.
 
-@dataclass(slots=True)
-class Plan:
-    """What is to be rewritten.
+        Raises:
+            IntegrityError: or it cannot be read, though the store answers.
+        """
+        try:
+            return self._store.get(info.key, limit_bytes=limit_bytes)
+        except StorageError as error:
+            raise self._unreadable(info.key, error) from error
 
-    Attributes:
-        kept: digests of the chunks that snapshots hold.
-        cuts: by the digest of each edge.
-        edges: these digests.
-        deltas: those of them that are full, and may be deltas to their neighbours.
-        left: packs whose live blobs move.
-        moved, moved_bytes: these blobs.
-        cost_bytes, gain_bytes: estimates: bytes written, and by how much less there is in the end.
-    """
+    def _unreadable(self, key: str, error: StorageError) -> IntegrityError:
+        """What it means that one object cannot be read; a store that cannot be reached is no damage."""
+        answers(self._store)
+        return IntegrityError(f"{key}: cannot be read: {error}")
 
-    kept: Digests
-    cuts: dict[bytes, Cut] = field(default_factory=dict)
-    edges: Digests = field(default_factory=Digests)
-    deltas: set[bytes] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-    moved: int = 0
-    moved_bytes: int = 0
-    cost_bytes: int = 0
-    gain_bytes: int = 0
+    # -- small objects
 
-    @property
-    def encoded(self) -> int:
-        """Chunks to be encoded anew."""
-        return sum(not cut.edges[digest].chain for digest, cut in self.cuts.items())
-
-
-class LiveBlobs:
-    """All live blobs, and the chains that lead through chunks that nobody holds.
-
-    Args:
-        chosen: ids of the snapshots that may be rewritten.
-        quarantined: keys of the packs that no gc deletes: nothing in them is freed.
-
-    Attributes:
-        damaged: ids of snapshots whose manifests cannot be read, and why.
-    """
-
-    def __init__(self, store: ObjectStore, view: View, chosen: set[str], quarantined: set[str]) -> None:
-        self._store, self._view, self._chosen = store, view, chosen
-        self.damaged: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}
-        self._names: list[str] = []
-        self._sizes: list[int] = []
-        self._parts = 0
-        self._edges: dict[bytes, Edge] = {}
-        self._deltas: dict[bytes, Edge] = {}
-        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # full chunks that no manifest before these has
-        self.heights: dict[bytes, int] = {}  # of full chunks: how many deltas there are upon them, at most
-        self.kept = Digests(m.table.digests for _, _, _, m in self._manifests())
-        blobs, pinned, seen = _Blobs(), _Blobs(), Digests()
-        for is_chosen, snapshot, ref, m in self._manifests():
-            keys = self._keys_of(m)
-            self._parts += is_chosen and len(m.table) > 0
-            blobs.add(keys, m.table.ref_lengths)
-            if is_chosen:
-                self._find_edges(ref, m, keys)
-                rows = np.flatnonzero((m.table.ref_counts == 1) & ~seen.has(m.table.digests))
-                self._full.append((snapshot, ref, rows))
-            seen.add(m.table.ref_digests)
-            self._note_heights(m.table)
-            if not is_chosen:
-                pinned.add(keys, m.table.ref_lengths)
-        self._blobs, self._lengths = blobs.all()
-        self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
-        self._pinned = np.isin(self._blobs, pinned.all()[0]) | self._stays[self._packs_of(self._blobs)]
-        if self._edges:
-            self._find_chains()
-
-    def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
-        """(whether it may be rewritten, whose it is, its name, the manifest) of all parts of committed snapshots."""
-        for snapshot in self._view.snapshots():
-            for ref in snapshot.manifests:
-                try:
-                    m = manifest.read(self._store, ref)
-                except DAMAGE as error:
-                    self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
-                    continue
-                yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
-
-    def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:
-        """Which blob every reference means, wherever it is referred to: its pack and offset in one number."""
-        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True):
-            if name not in self._numbers:
-                self._numbers[name] = len(self._names)
-                self._names.append(name)
-                self._sizes.append(size)
-        numbers = np.array([self._numbers[name] for name in m.header.pack_names] or [0], np.uint64)
-        return (numbers[m.table.ref_packs] << np.uint64(_OFFSET_BITS)) | m.table.ref_offsets
-
-    def _find_edges(self, ref: ManifestRef, m: Manifest, keys: npt.NDArray[np.uint64]) -> None:
-        kept = self.kept.has(m.table.ref_digests)
-        rows = rows_of(m.table, np.flatnonzero(~kept))
-        for row, chain in zip(rows.tolist(), chains_of(m.table, m.header.pack_names, rows, self.kept), strict=True):
-            first, at = int(m.table.starts[row]), 0
-            while (edge := edge_of(chain[at:])) is not None:
-                begin, end = at + edge[0], at + edge[1]
-                self._add_edge(ref, row, chain, begin, end, set(keys[first + begin : first + end].tolist()))
-                at = end
-
-    def _add_edge(self, ref: ManifestRef, row: int, chain: Chain, begin: int, end: int, blobs: set[int]) -> None:
-        digest = chain[begin].digest
-        if digest in self._edges:
-            self._edges[digest].blobs |= blobs
-            return
-        lengths = [link.place.length for link in chain[begin:end] if link.place]
-        behind = chain[end].digest if end < len(chain) else b""
-        estimate = max(lengths) if behind else lengths[-1]
-        self._edges[digest] = Edge(digest, (ref, row), behind, blobs, lengths[0], estimate)
-
-    def _find_chains(self) -> None:
-        """Of chunks at edges, the chains that are as they should be in some snapshot: a run that died made them."""
-        edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
-        for _, _, _, m in self._manifests():
-            rows = np.flatnonzero(edges.has(m.table.digests))
-            for chain in chains_of(m.table, m.header.pack_names, rows, self.kept):
-                edge = self._edges[chain[0].digest]
-                if not edge.chain and edge_of(chain) is None:
-                    edge.chain, edge.estimate_bytes = chain, 0
-
-    def _note_heights(self, table: ChunkTable) -> None:
-        ends, depths = table.starts[1:] - 1, table.depths
-        rows = np.flatnonzero(depths)
-        for digest, depth in zip(table.ref_digests[ends[rows]], depths[rows].tolist(), strict=True):
-            name = digest.tobytes()
-            self.heights[name] = max(depth, self.heights.get(name, 0))
-
-    # -- full chunks
-
-    def full(self) -> Iterator[tuple[Snapshot, ManifestRef, Manifest, Column]]:
-        """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
-        for snapshot, ref, rows in self._full:
-            if len(rows) and snapshot.id not in self.damaged:
-                with suppress(*DAMAGE):  # collected meanwhile, or it is found when it is to be rewritten
-                    yield snapshot, ref, manifest.read(self._store, ref), rows
-
-    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
-        """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""
-        table, digest = m.table, m.table.digests[row].tobytes()
-        at, number = table.starts[row], self._numbers[m.header.pack_names[table.ref_packs[table.starts[row]]]]
-        if digest not in self._edges:
-            length = int(table.ref_lengths[at])
-            key = number << _OFFSET_BITS | int(table.ref_offsets[at])
-            self._deltas[digest] = Edge(digest, (ref, row), behind, {key}, length, int(share * length))
-
-    # -- what is worth it
-
-    def plan(self, max_bytes: int | None) -> Plan:
-        """The most profitable of it, as far as bytes to be written allow; nothing if it would not pay for manifests."""
-        cuts = sorted((cut for cut in self._cuts() if cut.cost_bytes < worth(cut.freed_bytes)), key=_gain, reverse=True)
-        plan = max(self._with(cuts, max_bytes), self._with([], max_bytes), key=lambda plan: plan.gain_bytes)
-        if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
-            return Plan(self.kept)
-        return plan
-
-    def _cuts(self) -> Iterator[Cut]:
-        """Edges that share blobs, together."""
-        owner: dict[int, bytes] = {}  # blob -> an edge
-        parent = {digest: digest for digest in self._edges}
-
-        def root(digest: bytes) -> bytes:
-            while parent[digest] != digest:
-                parent[digest] = parent[parent[digest]]
-                digest = parent[digest]
-            return digest
-
-        for digest, edge in self._edges.items():
-            for key in edge.blobs:
-                parent[root(digest)] = root(owner.setdefault(key, digest))
-        groups: dict[bytes, dict[bytes, Edge]] = {}
-        for digest, edge in self._edges.items():
-            groups.setdefault(root(digest), {})[digest] = edge
-        for edges in groups.values():
-            blobs = set().union(*(edge.blobs for edge in edges.values()))
-            at = np.searchsorted(self._blobs, np.array(sorted(blobs), np.uint64))
-            cut = Cut(edges, int(room(self._lengths[at[~self._pinned[at]]]).sum()), blobs)
-            for edge in edges.values():
-                if not edge.behind and not edge.chain and edge is not cut.root:
-                    edge.estimate_bytes = edge.length  # a delta to the root, about as long as that to the old base
-            yield cut
-        for digest, edge in self._deltas.items():
-            at = np.searchsorted(self._blobs, np.array(sorted(edge.blobs), np.uint64))
-            yield Cut({digest: edge}, int(room(self._lengths[at[~self._pinned[at]]]).sum()), edge.blobs)
-
-    def _with(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
-        """The plan of some cuts; packs that are left too, the worst first, as long as bytes are left to write."""
-        plan = Plan(self.kept)
-        left_bytes = float("inf") if max_bytes is None else max_bytes
-        live, packs = self._packs(np.ones(len(self._blobs), bool))
-        if max_bytes is not None:  # packs that pay more than a cut go before it
-            rivals = [(gain, cost) for gain, cost, _ in self._worst(live, packs)]
-            cuts = _affordable(cuts, rivals, max_bytes)
-        alive = np.ones(len(self._blobs), bool)
-        for cut in cuts:
-            freed = np.searchsorted(self._blobs, np.array(sorted(cut.blobs), np.uint64))
-            alive[freed[~self._pinned[freed]]] = False
-            plan.cuts.update(dict.fromkeys(cut.edges, cut))
-            plan.cost_bytes += cut.cost_bytes
-            plan.gain_bytes -= cut.cost_bytes
-        plan.deltas = plan.cuts.keys() & self._deltas.keys()
-        plan.edges = Digests([np.frombuffer(b"".join(plan.cuts), np.uint8).reshape(-1, 16)])
-        left_bytes -= plan.cost_bytes
-        live, packs = self._packs(alive)
-        counts = np.bincount(packs[alive], minlength=len(self._names))
-        dead = float((np.array(self._sizes) - live - _FRAME)[~self._stays].sum())
-        lengths = np.bincount(packs[alive], self._lengths[alive], len(self._names))
-        for _, _, number in self._worst(live, packs):
-            gain = self._sizes[number] - int(live[number])
-            if dead <= MAX_DEAD_SHARE * live[~self._stays].sum():
-                break
-            if lengths[number] > left_bytes:
+    def _small_objects(self) -> None:
+        """Sessions, and what gcs have left."""
+        infos = list(self._store.list("gc/"))
+        self.notes = [info.key for info in infos if records.quarantined([info.key])]
+        self.quarantined = records.quarantined(self.notes)
+        self.lost = records.lost(info.key for info in infos)
+        for kind, info in [("gc", info) for info in infos] + [("session", i) for i in self._store.list("sessions/")]:
+            suffix = "." + info.key.rpartition(".")[2]
+            if kind == "gc" and suffix not in _NOTES:
+                self._stray(kind, info.key)
                 continue
-            left_bytes -= lengths[number]
-            dead -= gain
-            plan.left.add(self._names[number])
-            plan.moved += int(counts[number])
-            plan.moved_bytes += int(lengths[number])
-            plan.gain_bytes += gain
-        plan.cost_bytes += plan.moved_bytes
-        return plan
+            kind_of: Any = _NOTES[suffix] if kind == "gc" else Session
+            try:
+                found = records.decode(self._get(info, MARK_LIMIT_BYTES), kind_of, info.key)
+                name = found.key[3:].removesuffix(suffix) if isinstance(found, Quarantine) else found.id
+                if name != info.key.partition("/")[2].removesuffix(suffix):
+                    raise IntegrityError(f"{info.key}: holds the object of {name}; it was moved or altered")
+                if isinstance(found, Quarantine):
+                    self.noted.setdefault(records.pack_key(found.pack), set()).update(found.blobs)
+                    for offset in found.blobs:
+                        self.packs.give_up(records.pack_key(found.pack), offset)
+            except NotFoundError:
+                continue  # it ended while we look
+            except UnknownFormatError as error:
+                self._report(kind, info.key, str(error), command="")
+            except DAMAGE as error:
+                self.small.append(info.key)
+                command = REPAIR_CHUNKS if records.quarantined([info.key]) else REPAIR  # which blobs, only that tells
+                self._report(kind, info.key, str(error), command=command)
 
-    def _packs(self, alive: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
-        """(bytes that what lives in each pack takes there, the pack of every blob)."""
-        packs = self._packs_of(self._blobs)
-        return np.bincount(packs[alive], room(self._lengths[alive]), len(self._names)), packs
+    def _policies(self) -> None:
+        """Retention policies; nobody reads those that newer ones replace."""
+        newest: dict[str, int] = {}
+        found: list[tuple[str, int, ObjectInfo]] = []
+        for info in self._store.list("policies/"):
+            run, _, revision = info.key.removeprefix("policies/").rpartition(".")
+            if not records.NAME.fullmatch(run) or not revision.isdecimal():
+                self._stray("policy", info.key)
+                continue
+            found.append((run, int(revision), info))
+            newest[run] = max(newest.get(run, 0), int(revision))
+        for run, number, info in found:
+            try:
+                policies.decode(self._get(info), run, info.key)
+            except UnknownFormatError as error:
+                self._report("policy", info.key, str(error), command="")
+            except NotFoundError:
+                continue
+            except DAMAGE as error:
+                if number < newest[run]:
+                    self._note("policy", info.key, f"{error}; newer policies rule, nothing is lost")
+                    continue
+                message = f"{error}; what run {run!r} is to keep has to be said again"
+                self._report("policy", info.key, message, command=f"snapstore forget --run {run} --keep-...")
 
-    @staticmethod
-    def _packs_of(blobs: npt.NDArray[np.uint64]) -> Column:
-        return (blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
+    # -- records
 
-    def _worst(self, live: Column, packs: Column) -> list[tuple[float, float, int]]:
-        """(gain, cost, number) of the packs that may be left, those with the largest dead share first."""
-        may = np.ones(len(self._names), bool)
-        may[packs[self._pinned]] = False
-        sizes = np.array(self._sizes, np.float64)
-        gain = sizes - live - _FRAME
-        may &= (gain > _FRAME) & (gain >= MIN_GAIN * live)
-        numbers = np.flatnonzero(may)
-        order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
-        return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]
+    def _records(self) -> None:
+        """Every record, read from the store itself, and compared with the index."""
+        view: View | None = None
+        try:
+            view = self._index.refresh()
+            self.vanished = view.vanished
+        except StorageError as error:
+            raised = self._unreadable("snapshots/", error)  # one record, which is found again below
+            self._note("index", "snapshots/", f"not compared with the index: {raised}")
+        listed: dict[str, ObjectInfo] = {}
+        for info in self._store.list("snapshots/"):
+            if records.parse_record_key(info.key) is None:
+                self._stray("record", info.key)
+                continue
+            listed[info.key] = info
+        decided: set[str] = set()  # ids whose ruling revision has been met
+        for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
+            name = key.rpartition("-")[2].split(".")[0]
+            try:
+                found = records.decode(self._get(listed[key]), Snapshot, key)
+                if found.key in listed and found.id == name and found.key != key:
+                    message = f"{key}: a copy of {found.key}, which does not belong here and hides it; remove it"
+                    self._report("record", key, message, [name] if name not in decided else [], command="")
+                    continue
+                if found.key != key:
+                    raise IntegrityError(f"{key}: holds the record of {found.key}")
+            except NotFoundError:
+                continue  # removed while we look
+            except UnknownFormatError as error:
+                if name not in decided:
+                    decided.add(name)
+                    self.unknown.add(key)
+                    self._report("record", key, str(error), command="")
+                continue
+            except DAMAGE as error:
+                if name in decided:
+                    self._note("record", key, f"{error}; a later revision rules; what only this one said is lost")
+                    continue
+                decided.add(name)
+                self.unreadable[key] = without_advice(error)
+                self._report("record", key, str(error), [name])
+                self.result.damaged.append(stand_in(key))
+                continue
+            if name in decided:
+                continue
+            decided.add(name)
+            self.ruling[found.id] = found
+            known = view.get(found.id) if view else None
+            if (
+                known is not None
+                and known.revision == found.revision
+                and records.encode(known) != records.encode(found)  # not known != found: metrics may be NaN
+            ):
+                self._report("index", key, f"{key}: differs from the index", command=REBUILD)
+
+    def _vanished(self) -> None:
+        """Records that the index knows and the store does not show: who suffers, and what helps."""
+        last = {gone.id: gone for gone in self.later()}
+        shown = self.ruling.keys() | self._unread_ids()
+        for key in self.vanished:
+            why, name = f"{key}: known to the index, not in the store", stand_in(key).id
+            gone = last.get(name)
+            if gone is not None and self.stands(gone):
+                why += "; it seems that a backup was put back, which is older than the index"
+                instead = f"accepts the repository as it is; {COPY} brings back what it said"
+                self._report("index", key, why, command=ACCEPT, instead=instead)
+            elif gone is not None and gone.key == key and gone.state in (COMMITTED, FORGOTTEN) and name not in shown:
+                self.result.damaged.append(stand_in(key))
+                instead = f"puts it back; if it was removed on purpose, '{ACCEPT}' gives it up"
+                self._report("index", key, why, [name], instead=instead)
+            else:
+                self._report("index", key, why)
+
+    def later(self) -> list[Snapshot]:
+        """Of each snapshot the last revision that vanished, unless the store shows a later one."""
+        gone = filter(None, map(self._index.cached, self.vanished))
+        last = {s.id: s for s in sorted(gone, key=lambda s: (s.revision, s.key))}
+        return [s for s in last.values() if s.id not in self.ruling or self.ruling[s.id].revision < s.revision]
+
+    def stands(self, gone: Snapshot) -> bool:
+        """Whether what the store shows of a snapshot stands, though the index knows a later revision, which vanished.
+
+        A backup was put back, say. What vanished may have forgotten, swept or rewritten the snapshot, so it comes back
+        only where that costs nothing: it is committed and has all it needs, or what the store shows is neither whole
+        nor more likely to be healed.
+        """
+        rules, kept = self.ruling.get(gone.id), gone.state in (COMMITTED, FORGOTTEN)
+        unknown = rules is None and gone.id in self._unread_ids()
+        if unknown or (rules is not None and rules.state in (COMMITTED, FORGOTTEN) and self.has_all(rules)):
+            return not (gone.state == COMMITTED and self.has_all(gone))
+        left = [[ref.key in self.sizes for ref in s.manifests] for s in (gone, rules) if s is not None]
+        if not kept:
+            return any(map(any, left))
+        if rules is None or self.has_all(gone):
+            return False
+        return all(left[1]) or not all(left[0])
+
+    def _unread_ids(self) -> set[str]:
+        """Of the snapshots whose ruling record is damaged, or of a version that this release does not know."""
+        parsed = map(records.parse_record_key, (*self.unreadable, *self.unknown))
+        return {found[2] for found in parsed if found is not None}
+
+    def has_all(self, snapshot: Snapshot) -> bool:
+        """Whether all that a snapshot needs is there, as far as listings and manifests' headers show."""
+        keys = tried(self._store, partial(needed_keys, self._index, snapshot))
+        return keys is not None and keys <= self.sizes.keys()
+
+    # -- packs
+
+    def _read_packs(self) -> None:
+        """Read packs whole, as many as the level says, and those that are known to be damaged."""
+        packs, keys = sorted(key for key in self.sizes if key.startswith("packs/")), list[str]()
+        if self.result.level != "metadata":
+            number, count = self._subset
+            keys = [key for key in packs if int(key[-8:], 16) % count == number - 1]
+            if self._share < 1:
+                keys = random.sample(keys, max(1, round(self._share * len(keys)))) if keys else []
+        chosen = sorted(self.quarantined.union(keys))
+        self.result.packs, self.result.packs_read = len(packs), len(self.sizes.keys() & chosen)
+        for key in chosen:
+            try:
+                data = self._store.get(key, limit_bytes=self.sizes.get(key, 0))
+            except NotFoundError:
+                continue  # its manifests tell whether that matters
+            except DAMAGE as error:
+                self.packs.why[key] = without_advice(error)
+                continue
+            except StorageError as error:
+                self.packs.why[key] = without_advice(self._unreadable(key, error))
+                continue
+            got = hashlib.sha256(data).hexdigest()
+            if not key.endswith(got):
+                self.packs.why[key] = f"{key}: SHA-256 is {got}: altered"
+
+    def _report_packs(self) -> None:
+        """One finding a pack, whoever suffers by it."""
+        misbuilt = {key: f"{key}: holds blobs that do not give their chunks" for key in self.packs.misbuilt}
+        known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
+        for key, why in sorted((known | self.packs.why).items()):
+            lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
+            hurt = sorted((self.ruling[name] for name in lost), key=lambda s: (s.run, s.seq, s.id))
+            named = ": " * bool(hurt) + records.some([s.ref for s in hurt])
+            message = f"{why}; snapshots that need it: {len(need)}, of which {len(lost)} lose chunks{named}"
+            if need or key not in self.quarantined:
+                command, instead = self._what_helps(key)
+                self._report("pack", key, message, lost, command=command, instead=instead)
+            else:
+                self._note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
+        self.recovered = self.quarantined - self.packs.why.keys() - self.packs.misbuilt.keys()
+        if self.result.level != "restore":  # which blobs a damaged note gave up only rebuilding tells
+            self.recovered -= records.quarantined(self.small)
+        for key in sorted(self.recovered):
+            self._note("pack", key, f"{key}: is in quarantine for nothing: {self.recovery(key)}", REPAIR)
+
+    def recovery(self, key: str) -> str:
+        """Why a pack need not be in quarantine any more."""
+        return "it is whole" if key in self.sizes else "it is gone, and nobody needs it"
+
+    def _what_helps(self, key: str) -> tuple[str, str]:
+        """The command, and what may be done instead, about a damaged pack."""
+        need, lost = self.need.get(key, set()), self._suffer.get(key, set())
+        if need and key not in self.quarantined:
+            return REPAIR, ""
+        kept = {name for name in need if self.ruling[name].state == COMMITTED}
+        if not kept:
+            return GC, ""
+        if kept.isdisjoint(lost):
+            return REPAIR, ""  # the intact blobs that they need have not been copied out yet
+        again = "save the same content again" + ", or put a copy of the pack back," * (key in self.packs.why)
+        return DROP, f"forgets what no save has stored again; to keep it, {again} then '{REPAIR} --apply'"
+
+    # -- manifests
+
+    def _now(self, snapshot: Snapshot) -> Snapshot:
+        """The revision that rules by now; a recode, a repair or a gc may have been at it while we look."""
+        while True:
+            key = records.record_key(snapshot.run, snapshot.step, snapshot.id, snapshot.revision + 1)
+            try:
+                snapshot = records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, key)
+            except (*DAMAGE, StorageError):
+                return snapshot
+
+    def _is_there(self, key: str) -> bool:
+        """Whether an object is listed, or has been put since."""
+        if key not in self.sizes:
+            try:
+                self.sizes[key] = self._store.stat(key).size_bytes
+            except NotFoundError:
+                return False
+        return True
+
+    def _manifests(self, snapshot: Snapshot) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, object]]:
+        """A snapshot's manifests, those that read; and by key what is wrong with the others, and with lost packs."""
+        found, wrong = [], dict[str, object]()
+        for ref in snapshot.manifests:
+            try:
+                read = self._manifest(ref)
+            except DAMAGE as error:
+                wrong[ref.key] = error
+                continue
+            found.append((ref, read))
+            keys = map(records.pack_key, read.header.pack_names)
+            wrong.update({key: f"{key} is missing" for key in keys if not self._is_there(key)})
+        return found, wrong
+
+    def _snapshot(self, snapshot: Snapshot, seen: set[tuple[str, int, bytes]]) -> set[str]:
+        """Look at a snapshot's manifests and all that they refer to; the keys it needs."""
+        found, wrong = self._manifests(snapshot)
+        while wrong and (now := self._now(snapshot)).key != snapshot.key:
+            self.ruling[snapshot.id] = snapshot = now
+            if snapshot.state not in (COMMITTED, FORGOTTEN):
+                return set()
+            found, wrong = self._manifests(snapshot)
+        needed = {ref.key for ref in snapshot.manifests}
+        for ref in snapshot.manifests:
+            if ref.key in wrong:
+                self._without_manifest(snapshot, ref.key, wrong[ref.key])
+        for _, read in found:
+            keys = [records.pack_key(name) for name in read.header.pack_names]
+            for key, size in zip(keys, read.header.pack_size_list, strict=True):
+                if key in wrong:
+                    self.packs.why.setdefault(key, str(wrong[key]))
+                elif self.sizes[key] != size:
+                    self.packs.why.setdefault(
+                        key, f"{key} has {self.sizes[key]} bytes, expected {size}: cut short or altered"
+                    )
+        failed: dict[str, dict[int, SnapstoreError]] = {}
+        if self.result.level == "restore":
+            failed = {ref.sha256: self._unbuilt(read, seen) for ref, read in found}
+            if any(failed.values()) and (now := self._now(snapshot)).key != snapshot.key:
+                # Rewritten, and the old packs collected, while its chunks were rebuilt.
+                self.ruling[snapshot.id] = now
+                return self._snapshot(now, seen) if now.state in (COMMITTED, FORGOTTEN) else set()
+        for ref, read in found:
+            keys = [records.pack_key(name) for name in read.header.pack_names]
+            needed.update(keys)
+            lost = self.packs.lost(read)
+            for number in np.unique(read.table.ref_packs[lost]).tolist():
+                self._suffer.setdefault(keys[number], set()).add(snapshot.id)
+            self._condemn(snapshot, read, failed.pop(ref.sha256, {}))
+            for key in (key for key in keys if key in self.packs):
+                self.need.setdefault(key, set()).add(snapshot.id)
+            if self.packs.within(read).any():
+                self.affected.setdefault(snapshot.id, []).append(ref.sha256)
+        if len(found) == len(snapshot.manifests):
+            self._tree(snapshot, [read for _, read in found])
+        return needed
+
+    def _manifest(self, ref: ManifestRef) -> Manifest:
+        from .restore import check_layout
+
+        try:
+            read = manifest.read(self._store, ref)
+            for entry in read.tensors:  # every tensor has as many chunks as its bytes need
+                check_layout(read, entry, ref.key)
+        except StorageError as error:
+            raise self._unreadable(ref.key, error) from error
+        except FormatError as error:  # its SHA-256 is its name: it was written so, by a release that knows more
+            raise UnknownFormatError(str(error)) from error
+        return read
+
+    def _without_manifest(self, snapshot: Snapshot, key: str, error: object) -> None:
+        why = without_advice(f"{snapshot.ref}: {error}")
+        if isinstance(error, UnknownFormatError):
+            self.unknown.add(snapshot.id)
+            self._report("manifest", key, f"{why}; it is as it was written, and left alone", command="")
+            return
+        self.without_manifest[snapshot.id] = why
+        if snapshot.state == COMMITTED:
+            self._report("manifest", key, why, [snapshot.id], command=DROP, instead=f"forgets it; {COPY} keeps it")
+        else:
+            self._report("manifest", key, why, [snapshot.id], command=GC)
+
+    def _tree(self, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
+        """The trees, the tensors and the parts belong together."""
+        try:
+            check_tree(manifests)
+        except FormatError as error:
+            self._without_manifest(snapshot, snapshot.key, error)
+
+    # -- restore
+
+    def _unbuilt(self, m: Manifest, seen: set[tuple[str, int, bytes]]) -> dict[int, SnapstoreError]:
+        """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once, lost ones not at all."""
+        without = lost_rows(m, self.packs.lost(m))
+        rows = [row for row in np.setdiff1d(np.arange(len(m.table)), without).tolist() if _chain(m, row) not in seen]
+        failed = unbuilt(self._store, self._engines, m, rows) if rows else {}
+        seen.update(_chain(m, row) for row in rows if row not in failed)
+        return failed
+
+    def _condemn(self, snapshot: Snapshot, m: Manifest, failed: dict[int, SnapstoreError]) -> None:
+        """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""
+        lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
+        if lacks:
+            self.unknown.add(snapshot.id)
+        for lack in list(lacks.values())[:1]:  # no damage, so nobody suffers; but nobody can say that all is well
+            message = f"{snapshot.ref}: {part_name(m.header.part)} cannot be rebuilt here: {lack}"
+            self._report("chunk", m.header.part, message, command="")
+        failed = {row: error for row, error in failed.items() if row not in lacks}
+        for row, error in list(failed.items())[:CHUNKS_NAMED]:
+            self._report(
+                "chunk", m.header.part, f"{snapshot.ref}: {_tensor_of(m, row)}: {error}", [snapshot.id],
+                command=REPAIR_CHUNKS,
+            )  # fmt: skip
+        if len(failed) > CHUNKS_NAMED:
+            message = f"{snapshot.ref}: chunks lost beside these: {len(failed) - CHUNKS_NAMED}"
+            self._report("chunk", m.header.part, message, [snapshot.id], command=REPAIR_CHUNKS)
+        for row, error in failed.items():
+            ref = int(m.table.starts[row])
+            key = records.pack_key(m.header.pack_names[m.table.ref_packs[ref]])
+            if isinstance(error, StorageError):  # it may be read tomorrow: the pack is damaged, no blob is condemned
+                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {without_advice(error)}")
+            else:
+                self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 
 
-class _Blobs:
-    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever they have doubled."""
-
-    def __init__(self) -> None:
-        self._keys, self._lengths = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        self._pending = 0
-
-    def add(self, keys: Column, lengths: Column) -> None:
-        """Some more, in any order."""
-        self._keys.append(keys)
-        self._lengths.append(lengths.astype(np.int64))
-        self._pending += len(keys)
-        if self._pending > len(self._keys[0]):
-            self.all()
-
-    def all(self) -> tuple[Column, Column]:
-        """(keys, sorted; lengths)."""
-        keys, first = np.unique(np.concatenate(self._keys), return_index=True)
-        self._keys, self._lengths, self._pending = [keys], [np.concatenate(self._lengths)[first]], 0
-        return keys, self._lengths[0]
+def _chain(m: Manifest, row: int) -> tuple[str, int, bytes]:
+    """What names a chunk's chain: its newest blob and its digest; older blobs follow from it."""
+    ref = int(m.table.starts[row])
+    start = 32 * int(m.table.ref_packs[ref])
+    return m.header.packs[start : start + 32].hex(), int(m.table.ref_offsets[ref]), m.table.digests[row].tobytes()
 
 
-#: What a pack takes beside its blobs.
-_FRAME = HEADER.size + TRAILER.size + 32
-
-
-def room(lengths: Column) -> Column:
-    """What blobs take in a pack: padded, and with their entries in the footer."""
-    return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
-
-
-def rows_of(table: ChunkTable, refs: Column) -> Column:
-    """The rows to whose chains some references belong, each once."""
-    return np.unique(np.searchsorted(table.starts, refs, "right") - 1)
-
-
-def _gain(cut: Cut) -> float:
-    return (cut.freed_bytes - cut.cost_bytes) / max(1, cut.cost_bytes)
-
-
-def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: int) -> list[Cut]:
-    """The cuts that bytes are left for when all is taken by its gain for each byte written."""
-    items = [(_gain(cut), cut.cost_bytes, cut) for cut in cuts] + [(g / max(1.0, c), c, None) for g, c in packs]
-    chosen: list[Cut] = []
-    for _, cost, cut in sorted(items, key=lambda item: -item[0]):
-        if cost <= max_bytes:
-            max_bytes -= int(cost)
-            if cut is not None:
-                chosen.append(cut)
-    return chosen
+def _tensor_of(m: Manifest, row: int) -> str:
+    for entry in m.tensors:
+        for box in entry.boxes:
+            if box.first_chunk <= row < box.first_chunk + box.chunks:
+                return f"{'.'.join(map(str, entry.path))}, chunk {row - box.first_chunk}"
+    return f"chunk {row}"

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from snapstore import Repository, SaveOptions, Snapshot, index, manifest, records
-from snapstore.check import CheckResult
 from snapstore.errors import SnapstoreError, StorageError, StorageFullError
+from snapstore.findings import CheckResult
 from snapstore.storage import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.locks import _HELD_FDS, let_go

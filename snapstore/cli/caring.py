@@ -17,8 +17,8 @@ from .output import line, note, note_unknown, print_json, spinner
 from .shell import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
 
 if TYPE_CHECKING:
-    from ..check import CheckResult, Problem
     from ..compact import CompactReport
+    from ..findings import CheckResult, Problem
     from ..recode import RecodeResult
     from ..records import Snapshot
     from ..repair import RepairReport
@@ -84,7 +84,7 @@ def _portion(text: str) -> tuple[float, tuple[int, int]]:
 
 
 def _print_check(result: CheckResult) -> None:
-    from ..check import GC
+    from ..findings import GC
     from ..records import counted, human_bytes
 
     for problem in result.problems:

@@ -25,9 +25,9 @@ from snapstore import (
     pack,
     records,
 )
-from snapstore.check import Survey
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+from snapstore.survey import Survey
 
 
 @pytest.fixture(autouse=True)

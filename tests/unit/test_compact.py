@@ -21,10 +21,10 @@ from snapstore import (
     SnapshotManager,
     StorageError,
     blob,
+    compact_plan,
     manifest,
     records,
     rewrite,
-    survey,
 )
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -110,9 +110,9 @@ def test_what_is_dead_is_little_afterwards(repo):
             ):
                 live[names[number], offset] = length
     packs = sum(info.size_bytes for info in repo.store.list("packs/"))
-    rooms = int(survey.room(np.array(list(live.values()))).sum())
+    rooms = int(compact_plan.room(np.array(list(live.values()))).sum())
     count = len(list(repo.store.list("packs/")))
-    assert packs - rooms <= survey.MAX_DEAD_SHARE * rooms + 2 * survey._FRAME * count
+    assert packs - rooms <= compact_plan.MAX_DEAD_SHARE * rooms + 2 * compact_plan._FRAME * count
 
 
 def test_nothing_to_do_writes_nothing(repo):
@@ -507,7 +507,7 @@ def test_any_history(data):
     So small gains are taken here that manifests, some hundred bytes each, may grow by more.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survey, "PART_BYTES", 8)
+        patch.setattr(compact_plan, "PART_BYTES", 8)
         faults.one_thread(patch, index=False)
         _any_history(data.draw)
 

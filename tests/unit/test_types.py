@@ -29,7 +29,7 @@ from snapstore import (
     NotFoundError, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError,
     StorageError, StorageFullError, UnknownFormatError, UnsupportedLeafError,
 )
-from snapstore.check import CheckResult, Problem
+from snapstore.findings import CheckResult, Problem
 from snapstore.gc import GcResult
 from snapstore.inspection import Diff, GroupStats, Stats, TensorDiff
 from snapstore.repository import ForgetResult
@@ -282,9 +282,9 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_classes() -> list[type]:
-    from snapstore import check, gc, inspection, repository
+    from snapstore import findings, gc, inspection, repository
 
-    results = [check.CheckResult, check.Problem, gc.GcResult, repository.ForgetResult]
+    results = [findings.CheckResult, findings.Problem, gc.GcResult, repository.ForgetResult]
     results += [inspection.Stats, inspection.GroupStats, inspection.Diff, inspection.TensorDiff]
     return [getattr(snapstore, name) for name in snapstore.__all__] + results
 

@@ -40,7 +40,7 @@ from .packing import Packs
 from .records import ManifestRef, Snapshot, pack_key, quarantined, record_key
 from .session import Claim
 from .storage import ObjectStore
-from .stored import NAME, Stored, batches, bytes_of, digests_of, laid_out, lengths_of, names_of, parse
+from .stored import Stored, Twins, batches, digests_of, laid_out, lengths_of, names_of, parse
 from .threads import Threads
 from .view import View
 
@@ -512,48 +512,6 @@ class Rewriting(ABC):
             lengths = lengths_of(rows)
             written += sum(lengths[i] for i in self.add(work, Stored(moved, stored), own, lengths))
         return written
-
-
-class Twins:
-    """Where blobs lie, by their names: those that were there, as columns; and newer ones.
-
-    Attributes:
-        newer: those that this run has put somewhere.
-    """
-
-    def __init__(self, listed: Iterable[tuple[str, npt.NDArray[np.void]]]) -> None:
-        self._packs: list[str] = []
-        parts = [(np.empty(0, _NAME), np.empty(0, np.uint32), np.empty(0, np.uint64), np.empty(0, np.uint32))]
-        for number, (name, entries) in enumerate(listed):
-            self._packs.append(name)
-            numbers = np.full(len(entries), number, np.uint32)
-            parts.append((_sortable(entries), numbers, entries["offset"].copy(), entries["length"].copy()))
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        order = np.argsort(columns[0], kind="stable")
-        self._names, self._numbers, self._offsets, self._lengths = (column[order] for column in columns)
-        self.newer: dict[bytes, Place] = {}
-
-    def find(self, entries: npt.NDArray[np.void]) -> dict[int, Place]:
-        """Of some blobs, those that another one of the same name and length stands for: number -> where."""
-        wanted, lengths = _sortable(entries), lengths_of(entries)
-        at = np.searchsorted(self._names, wanted)
-        at[at == len(self._names)] = 0
-        hits = np.flatnonzero(self._names[at] == wanted) if len(self._names) else at[:0]
-        columns = (hits, *(column[at[hits]] for column in (self._numbers, self._offsets, self._lengths)))
-        found = {
-            i: Place(self._packs[number], offset, length)
-            for i, number, offset, length in zip(*(column.tolist() for column in columns), strict=True)
-        }
-        found.update({i: self.newer[name] for i, name in enumerate(names_of(entries)) if name in self.newer})
-        return {i: place for i, place in found.items() if place.length == lengths[i]}
-
-
-_NAME = f"S{len(NAME)}"
-
-
-def _sortable(entries: npt.NDArray[np.void]) -> Column:
-    """Names as strings, which NumPy sorts; they are compared padded with zeros, so none is cut short."""
-    return np.ascontiguousarray(bytes_of(np.ascontiguousarray(entries))[:, NAME]).view(_NAME).reshape(-1)
 
 
 def places_of(part: Part) -> list[Place]:

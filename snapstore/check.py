@@ -8,18 +8,18 @@ Three levels, each with all of the one before:
     restore    every chunk of every snapshot is rebuilt and its digest compared
 
 Reads only. Reports everything it finds; a problem names the snapshots that suffer from it and the command that helps.
-survey.py looks, findings.py has the words.
+survey.py looks, findings.py has the words, salvage.py tells which records a repair can write again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from .engine import Engines
 from .errors import InvalidInputError
 from .findings import COPY, DROP, CheckResult
 from .index import Index
+from .salvage import Salvage
 from .storage import ObjectStore
 from .survey import Survey
 
@@ -27,7 +27,6 @@ from .survey import Survey
 def check(
     store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
     subset: tuple[int, int] = (1, 1), config: str = "",
-    unmendable: Callable[[Survey], set[str]] = lambda _: set(),
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
 
@@ -35,7 +34,6 @@ def check(
         share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
         subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         config: what is wrong with the config, if anything is.
-        unmendable: of a survey, keys of the records that cannot be read and that no repair can write again.
 
     Raises:
         StorageError: the store cannot be listed; a single object that cannot be read is a finding.
@@ -48,7 +46,7 @@ def check(
     survey.read_records()
     result = survey.read_rest()
     if survey.unreadable:
-        lost = unmendable(survey)
+        lost = Salvage(store, index, survey).unmendable()
         result.problems = [
             replace(p, command=DROP, help=f"gives it up; {COPY} keeps it") if p.key in lost else p
             for p in result.problems

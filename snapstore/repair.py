@@ -18,19 +18,16 @@ A crash anywhere leaves less to do for the next repair.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
-from . import gc, manifest, records
-from .chunking import DEFAULT_CHUNK_BYTES
-from .damage import check_tree, tried
+from . import gc, records
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -45,8 +42,8 @@ from .errors import (
 from .findings import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, stand_in
 from .heal import Healer
 from .index import Index
-from .manifest import Manifest, ManifestHeader
-from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, ManifestRef, Quarantine, Snapshot
+from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
+from .salvage import Salvage
 from .session import all_needed_keys
 from .storage import ObjectStore
 from .survey import Survey
@@ -140,6 +137,7 @@ class _Repair:
         self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
         self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
         self._unwritten_notes: set[str] = set()  # damaged ones of quarantine, which this level cannot write
+        self._salvage = Salvage(store, index, survey)
         self._older: set[str] = set()  # ids of snapshots whose record is older than the index, and stands (`stands`)
 
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
@@ -233,7 +231,7 @@ class _Repair:
         for key, why in list(survey.unreadable.items()):
             if self._reads_by_now(key):
                 continue
-            found = self._record_for(key)
+            found = self._salvage.record_for(key)
             if found is not None:
                 record, whence = found
                 if self._do("record", record.key, f"{record.ref}: {whence}", partial(self._put, record)):
@@ -269,99 +267,6 @@ class _Repair:
             if found.write_id != record.write_id:
                 raise
         self._index.add(record)
-
-    def _record_for(self, key: str) -> tuple[Snapshot, str] | None:
-        """The revision to follow one that cannot be read, and where it comes from."""
-        cached = self._index.cached(key)
-        if cached is not None:
-            return cached.revised(), f"its record is written again, from the index, as revision {cached.revision + 1}"
-        parsed = records.parse_record_key(key)
-        assert parsed is not None
-        run, step, name, revision = parsed
-        for before in range(revision - 1, -1, -1):
-            earlier_key = records.record_key(run, step, name, before)
-            earlier = tried(self._store, partial(self._get, earlier_key))
-            if earlier is not None:
-                return self._after(earlier, revision)
-        return None if revision else self._made_up(key)
-
-    def _get(self, key: str) -> Snapshot:
-        return records.decode(self._store.get(key), Snapshot, key)
-
-    def _after(self, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:
-        """What follows a revision that reads and one that does not.
-
-        Nobody knows what the latter said: it may have forgotten the snapshot, or un-forgotten or tagged it. So it comes
-        back, if it is all there, and no policy forgets it before somebody has looked. If it was committed and is not
-        all there, it has been rewritten (recode, compact, heal), and only the lost revision names its manifests: any
-        other would hide that one from whoever puts it back. So too if it was forgotten and more than one revision is
-        lost: un-forgotten, then rewritten. A tag that another snapshot of the run has by now was taken off this one
-        by what is lost.
-        """
-        ruling = self._survey.ruling.values()
-        moved = {tag for s in ruling if s.run == earlier.run and s.id != earlier.id for tag in s.tags}
-        kept = msgspec.structs.replace(
-            earlier, revision=revision, tags=[tag for tag in earlier.tags if tag not in moved]
-        )  # fmt: skip
-        whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
-        if earlier.state not in _STATES or not self._survey.has_all(earlier):
-            rewritten = earlier.state == COMMITTED or (earlier.state == FORGOTTEN and earlier.revision < revision - 1)
-            return None if rewritten else (kept.revised(), whence)
-        tags = sorted({*kept.tags, _tag(earlier.id)})
-        return kept.revised(state=COMMITTED, tags=tags), f"{whence}, and it is tagged {_tag(earlier.id)!r}: look at it"
-
-    def _made_up(self, key: str) -> tuple[Snapshot, str] | None:
-        """The record of a snapshot of which only manifests and packs are left."""
-        stand = stand_in(key)
-        refs = self._manifests_of(stand.id)
-        manifests = tried(self._store, partial(self._read_all, refs)) if refs else None
-        if manifests is None:
-            return None
-        tags = [_tag(stand.id)]
-        record = msgspec.structs.replace(
-            stand, state=COMMITTED, seq=self._free_seq(key), manifests=refs, tags=tags,
-            created=self._store.stat(key).modified_s, depth=max(m.header.depth for m in manifests),
-            chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
-            stored_bytes=sum(ref.size_bytes for ref in refs), reason=records.MADE_UP,
-        ).revised()  # fmt: skip
-        if not self._survey.has_all(record):
-            return None
-        whence = (
-            "its record is made up from its manifests, without parent, metrics, metadata and tags; its order, when it "
-            "was created and its stored size are guessed"
-        )
-        return record, f"{whence}; it is tagged {tags[0]!r}: look at it"
-
-    def _read_all(self, refs: Sequence[ManifestRef]) -> list[Manifest]:
-        """The manifests of one whole state."""
-        manifests = [manifest.read(self._store, ref) for ref in refs]
-        check_tree(manifests)
-        return manifests
-
-    def _manifests_of(self, name: str) -> list[ManifestRef]:
-        """The manifests that a save has written, in its order, by the id in their headers."""
-        known = {ref.key for snapshot in self._survey.ruling.values() for ref in snapshot.manifests}
-        found: list[tuple[int, int, ManifestRef]] = []
-        for key, size in self._survey.sizes.items():
-            if not key.startswith("manifests/") or key in known:
-                continue
-            ref = ManifestRef(part="", rank=0, sha256=key[-64:], size_bytes=size, logical_bytes=0)
-            header = tried(self._store, partial(_header, self._store, ref))
-            if header is not None and header.save_id.hex() == name:
-                ref = msgspec.structs.replace(
-                    ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
-                )  # fmt: skip
-                found.append((header.rank, header.sequence, ref))
-        return [ref for _, _, ref in sorted(found, key=lambda entry: entry[:2])]
-
-    def _free_seq(self, key: str) -> int:
-        """The order of a snapshot whose record is lost: of the numbers that its run lacks, by their ages."""
-        prefix = key.rpartition("/")[0] + "/"
-        taken = {s.seq for s in self._survey.ruling.values() if s.key.startswith(prefix)}
-        infos = [info for info in self._store.list(prefix) if info.key in self._survey.unreadable]
-        ages = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
-        free = (number for number in itertools.count() if number not in taken)
-        return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
 
     # -- small objects, quarantine
 
@@ -549,35 +454,3 @@ def _unknown(view: View) -> list[str]:
     last = {key: view.get(stand_in(key).id) for key in view.vanished}
     vanished = (key for key, shown in last.items() if shown is None or shown.revision < stand_in(key).revision)
     return [*view.damaged, *view.unread, *vanished]
-
-
-def unmendable(store: ObjectStore, index: Index, engines: Engines, survey: Survey) -> set[str]:
-    """Keys of the records that cannot be read, and of which nothing tells what they said."""
-    one = _Repair(store, index, engines, survey, RepairReport(survey.result, False), 0, 0.0)
-    return {key for key in survey.unreadable if one._record_for(key) is None}
-
-
-def _header(store: ObjectStore, ref: ManifestRef) -> ManifestHeader:
-    return manifest.decode_header(manifest.read_header(store, ref), ref.key)
-
-
-def _tag(snapshot_id: str) -> str:
-    """Of a snapshot whose record had to be guessed at; no other snapshot of its run takes it away."""
-    return f"repaired-{snapshot_id[:8]}"
-
-
-def salvaged_config(store: ObjectStore) -> Config | None:
-    """A config for a repository whose own is damaged or gone, by its manifests; None if nothing of one is there."""
-    chunk_bytes = None
-    for info in store.list("manifests/"):
-        ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
-        header = tried(store, partial(_header, store, ref))
-        if header is not None:
-            chunk_bytes = header.chunk_bytes
-            break
-    if chunk_bytes is None and not any(True for _ in store.list("snapshots/")):
-        return None
-    return Config(
-        uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes or DEFAULT_CHUNK_BYTES,
-        features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
-    )  # fmt: skip

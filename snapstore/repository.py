@@ -185,7 +185,7 @@ class Repository:
         try:
             config = cls._config(store)
         except (NotFoundError, IntegrityError, StorageError) as error:
-            from .repair import salvaged_config
+            from .salvage import salvaged_config
 
             made_up = salvaged_config(store) if damaged else None
             if made_up is None:
@@ -616,16 +616,9 @@ class Repository:
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         """
         from .check import check
-        from .survey import Survey
-
-        def unmendable(survey: Survey) -> set[str]:
-            from .repair import unmendable
-
-            return unmendable(self.store, self._index, self.engines, survey)
 
         return check(
             self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
-            unmendable=unmendable,
         )  # fmt: skip
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:

@@ -18,7 +18,7 @@ from ..engine import DecodeBatch
 from ..errors import IntegrityError
 from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN
-from .lanes import ALIGNMENT, Lane, addresses_of, copy_async
+from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, ragged
 from .nvcomp import ANS_BLOCK_BYTES
 
 
@@ -97,8 +97,7 @@ class Decoding:
         is_raw = codec == codecs.RAW
         block_bytes = header["block_bytes"].astype(np.int64)[of]
         counts = np.where(is_raw, 1, -(-plane_bytes[of] // block_bytes))
-        plane = np.repeat(np.arange(len(of)), counts)  # the plane of every stored piece
-        within = np.arange(len(plane)) - np.repeat(np.cumsum(counts) - counts, counts)
+        plane, within = ragged(counts)  # of every stored piece
         raw = is_raw[plane]
         stored_sizes = plane_bytes[of][plane]
         stored_sizes[~raw] = self._block_lengths(refs, header)
@@ -140,8 +139,7 @@ class Decoding:
     def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
         """Stored lengths of the blocks of all coded planes."""
         counts = header["count"].astype(np.int64)
-        which = np.repeat(np.arange(len(refs)), counts)
-        within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        which, within = ragged(counts)
         at = self.batch.offsets[refs][which] + blob.HEADER.size + 4 * within
         lengths: Column = self.batch.stored[at[:, None] + np.arange(4)].view("<u4").reshape(-1).astype(np.int64)
         return lengths

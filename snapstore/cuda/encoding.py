@@ -19,7 +19,7 @@ from ..engine import EncodeBatch
 from . import huffman, kernels, nvcomp
 from .capture import beside_captures
 from .huffman import HUFFMAN
-from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps
+from .lanes import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps, ragged
 from .nvcomp import ANS, Coder
 
 #: A plane of mostly one value is searched for matches only if that saves this share of the whole blob.
@@ -131,10 +131,10 @@ class Encoding:
         begun, used = [], 0
         for coder, rows, ks, counts in parts:
             size = self.plane_bytes[rows]
-            which = np.repeat(np.arange(len(rows)), counts)
-            within = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * coder.block_bytes
-            plain = np.minimum(size[which] - within, coder.block_bytes)
-            offsets = planes_at[rows, ks][which] + within
+            which, within = ragged(counts)
+            at = within * coder.block_bytes
+            plain = np.minimum(size[which] - at, coder.block_bytes)
+            offsets = planes_at[rows, ks][which] + at
             rooms = used + np.arange(len(which)) * coder.room_bytes
             used += len(which) * coder.room_bytes
             sizes = self._begin_codec(coder, offsets, plain, out, rooms)
@@ -181,8 +181,7 @@ class Encoding:
         is_raw = codec == codecs.RAW
         block_bytes = ANS.block_bytes if ANS in self.coders.values() else codecs.BLOCK_BYTES
         counts = np.where(is_raw, 1, -(-plane_bytes // block_bytes))
-        plane = np.repeat(np.arange(len(rows)), counts)  # the plane of every piece
-        within = np.arange(len(plane)) - np.repeat(np.cumsum(counts) - counts, counts)
+        plane, within = ragged(counts)  # of every piece
         pieces = np.empty((len(plane), 2), np.int64)  # address, size
         raw = is_raw[plane]
         pieces[raw, 0] = self.planes.data_ptr() + planes_at[rows, ks][plane[raw]]

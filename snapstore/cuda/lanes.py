@@ -83,10 +83,10 @@ class Lane:
     def gather(self, sources: Column, destinations: Column, lengths: Column) -> None:
         """Copy many pieces of device memory, addresses (n,) to addresses (n,)."""
         pieces = -(-lengths // kernels.PIECE_BYTES)
-        which = np.repeat(np.arange(len(lengths)), pieces)
+        which, within = ragged(pieces)
         if not len(which):
             return
-        at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * kernels.PIECE_BYTES
+        at = within * kernels.PIECE_BYTES
         tables = self.upload(
             (sources[which] + at).astype(np.uint64), (destinations[which] + at).astype(np.uint64),
             np.minimum(lengths[which] - at, kernels.PIECE_BYTES).astype(np.uint64),
@@ -370,6 +370,12 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     if device.index not in _copy_streams:
         _copy_streams[device.index] = torch.cuda.Stream(device)
     return _copy_streams[device.index]
+
+
+def ragged(counts: Column) -> tuple[Column, Column]:
+    """Of every piece whose it is, and its number among those: for counts (2, 0, 1) it is (0, 0, 2) and (0, 1, 0)."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:

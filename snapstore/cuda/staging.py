@@ -23,7 +23,7 @@ from ..digest import Bytes
 from ..errors import InvalidInputError
 from ..state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .lanes import ALIGNMENT, copy_async, let_go, out_of_memory, pinned
+from .lanes import ALIGNMENT, copy_async, let_go, out_of_memory, pinned, ragged
 
 if TYPE_CHECKING:
     from ..engine import Engines
@@ -381,9 +381,8 @@ def _gather(
 def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
     """Tensors of some lengths, int64, cut for the blocks of a kernel: each piece's tensor, start in it, and length."""
     whole = np.frombuffer(lengths, np.int64)
-    pieces = -(-whole // PIECE_BYTES)
-    which = np.repeat(np.arange(len(whole)), pieces)
-    at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    which, within = ragged(-(-whole // PIECE_BYTES))
+    at = within * PIECE_BYTES
     return which, at, np.minimum(whole[which] - at, PIECE_BYTES)
 
 

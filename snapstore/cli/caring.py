@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ..repair import RepairReport
 
 ALL = "100%"
+#: So many snapshots that do not suffer are named in text; the JSON names all.
+NAMED = 100
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -85,7 +87,7 @@ def _portion(text: str) -> tuple[float, tuple[int, int]]:
 
 def _print_check(result: CheckResult) -> None:
     from ..findings import GC
-    from ..records import counted, human_bytes
+    from ..records import counted, human_bytes, some
 
     for problem in result.problems:
         line(f"{problem.kind}: {problem.message}")
@@ -94,6 +96,8 @@ def _print_check(result: CheckResult) -> None:
     fine, lost = len(result.restorable), len(result.damaged)
     read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
     line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
+    if fine and (result.damaged or result.unknown):
+        line(f"restorable: {some([s.ref for s in result.restorable], NAMED)}")
     if result.damaged:
         line(f"{lost} {_are(lost)} not: {_names(result.damaged)}")
     if result.unknown:

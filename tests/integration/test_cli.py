@@ -853,6 +853,9 @@ def test_check_of_damage_is_20(series):
     assert len(hurt) > 1
     assert named in text
     assert re.search(r"(are|is) not: exp@0", text)
+    fine = [f"exp@{step}" for step in range(4) if series.json("show", f"exp@{step}")["snapshot"]["id"]
+            in document["restorable"]]  # fmt: skip
+    assert (f"\nrestorable: {', '.join(fine)}\n" in text) == bool(fine)
     assert "SHA-256" in text
     series.fails("restore", "exp@0", "-o", series.folder / "o.pt", code=20)
     assert not (series.folder / "o.pt").exists()
@@ -869,7 +872,10 @@ def test_check_names_what_only_another_release_reads(series):
     assert (len(document["restorable"]), document["damaged"], len(document["unknown"])) == (3, [], 1)
     text = series("check", code=20).stdout
     assert "format version 2" in text
-    assert re.search(r"3 snapshots are restorable.*\nof 1 it cannot be told here, see above: exp@2 ", text)
+    found = (
+        r"3 snapshots are restorable.*\nrestorable: exp@0, exp@1, exp@3\nof 1 it cannot be told here, see above: exp@2 "
+    )
+    assert re.search(found, text)
     assert "what helps" not in text
 
 

@@ -4,8 +4,9 @@
     tools/torture --only kills,fuzz    some of them
     tools/torture --fresh              forget what was tried before
 
-The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. A failure is
-kept with its seed and the command that repeats it; the exit code says whether there was one.
+The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. It adds up all runs,
+and says of each harness what its last whole one was: commit, seed, seconds, what it tried. A failure is kept with its
+seed and the command that repeats it; the exit code says whether there was one.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
 
 def new_report() -> dict[str, Any]:
     """Nothing tried yet."""
-    return {"seconds": 0.0, "commits": [], "tried": {}, "runs": {}, "failed_runs": 0, "failures": []}
+    return {"seconds": 0.0, "commits": [], "tried": {}, "runs": {}, "last": {}, "failed_runs": 0, "failures": []}
 
 
 def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
                f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
                *tests]  # fmt: skip
     print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}", flush=True)
-    began = time.monotonic()
+    began, commit = time.monotonic(), commit_of()
     with tempfile.TemporaryDirectory(prefix="snapstore-tally-") as folder:
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **settings, "SNAPSTORE_TEST_TALLY": folder}, text=True,
@@ -116,7 +117,11 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
         failure = {"harness": name, "seed": seed, "again": again, "said": said[:20] or lines[-5:]}
         report["failures"] = [*report["failures"], failure][-FAILURES_KEPT:]
-    if (commit := commit_of()) not in report["commits"]:
+    report.setdefault("last", {})[name] = {
+        "commit": commit, "seed": seed, "seconds": round(took, 1), "tried": dict(counts),
+        "failed": bool(done.returncode),
+    }  # fmt: skip
+    if commit not in report["commits"]:
         report["commits"].append(commit)
     report |= {
         "date": time.strftime("%Y-%m-%d"), "snapstore": snapstore.__version__, "python": platform.python_version(),

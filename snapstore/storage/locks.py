@@ -125,7 +125,7 @@ def locked(path: Path, patience_s: float) -> Iterator[None]:
     """
     fd = _open_listed(path)
     try:
-        _wait_for(fd, fcntl.LOCK_EX, path, patience_s)
+        _wait_for(fd, path, patience_s)
         yield
     finally:
         _close(fd)
@@ -146,7 +146,7 @@ def _close(fd: int) -> None:
             os.close(fd)
 
 
-def _wait_for(fd: int, kind: int, path: Path, patience_s: float) -> None:
+def _wait_for(fd: int, path: Path, patience_s: float) -> None:
     """Take a lock as soon as it is free.
 
     Raises:
@@ -155,7 +155,7 @@ def _wait_for(fd: int, kind: int, path: Path, patience_s: float) -> None:
     until_s, pause_s = time.monotonic() + patience_s, 0.0005
     while True:
         try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until_s:

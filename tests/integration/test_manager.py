@@ -34,6 +34,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
+from snapstore.engine import CpuEngine
 from snapstore.environment import Environment
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -176,6 +177,29 @@ def test_a_synchronous_failure_is_raised_at_once(store):
             snapshots.save(0, big(0))
         store.refuse = None
         assert snapshots.save(1, big(1)).result().depth == 0
+
+
+@pytest.mark.parametrize("verify", ["off", "sample"])
+def test_a_state_that_changes_during_a_synchronous_save(store, monkeypatch, verify):
+    """Another thread's array, or a mapped file that is being written: no snapshot names what it does not hold."""
+    options = SaveOptions(pack_bytes=4096, threads=1, verify_writes=verify)
+    state = {"w": np.random.default_rng(0).bytes(40_000)}
+    state["w"] = np.frombuffer(bytearray(state["w"]), np.uint8)
+    with manager(store, async_save=False, options=options) as snapshots:
+        encode = CpuEngine.start_encode
+
+        def begun(self, batch):
+            state["w"][5 * 1024 + 7] ^= 1  # digested, and not yet encoded
+            return encode(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuEngine, "start_encode", begun)
+            with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
+                snapshots.save(1, state)
+        assert snapshots.all_steps() == []
+        snapshots.save(2, state)
+        assert same(snapshots.restore(2), state)
+        assert snapshots.repository.check("restore").ok
 
 
 def test_after_a_failed_save_the_next_one_is_right(store):

@@ -24,6 +24,7 @@ _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph
 CACHE_BYTES = 4 * 1024 * 1024 * 1024
 #: What `shrink` may remove: indexes (`index.folder_for`), and what it was removing when it was killed. Nothing else.
 _INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}"), re.compile(r"evicted-[0-9a-f]{16}")
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in /proc/mounts, say
 _IN_USE = "used"  # its time is that of the last use
 
 
@@ -53,7 +54,10 @@ def chosen_cache() -> Path | None:
 def mount_of(folder: Path) -> tuple[str, str]:
     """(mount point, file system type) of a folder, by /proc/mounts; ("", "") where there is none."""
     try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+        lines = Path("/proc/mounts").read_text().splitlines()
+        mounts = [
+            [_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in line.split()[1:3]] for line in lines
+        ]
     except OSError:
         return "", ""
     resolved = str(folder.resolve())
@@ -84,7 +88,7 @@ def begin_use(folder: Path) -> int:
             fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
-                if _is_open_as(fd, folder / _IN_USE):
+                if is_used(fd, folder):
                     os.utime(fd)
                     return fd
             except BaseException:
@@ -98,6 +102,11 @@ def end_use(fd: int) -> None:
     with suppress(OSError):
         os.utime(fd)
     os.close(fd)
+
+
+def is_used(fd: int, folder: Path) -> bool:
+    """Whether a folder is the very one that `begin_use` gave this for, and none that has taken its place."""
+    return _is_open_as(fd, folder / _IN_USE)
 
 
 def shrink(limit_bytes: int = CACHE_BYTES) -> None:
@@ -133,7 +142,7 @@ def _removed(folder: Path) -> bool:
     fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_open_as(fd, folder / _IN_USE):  # somebody else was faster
+        if not is_used(fd, folder):  # somebody else was faster
             return False
         removed = folder.rename(folder.with_name(f"evicted-{os.urandom(8).hex()}"))
     except BlockingIOError:

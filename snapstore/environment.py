@@ -10,6 +10,7 @@ long as the environment is open.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -21,13 +22,15 @@ from typing import ClassVar
 import lmdb
 import xxhash
 
-from .cache import begin_use, end_use
+from .cache import begin_use, end_use, is_used
 from .storage.locks import locked
 
 log = logging.getLogger("snapstore")
 SCHEMA = b"4"
 #: What a thread takes to read a file of megabytes stays with it: C's allocator keeps it for that thread.
 DIGEST_PIECE_BYTES = 128 * 1024
+#: Others hold the lock for milliseconds, but one that was stopped until it goes on: then we do without the index [s].
+PATIENCE_S = 10.0
 
 
 class Environment:
@@ -47,6 +50,8 @@ class Environment:
     def __init__(self, folder: Path, uuid: str, limit_bytes: int) -> None:
         self._folder, self._uuid, self._limit_bytes = folder, uuid, limit_bytes
         self._users = 0
+        self._name = self._name_of(folder)
+        self._patience_s = PATIENCE_S
         self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
         self._use = begin_use(folder)
         try:
@@ -60,20 +65,26 @@ class Environment:
 
     @classmethod
     def open(cls, folder: Path, uuid: str, limit_bytes: int) -> Environment:
-        """The environment of a folder; opened once a process."""
-        name = (os.getpid(), str(folder.resolve()))
+        """The environment of a folder; opened once a process, and anew if another folder has taken its place."""
         with cls._open_lock:
-            environment = cls._open.get(name) or cls(folder, uuid, limit_bytes)
-            cls._open[name] = environment
+            environment = cls._open.get(cls._name_of(folder))
+            if environment is None or not is_used(environment._use, folder):
+                environment = cls(folder, uuid, limit_bytes)
+            cls._open[environment._name] = environment
             environment._users += 1
             return environment
+
+    @staticmethod
+    def _name_of(folder: Path) -> tuple[int, str]:
+        return os.getpid(), str(folder.resolve())
 
     def release(self) -> None:
         """One user less; the last closes."""
         with self._open_lock:
             self._users -= 1
             if self._users == 0:
-                self._open.pop((os.getpid(), str(self._folder.resolve())), None)
+                if self._open.get(self._name) is self:  # not by what a link leads to by now
+                    del self._open[self._name]
                 self._env.close()
                 end_use(self._use)
 
@@ -114,9 +125,19 @@ class Environment:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """The file lock that keeps a reader of `verified` away from a half-written index."""
-        with self._lock, locked(self._folder / "lock"):
-            yield
+        """The file lock that keeps a reader of `verified` away from a half-written index.
+
+        Raises:
+            TimeoutError: somebody keeps it.
+            FileNotFoundError: another folder has taken the place of ours: the index of a repository that was made anew.
+        """
+        with self._lock:
+            patience_s, self._patience_s = self._patience_s, 0.0  # none is left for who has waited in vain before
+            with locked(self._folder / "lock", patience_s):
+                self._patience_s = PATIENCE_S
+                if not is_used(self._use, self._folder):
+                    raise FileNotFoundError(errno.ENOENT, "its folder was removed or replaced", str(self._folder))
+                yield
 
     def _digest(self, used_bytes: int) -> str:
         """XXH3-64 of the first bytes of the data file."""

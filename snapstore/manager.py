@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import traceback
+from _thread import LockType
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -164,27 +165,32 @@ class SnapshotManager:
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._check_inside()
-        self._inside.add(threading.get_ident())
-        token = [self]  # who pops it releases the slot: this thread, or the one that goes on in the background
-        launched = False
+        if not threading.current_thread().is_alive():  # in an exit handler: no more threads are waited for
+            self._async = False
+        thread, launched = threading.get_ident(), False
+        # Who pops the slot out of it releases the slot: this thread, or the one that goes on in the background. Ctrl-C
+        # may strike behind any call, so one call acquires and puts it in, and one takes it out and releases.
+        token: dict[str, LockType] = {}
+        give_back = map(LockType.release, filter(None, map(token.pop, ["slot"], [None])))
         try:
-            self._slot.acquire()
-            try:
-                self._raise_of_saves()
-                full = retention.keeps_for_long(self.keep, step)
-                request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
-                handle = self._begin(request, state, started, token)
-                launched = self._async
-            finally:
-                if not launched and _popped(token):
-                    self._slot.release()
+            self._inside.add(thread)
+            token.update(zip(["slot"], filter(LockType.acquire, [self._slot]), strict=False))
+            self._raise_of_saves()
+            full = retention.keeps_for_long(self.keep, step)
+            request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
+            handle = self._begin(request, state, started, token)
+            launched = self._async
         finally:
-            self._inside.discard(threading.get_ident())
+            try:
+                if not launched:
+                    any(give_back)
+            finally:
+                self._inside.discard(thread)
         if not self._async:
             handle.result()
         return handle
 
-    def _begin(self, request: SaveRequest, state: Any, started: float, token: list[SnapshotManager]) -> SaveHandle:
+    def _begin(self, request: SaveRequest, state: Any, started: float, token: dict[str, LockType]) -> SaveHandle:
         """Run the save, or copy the state and leave the rest to a thread."""
         from . import chunking
         from .state.flatten import flatten
@@ -207,12 +213,13 @@ class SnapshotManager:
             return handle
 
         def run() -> None:
-            if _popped(token):  # else the caller was interrupted and has given up
+            slot = token.pop("slot", None)
+            if slot is not None:  # else the caller was interrupted and has given up
                 try:
                     with self.repository.engines.in_background():
                         self._run(handle, request, work, started, stall_s)
                 finally:
-                    self._slot.release()
+                    slot.release()
 
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
         threading.Thread(target=run, name=f"snapstore-{self.run}").start()
@@ -241,7 +248,7 @@ class SnapshotManager:
         if self.keep:
             try:
                 self._retain()
-            except BaseException as error:  # noqa: BLE001  likewise, though not by `save`
+            except Exception as error:  # noqa: BLE001  likewise, though not by `save`
                 log.error("run=%s nothing is forgotten or collected until this is mended: %s", self.run, error)
                 self._retention_error = error
 
@@ -357,18 +364,9 @@ class SnapshotManager:
             newest = self.repository.view().latest(self.run)
             if newest is None:
                 raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
-            ref = f"id:{newest.id}"
+            ref = f"{self.run}@latest"
         else:
             ref = f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
         snapshot, state = self.repository.read(ref, into, keys, device)
         self.repository.go_on_from(self.run, snapshot)
         return snapshot if into is not None else state
-
-
-def _popped(token: list[SnapshotManager]) -> bool:
-    """Whether this thread was the one to take the token."""
-    try:
-        token.pop()
-    except IndexError:
-        return False
-    return True

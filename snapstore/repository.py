@@ -377,9 +377,10 @@ class Repository:
                 return snapshot, restore(self.store, self.engines, snapshot, into=into, keys=keys, device=device)
             except (IntegrityError, FormatError) as error:
                 ruling = self.view().get(snapshot.id)
-                if ruling is None or ruling.state == SWEPT or ruling.manifests == snapshot.manifests:
+                if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
                     raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
-                snapshot = ruling  # rewritten, and the old packs collected, while we read
+                # Rewritten, and the old packs collected, while we read; or collected itself, so another one is meant.
+                snapshot = ruling if ruling.state != SWEPT else self.snapshot(ref)
 
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
         """The next save of `run` has this parent; other runs keep theirs (two managers may share a repository)."""

@@ -84,5 +84,5 @@ def _write(
     keep = staging.overwrite(parts)
     return writer.write(
         store, engines, session, parts, lambda p, t: engines.memory_of(parts[p].values[t]), bases, plain, plan,
-        on_run=keep,
+        on_run=keep, uncopied=True,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
+from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, InvalidInputError, StorageError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded
@@ -30,6 +30,7 @@ from .packing import Packs
 from .records import ManifestRef, manifest_key, pack_key
 from .session import Session
 from .state.arrays import Memory, as_bytes
+from .state.containers import shown
 from .state.flatten import Part
 from .state.tensors import TensorSpec
 from .storage import ObjectStore
@@ -79,6 +80,7 @@ class Written:
 def write(
     store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
     plain: Plain, plan: Plan, *, rank: int = 0, on_run: Callable[[int, int, int, Bytes], None] | None = None,
+    uncopied: bool = False,
 ) -> Written:  # fmt: skip
     """Store the parts' tensors, packs first, then one manifest a part; all durable on return.
 
@@ -87,11 +89,13 @@ def write(
         bases: what may be referenced.
         plain: the plain bytes of the first base; what is not there is read from the store.
         on_run: told (part, tensor, start, bytes) of a run of chunks once their bases are no longer needed.
+        uncopied: the bytes are those of the caller's own memory, which others may change in spite of all promises.
 
     Raises:
+        InvalidInputError: they have.
         IntegrityError: what was encoded does not decode to what was given; nothing refers to it.
     """
-    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run)
+    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run, uncopied)
     try:
         layouts = [_write_part(chunks, number, part, source, plan) for number, part in enumerate(parts)]
         chunks.finish()
@@ -241,8 +245,9 @@ class _Chunks:
 
     def __init__(
         self, store: ObjectStore, engines: Engines, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
-        on_run: Callable[[int, int, int, Bytes], None] | None,
+        on_run: Callable[[int, int, int, Bytes], None] | None, uncopied: bool,
     ) -> None:  # fmt: skip
+        self._uncopied = uncopied
         self._store, self._engines, self._session = store, engines, session
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self.rows = 0
@@ -430,6 +435,8 @@ class _Chunks:
         encoding = self._encoding[0]
         made = encoding.wait()
         self._encoding.popleft()
+        if self._uncopied and encoding.engine is self._engines.cpu:
+            self._check_unchanged(encoding)
         at = 0
         for encoded in made:
             self._place(encoding, at, encoded)
@@ -440,6 +447,21 @@ class _Chunks:
             for run in encoding.runs:
                 start = run.first * self._plan.chunk_bytes
                 self._on_run(run.part, run.tensor, start, run.data[start : start + run.count * self._plan.chunk_bytes])
+
+    def _check_unchanged(self, encoding: _Encoding) -> None:
+        """What was encoded out of the caller's own memory is what was digested.
+
+        Raises:
+            InvalidInputError: something has changed it meanwhile.
+        """
+        digests = encoding.engine.start_digests(encoding.batch.chunks)()
+        changed = np.flatnonzero((digests != encoding.batch.digests).any(axis=1))
+        if len(changed):
+            spec = encoding.runs[encoding.run_of[changed[0]]].spec
+            raise InvalidInputError(
+                f"{shown(spec.path)}: was changed while it was saved (by a thread, or in a mapped file?); nothing "
+                "was committed; save again, and let nothing change it until that is done"
+            )
 
     def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
         """Blobs into packs, and where they lie into the columns; `at`: the first one's place among the new ones."""

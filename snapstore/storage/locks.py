@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,11 +117,15 @@ def is_locked(path: Path) -> bool | None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing; waits for whoever has it, in this process or another."""
+def locked(path: Path, patience_s: float) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing; waits for whoever has it, in this process or another.
+
+    Raises:
+        TimeoutError: somebody has it for longer than that; one that was stopped may have it for days.
+    """
     fd = _open_listed(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        _wait_for(fd, path, patience_s)
         yield
     finally:
         _close(fd)
@@ -139,6 +144,24 @@ def _close(fd: int) -> None:
         if fd in _LOCKED_FDS:  # not in a child, where the number may be another file's by now
             _LOCKED_FDS.discard(fd)
             os.close(fd)
+
+
+def _wait_for(fd: int, path: Path, patience_s: float) -> None:
+    """Take a lock as soon as it is free.
+
+    Raises:
+        TimeoutError: it was not for so long.
+    """
+    until_s, pause_s = time.monotonic() + patience_s, 0.0005
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked", str(path)) from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
 
 
 def _lock(fd: int, kind: int) -> bool | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
+from snapstore.engine import CpuEngine
 from snapstore.environment import Environment
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -172,6 +177,29 @@ def test_a_synchronous_failure_is_raised_at_once(store):
             snapshots.save(0, big(0))
         store.refuse = None
         assert snapshots.save(1, big(1)).result().depth == 0
+
+
+@pytest.mark.parametrize("verify", ["off", "sample"])
+def test_a_state_that_changes_during_a_synchronous_save(store, monkeypatch, verify):
+    """Another thread's array, or a mapped file that is being written: no snapshot names what it does not hold."""
+    options = SaveOptions(pack_bytes=4096, threads=1, verify_writes=verify)
+    state = {"w": np.random.default_rng(0).bytes(40_000)}
+    state["w"] = np.frombuffer(bytearray(state["w"]), np.uint8)
+    with manager(store, async_save=False, options=options) as snapshots:
+        encode = CpuEngine.start_encode
+
+        def begun(self, batch):
+            state["w"][5 * 1024 + 7] ^= 1  # digested, and not yet encoded
+            return encode(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuEngine, "start_encode", begun)
+            with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
+                snapshots.save(1, state)
+        assert snapshots.all_steps() == []
+        snapshots.save(2, state)
+        assert same(snapshots.restore(2), state)
+        assert snapshots.repository.check("restore").ok
 
 
 def test_after_a_failed_save_the_next_one_is_right(store):
@@ -635,6 +663,15 @@ def test_the_interpreter_ends_with_a_save_running(root, end, code):
     check_after(root, [0, 1])
 
 
+def test_a_save_in_an_exit_handler(root):
+    """The interpreter waits for no thread that begins there."""
+    body = "import atexit\natexit.register(lambda: (snapshots.save(1, state(1)), print('saved', flush=True)))"
+    got, out = run(root, body)
+    assert got == 0, out
+    assert out.endswith("busy\nsaved\n")
+    check_after(root, [0, 1])
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_in_mid_save(root, end):
     got, out = run(root, "snapshots.save(1, state(1))\ntime.sleep(30)", kill=end)
@@ -687,6 +724,75 @@ def test_keyboard_interrupt_while_waiting(root):
     assert "interrupted" in out
     assert "idle False" in out
     check_after(root, [0, 1, 3])
+
+
+def calls_of(code: types.CodeType) -> list[int]:
+    """Where in a function Ctrl-C may strike: behind its calls."""
+    instructions = list(dis.get_instructions(code))
+    return [b.offset for a, b in itertools.pairwise(instructions) if a.opname.startswith("CALL")]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_ctrl_c_behind_any_call_of_save(async_save):
+    """Whatever it interrupts, the next save neither waits for ever nor is refused."""
+    code = SnapshotManager.save.__code__
+    for offset in calls_of(code):
+        struck: list[int] = []
+
+        def strike(frame, event, _, *, offset=offset, struck=struck):
+            if frame.f_code is not code:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and frame.f_lasti == offset and not struck:
+                struck.append(frame.f_lineno)
+                raise KeyboardInterrupt
+            return strike
+
+        with manager(MemoryStore(), async_save=async_save) as snapshots:
+            tracing = sys.gettrace()
+            sys.settrace(strike)
+            try:
+                with suppress(KeyboardInterrupt):
+                    snapshots.save(1, big(1))
+            finally:
+                sys.settrace(tracing)
+            held = snapshots._slot.acquire(timeout=10)
+            assert held, struck
+            snapshots._slot.release()
+            snapshots.save(2, big(2))
+            snapshots.wait_until_finished()
+            assert 2 in snapshots.all_steps(), struck
+
+
+def test_what_ends_the_program_ends_it_in_retention_too(tmp_path, monkeypatch):
+    """A handler of SIGTERM that calls sys.exit, or Ctrl-C, while a synchronous save forgets."""
+    with manager(tmp_path / "repo", async_save=False, keep=[KeepLast(1)]) as snapshots:
+        monkeypatch.setattr(snapshots.repository, "forget", lambda *a, **k: sys.exit(3))
+        with pytest.raises(SystemExit):
+            snapshots.save(1, big(1))
+        assert snapshots.all_steps() == [1]
+
+
+def test_the_newest_is_another_one_once_it_is_collected(store, monkeypatch):
+    """An evaluation beside a training run that keeps its last snapshot only."""
+    with (
+        manager(store, keep=[KeepLast(1)]) as training,
+        manager(store, read_only=True) as evaluation,
+    ):
+        training.save(1, big(1))
+        training.wait_until_finished()
+        from snapstore import restore as module
+
+        began, restore = iter([1]), module.restore
+
+        def collected(*args, **options):
+            if next(began, None):
+                training.save(2, big(2))
+                training.wait_until_finished()
+            return restore(*args, **options)
+
+        monkeypatch.setattr(module, "restore", collected)
+        assert same(evaluation.restore(), big(2))
 
 
 def test_os_exit_in_mid_save(root):

@@ -235,8 +235,73 @@ def test_a_network_file_system_has_its_index_in_the_cache(root, monkeypatch, tmp
     monkeypatch.setattr(Path, "read_text", lambda self, *_: mounts if str(self) == "/proc/mounts" else "")
     assert index_module.on_network(root)
     assert not index_module.on_network(Path("/usr"))
+    mounts += "server:/y /mnt/my\\040disks nfs4 rw 0 0\n"
+    assert index_module.on_network(Path("/mnt/my disks/r"))
     monkeypatch.undo()
     assert not index_module.on_network(root)
+
+
+def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
+    """As when a notebook's cell removes it and runs again: the old one's records must not be looked for in the new."""
+    with Repository.open(root, options=OPTIONS) as old:
+        old.view()
+        shutil.rmtree(root)
+        with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as new:
+            assert (new.view().vanished, new.view().missing) == ([], [])
+            save(new, "a", 0, 0)
+            save(old, "a", 1, 1)  # lands in the new one, whose index is no business of the old one's
+            assert new._index._environment._file == new._index._environment._file_now()
+            assert len(new.snapshots("a")) == 2
+            new.gc()
+        with Repository.open(root, options=OPTIONS) as new:
+            assert new.view().vanished == []
+            check_restores(new)
+
+
+def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path):
+    with Repository.create(tmp_path / "other", chunk_bytes=1024, options=OPTIONS) as other:
+        (tmp_path / "link").symlink_to("r")
+        repository = Repository.open(tmp_path / "link", options=OPTIONS)
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("other")
+        repository.close()
+        with (root / "config").open("rb") as file:  # likely of the number that the index had
+            check_works(root)
+            os.fstat(file.fileno())
+        with Repository.open(tmp_path / "other", options=OPTIONS) as again:
+            assert again._index._environment is other._index._environment
+        save(other, "z", 0, 0)
+
+
+def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):
+    """Of a job that was suspended, say: saves wait for it a little, once, and do without the index from then on."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from snapstore.storage.locks import locked
+with locked(Path({str(root / "index" / "lock")!r}), 9):
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    monkeypatch.setattr("snapstore.environment.PATIENCE_S", 0.5)
+    with Repository.open(root, options=OPTIONS) as repository:
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
+            try:
+                assert other.stdout.readline() == "held\n"
+                repository._index._environment._patience_s = 0.5
+                began = time.monotonic()
+                save(repository, "a", 4, 4)
+                save(repository, "a", 5, 5)
+                assert 0.5 < time.monotonic() - began < 5
+                assert "somebody keeps it locked" in caplog.text
+            finally:
+                other.kill()
+        caplog.clear()
+        save(repository, "a", 6, 6)
+        assert not caplog.text
+        check_restores(repository)
+    with Repository.open(root, options=OPTIONS) as repository:
+        assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4, 5, 6]
 
 
 # --- what the index knows and the store does not show ----------------------------------------------------------------

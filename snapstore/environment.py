@@ -92,6 +92,7 @@ class Environment:
         self._env = lmdb.open(
             str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
         )
+        self._env.reader_check()  # no page is used again as long as a reader stands that was killed
         self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
         with self._env.begin(write=True) as transaction:
             identity = SCHEMA + b" " + self._uuid.encode()

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -271,6 +272,20 @@ def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path)
         with Repository.open(tmp_path / "other", options=OPTIONS) as again:
             assert again._index._environment is other._index._environment
         save(other, "z", 0, 0)
+
+
+def test_readers_that_were_killed_are_cleared(root):
+    """The pages that they saw would never be used again, and the file would grow with every record."""
+    script = f"""
+import lmdb, os, signal
+lmdb.open({str(root / "index")!r}, max_dbs=3).begin().__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with Repository.open(root, options=OPTIONS) as repository:  # else the last to close clears them
+        assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+        code = f"from snapstore import Repository\nRepository.open({str(root)!r}).close()"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert repository._index._environment._env.reader_check() == 0, "there was one left to clear"
 
 
 def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):

@@ -371,9 +371,7 @@ class Rewriting(ABC):
             logical_bytes=header.logical_bytes,
         )  # fmt: skip
         again, was = manifest.decode(data, part.ref.key), part.manifest
-        if (again.tree, again.tensors, again.inline) != (was.tree, was.tensors, was.inline) or not np.array_equal(
-            again.table.digests, was.table.digests
-        ):
+        if _said(again) != _said(was) or not np.array_equal(again.table.digests, was.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
         sha256 = hashlib.sha256(data).hexdigest()
         return msgspec.structs.replace(part.ref, sha256=sha256, size_bytes=len(data)), data
@@ -512,6 +510,11 @@ class Rewriting(ABC):
             lengths = lengths_of(rows)
             written += sum(lengths[i] for i in self.add(work, Stored(moved, stored), own, lengths))
         return written
+
+
+def _said(m: Manifest) -> bytes:
+    """What a manifest says beside its chunks, packed: a NaN equals no other one."""
+    return msgspec.msgpack.encode((m.tree, m.tensors, m.inline))
 
 
 def places_of(part: Part) -> list[Place]:

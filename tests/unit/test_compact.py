@@ -206,6 +206,22 @@ def test_full_chunks_become_deltas(store):
         assert repository.compact().freed_bytes >= 0
 
 
+def test_a_nan_beside_tensors_is_as_good_as_any_value():
+    """It equals no other NaN, so what a new manifest says must not be compared value by value."""
+    rng = np.random.default_rng(0)
+    state = {"trainer": {"w": rng.standard_normal(8192).astype(np.float32), "best": float("nan"), "zero": -0.0}}
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(store) as repository:
+        for step in range(6):
+            state["trainer"]["w"][step::50] += 1
+            repository.save(state, run="a", step=step)
+        repository.forget([KeepLast(2)], run="a")
+        report = repository.compact()
+        assert (len(report.rewritten), report.failed) == (2, [])
+        assert faults.same(repository.restore("a@5"), state)
+
+
 def test_saves_go_on_from_a_compacted_parent(repo):
     repo.compact()
     repo.gc()

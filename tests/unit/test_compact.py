@@ -281,12 +281,12 @@ def test_bad_arguments(repo):
 # --- bases that several chunks share ---------------------------------------------------------------------------------
 
 
-def forked(count, scale=1):
+def forked(count, scale=1, chunks=4):
     """A base that is forgotten, and `count` runs that went on from it."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=16384, options=SaveOptions(pack_bytes=65536, threads=1)).close()
     rng = np.random.default_rng(3)
-    base = rng.standard_normal(16384).astype(np.float32)
+    base = rng.standard_normal(4096 * chunks).astype(np.float32)
     states = {}
     with faults.opened(store) as repository:
         repository.save({"w": base}, run="base", step=0)
@@ -316,6 +316,18 @@ def test_forks_of_a_base_that_is_gone(count):
         for ref, state in states.items():
             assert (repository.restore(ref)["w"] == state).all()
         assert repository.check("restore").ok
+
+
+def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
+    counts, read = [], manifest.read
+    monkeypatch.setattr(manifest, "read", lambda *args: (counts.append(1), read(*args))[1])
+    found = []
+    for chunks in (4, 40):
+        with faults.opened(forked(2, chunks=chunks)[0]) as repository:
+            counts.clear()
+            assert repository.compact().encoded > chunks
+            found.append(len(counts))
+    assert found[0] == found[1]
 
 
 def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():

@@ -369,10 +369,10 @@ class _Compacting(Rewriting):
         for ref, own in of_manifest.items():
             try:
                 m = manifest.read(self.store, ref)
+                sizes, layouts = _kinds(m)
             except DAMAGE as error:
                 log.warning("chunks that share bases stay as they are: %s", error)
                 continue
-            sizes, layouts = _kinds(m)
             rows = np.array([row for _, row in (edge.source for edge in own)], np.int64)
             chains = chains_of(m.table, m.header.pack_names, rows, self._plan.kept)
             for edge, chain, size, layout in zip(own, chains, sizes[rows], layouts[rows], strict=True):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
-from .errors import DAMAGE
+from .errors import DAMAGE, FormatError
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
 from .records import ManifestRef, Snapshot, pack_key
@@ -162,6 +162,7 @@ class LiveBlobs:
             for ref in snapshot.manifests:
                 try:
                     m = manifest.read(self._store, ref)
+                    _check_chains(m.table, ref.key)
                 except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
                     continue
@@ -358,6 +359,14 @@ _FRAME = HEADER.size + TRAILER.size + 32
 def room(lengths: Column) -> Column:
     """What blobs take in a pack: padded, and with their entries in the footer."""
     return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
+
+
+def _check_chains(table: ChunkTable, where: str) -> None:
+    """Raise FormatError for chains that no snapstore writes, and that would be counted as others."""
+    if (table.ref_digests[table.starts[:-1]] != table.digests).any():
+        raise FormatError(f"{where}: a chain whose newest reference is to another chunk")
+    if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
+        raise FormatError(f"{where}: a reference beyond the first TiB of a pack")
 
 
 def rows_of(table: ChunkTable, refs: Column) -> Column:

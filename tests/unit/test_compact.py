@@ -467,6 +467,32 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         assert (repo.restore("b@2")["w"] == state["w"]).all()
 
 
+@pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
+def test_a_forged_chain_does_not_stop_the_others(what):
+    rng = np.random.default_rng(6)
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+        for run in "ab":
+            state = {"w": rng.standard_normal(8192).astype(np.float32)}
+            for step in range(6):
+                state["w"][step::50] += 1
+                repo.save(state, run=run, step=step)
+            repo.forget([KeepLast(2)], run=run)
+        was = repo.snapshot("a@5")
+        m = manifest.read(store, was.manifests[0])
+        digests, offsets, sizes = m.table.ref_digests.copy(), m.table.ref_offsets.copy(), m.header.pack_size_list
+        if what == "a pack beyond a TiB":
+            offsets[0], sizes[m.table.ref_packs[0]] = 2**50, 2**51
+        else:
+            digests[m.table.starts[np.flatnonzero(m.table.depths)[0]]] = 1
+        table = dataclasses.replace(m.table, ref_digests=digests, ref_offsets=offsets)
+        _with_manifest(store, was, m, table=table, pack_sizes=sizes)
+        report = repo.compact()
+        assert [s.ref for s, _ in report.failed] == ["a@5"]
+        assert {s.ref for s in report.rewritten} >= {"b@4", "b@5"}
+        assert (repo.restore("b@5")["w"] == state["w"]).all()
+
+
 def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):
     repo, real = in_memory, blob.encode
 

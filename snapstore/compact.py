@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from . import manifest, planes
 from .blob import XOR, Column
 from .chain import Chain, Link, chains_of, edge_of, table_of
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
+from .damage import read_twice
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
@@ -200,7 +202,8 @@ class _Compacting(Rewriting):
         if before is None or before.state != COMMITTED:
             return {}
         try:
-            own = [manifest.read(self.store, ref) for ref in before.manifests if ref.part == m.header.part]
+            refs = [ref for ref in before.manifests if ref.part == m.header.part]
+            own = [read_twice(self.store, partial(manifest.read, self.store, ref)) for ref in refs]
             bases = Bases([Base(before, own)])
         except DAMAGE:
             return {}
@@ -368,7 +371,7 @@ class _Compacting(Rewriting):
         jobs: dict[bytes, Job] = {}
         for ref, own in of_manifest.items():
             try:
-                m = manifest.read(self.store, ref)
+                m = read_twice(self.store, partial(manifest.read, self.store, ref))
                 sizes, layouts = _kinds(m)
             except DAMAGE as error:
                 log.warning("chunks that share bases stay as they are: %s", error)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
+from .damage import read_twice
 from .errors import DAMAGE, FormatError
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
@@ -161,7 +163,7 @@ class LiveBlobs:
         for snapshot in self._view.snapshots():
             for ref in snapshot.manifests:
                 try:
-                    m = manifest.read(self._store, ref)
+                    m = read_twice(self._store, partial(manifest.read, self._store, ref))
                     _check_chains(m.table, ref.key)
                 except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
@@ -221,8 +223,9 @@ class LiveBlobs:
         """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
         for snapshot, ref, rows in self._full:
             if len(rows) and snapshot.id not in self.damaged:
-                with suppress(*DAMAGE):  # collected meanwhile, or it is found when it is to be rewritten
-                    yield snapshot, ref, manifest.read(self._store, ref), rows
+                # collected meanwhile, or it is found when it is to be rewritten
+                with suppress(*DAMAGE):
+                    yield snapshot, ref, read_twice(self._store, partial(manifest.read, self._store, ref)), rows
 
     def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
         """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""

@@ -467,6 +467,48 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         assert (repo.restore("b@2")["w"] == state["w"]).all()
 
 
+class _BadSectors(MemoryStore):
+    """A disk that will not read some of its objects."""
+
+    bad: frozenset[str] = frozenset()
+
+    def get(self, key, **options):
+        if key in self.bad:
+            raise StorageError(f"{key}: input/output error")
+        return super().get(key, **options)
+
+    def get_ranges(self, key, *rest):
+        if key in self.bad:
+            raise StorageError(f"{key}: input/output error")
+        return super().get_ranges(key, *rest)
+
+
+@pytest.mark.parametrize("verb", ["compact", "recode"])
+@pytest.mark.parametrize("what", ["pack", "manifest"])
+def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other(what, verb, monkeypatch):
+    """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
+    foreign.readable(monkeypatch)
+    store = _BadSectors()
+    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(store) as repo, foreign.written():
+        lost = repo.save({"w": np.arange(8192)}, run="a", step=0, tags=["paper"])
+        for step in range(10):
+            faults.save(repo, "b", step, step)
+        repo.forget([KeepLast(3)], run="b")
+    (ref,) = lost.manifests
+    names = manifest.read(store, ref).header.pack_names
+    store.bad = frozenset({ref.key} if what == "manifest" else map(records.pack_key, names))
+    with faults.opened(store) as repo:
+        report = getattr(repo, verb)()
+        ((failed, message),) = report.failed
+        assert failed == lost
+        assert "input/output error; run 'snapstore check --read-data'" in message
+        rewritten = report.rewritten if verb == "compact" else report.recoded
+        assert {s.ref for s in rewritten} == {"b@7", "b@8", "b@9"}
+        for snapshot in rewritten:
+            assert faults.same(repo.restore(snapshot.ref), faults.values(*faults.version_of(snapshot)))
+
+
 @pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
 def test_a_forged_chain_does_not_stop_the_others(what):
     rng = np.random.default_rng(6)

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,8 @@ import numpy.typing as npt
 from . import manifest, planes
 from .blob import XOR, Column
 from .chain import Chain, Link, chains_of, edge_of, table_of
-from .compact_plan import Cut, LiveBlobs, Plan, room, rows_of, worth
+from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
+from .damage import read_twice
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
@@ -200,7 +202,8 @@ class _Compacting(Rewriting):
         if before is None or before.state != COMMITTED:
             return {}
         try:
-            own = [manifest.read(self.store, ref) for ref in before.manifests if ref.part == m.header.part]
+            refs = [ref for ref in before.manifests if ref.part == m.header.part]
+            own = [read_twice(self.store, partial(manifest.read, self.store, ref)) for ref in refs]
             bases = Bases([Base(before, own)])
         except DAMAGE:
             return {}
@@ -300,10 +303,7 @@ class _Compacting(Rewriting):
         self._recall(work, {*wanted, *(root for root in roots.values() if root)})
         wanted = {digest: job for digest, job in wanted.items() if self._known(digest) is None}
         self._old.update({digest: job.chain for digest, job in wanted.items()})
-        for digest in wanted:
-            cut = self._plan.cuts[digest]
-            if len(cut.edges) > 1 and cut.is_worth_it is None:
-                cut.is_worth_it = self._is_worth_it(work, cut)
+        self._weigh(work, [self._plan.cuts[digest] for digest in wanted])
         self._add(work, [job for digest, job in wanted.items() if not roots[digest]])
         self._add(work, [self._upon(roots[digest], job) for digest, job in wanted.items() if roots[digest]])
 
@@ -355,21 +355,46 @@ class _Compacting(Rewriting):
             if any(link.place and link.place.pack not in safe for link in self._chains.get(digest, [])):
                 del self._chains[digest]
 
-    def _is_worth_it(self, work: Work, cut: Cut) -> bool:
-        """Whether all edges of a cut together take less than what they free: each is encoded, and dropped again."""
-        jobs: list[Job] = []
-        try:
-            for edge in cut.edges.values():
-                if edge.chain:
-                    continue
-                ref, row = edge.source
-                m = manifest.read(self.store, ref)
-                (chain,) = chains_of(m.table, m.header.pack_names, np.array([row]), self._plan.kept)
+    def _weigh(self, work: Work, cuts: Sequence[Cut]) -> None:
+        """Tell of cuts of several edges, where that is not known yet, whether they are worth it."""
+        several = list({id(cut): cut for cut in cuts if len(cut.edges) > 1 and cut.is_worth_it is None}.values())
+        jobs = self._jobs_of(edge for cut in several for edge in cut.edges.values() if not edge.chain)
+        for cut in several:
+            cut.is_worth_it = self._is_worth_it(cut, jobs)
+            work.claim.heartbeat()
+
+    def _jobs_of(self, edges: Iterable[Edge]) -> dict[bytes, Job]:
+        """To encode chunks at edges, by digest; none where a manifest is damaged. Each manifest is read once."""
+        of_manifest: dict[ManifestRef, list[Edge]] = {}
+        for edge in edges:
+            of_manifest.setdefault(edge.source[0], []).append(edge)
+        jobs: dict[bytes, Job] = {}
+        for ref, own in of_manifest.items():
+            try:
+                m = read_twice(self.store, partial(manifest.read, self.store, ref))
+                sizes, layouts = _kinds(m)
+            except DAMAGE as error:
+                log.warning("chunks that share bases stay as they are: %s", error)
+                continue
+            rows = np.array([row for _, row in (edge.source for edge in own)], np.int64)
+            chains = chains_of(m.table, m.header.pack_names, rows, self._plan.kept)
+            for edge, chain, size, layout in zip(own, chains, sizes[rows], layouts[rows], strict=True):
                 at = next(i for i, link in enumerate(chain) if link.digest == edge.digest)
                 behind = next((i for i in range(at + 1, len(chain)) if chain[i].is_kept), len(chain))
-                base = chain[behind:] or (jobs[0].chain if jobs and edge is not cut.root else [])
-                sizes, layouts = _kinds(m)
-                jobs.append(Job(chain[at:], base, int(sizes[row]), int(layouts[row])))
+                jobs[edge.digest] = Job(chain[at:], chain[behind:], int(size), int(layout))
+        return jobs
+
+    def _is_worth_it(self, cut: Cut, found: Mapping[bytes, Job]) -> bool:
+        """Whether all edges of a cut together take less than what they free: each is encoded, and dropped again."""
+        jobs: list[Job] = []
+        for digest, edge in cut.edges.items():
+            if edge.chain:
+                continue
+            if digest not in found:
+                return False
+            job, is_based = found[digest], jobs and edge is not cut.root
+            jobs.append(replace(job, base=job.base or jobs[0].chain) if is_based else job)
+        try:
             needed = sum(
                 int(room(made.entries["length"].astype(np.int64)).sum()) for _, made in self._encoder.encode(jobs)
             )

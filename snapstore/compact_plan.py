@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,8 @@ import numpy.typing as npt
 from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
-from .errors import DAMAGE
+from .damage import read_twice
+from .errors import DAMAGE, FormatError
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
 from .records import ManifestRef, Snapshot, pack_key
@@ -161,7 +163,8 @@ class LiveBlobs:
         for snapshot in self._view.snapshots():
             for ref in snapshot.manifests:
                 try:
-                    m = manifest.read(self._store, ref)
+                    m = read_twice(self._store, partial(manifest.read, self._store, ref))
+                    _check_chains(m.table, ref.key)
                 except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
                     continue
@@ -220,8 +223,9 @@ class LiveBlobs:
         """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
         for snapshot, ref, rows in self._full:
             if len(rows) and snapshot.id not in self.damaged:
-                with suppress(*DAMAGE):  # collected meanwhile, or it is found when it is to be rewritten
-                    yield snapshot, ref, manifest.read(self._store, ref), rows
+                # collected meanwhile, or it is found when it is to be rewritten
+                with suppress(*DAMAGE):
+                    yield snapshot, ref, read_twice(self._store, partial(manifest.read, self._store, ref)), rows
 
     def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
         """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""
@@ -358,6 +362,14 @@ _FRAME = HEADER.size + TRAILER.size + 32
 def room(lengths: Column) -> Column:
     """What blobs take in a pack: padded, and with their entries in the footer."""
     return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
+
+
+def _check_chains(table: ChunkTable, where: str) -> None:
+    """Raise FormatError for chains that no snapstore writes, and that would be counted as others."""
+    if (table.ref_digests[table.starts[:-1]] != table.digests).any():
+        raise FormatError(f"{where}: a chain whose newest reference is to another chunk")
+    if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
+        raise FormatError(f"{where}: a reference beyond the first TiB of a pack")
 
 
 def rows_of(table: ChunkTable, refs: Column) -> Column:

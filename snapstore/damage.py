@@ -13,7 +13,7 @@ import numpy as np
 from . import blob, records
 from .blob import Column
 from .engine import Engines
-from .errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
+from .errors import DAMAGE, CapabilityError, IntegrityError, SnapstoreError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
 from .storage import ObjectStore
@@ -100,6 +100,24 @@ def answers(store: ObjectStore) -> None:
     """Raise StorageError unless a store answers: one that cannot be reached is no damage."""
     for _ in store.list("gc/"):
         break
+
+
+def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
+    """What a read gives: an object that a store will not give, though it answers, is of no more use than a damaged one.
+
+    Raises:
+        IntegrityError: it could not be read twice.
+        StorageError: the store does not answer at all.
+    """
+    try:
+        return read()
+    except StorageError:
+        answers(store)
+    try:
+        return read()
+    except StorageError as error:
+        answers(store)
+        raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
 
 
 def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:

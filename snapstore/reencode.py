@@ -12,6 +12,7 @@ import numpy as np
 
 from .blob import XOR, Column
 from .chain import Chain, table_of
+from .damage import read_twice
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engines
 from .errors import FormatError, IntegrityError
@@ -115,8 +116,7 @@ class Reencoder:
         numbers: dict[str, int] = {}
         table = table_of(chains, numbers)
         wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)
-        for _ in Fetcher(self._store, self._engines).rebuild([wanted]):
-            pass
+        read_twice(self._store, lambda: list(Fetcher(self._store, self._engines).rebuild([wanted])))
         self.bytes_read += int(table.ref_lengths.sum())
 
 

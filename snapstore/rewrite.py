@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ import numpy.typing as npt
 from . import blob, manifest, pack
 from .blob import Column
 from .chain import Key, Place
+from .damage import read_twice
 from .engine import Engine
 from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError, without_advice
 from .index import Index
@@ -219,7 +221,7 @@ class Rewriting(ABC):
         raise ConflictError("other processes keep revising it; try again")
 
     def _part(self, ref: ManifestRef) -> Part:
-        m = manifest.read(self.store, ref)
+        m = read_twice(self.store, lambda: manifest.read(self.store, ref))
         names = m.header.pack_names
         if len(set(names)) < len(names):  # what counts packs by their names would count them wrongly
             raise FormatError(f"{ref.key}: names a pack twice; no snapstore writes that")
@@ -261,7 +263,8 @@ class Rewriting(ABC):
         """
         if name not in self._listings:
             try:
-                entries = pack.read_listing(self.store, pack_key(name), self.sizes[name]).entries
+                read = partial(pack.read_listing, self.store, pack_key(name), self.sizes[name])
+                entries = read_twice(self.store, read).entries
             except NotFoundError as error:
                 raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
             if not np.isin(entries["element_size"], (1, 2, 4, 8)).all():
@@ -371,9 +374,7 @@ class Rewriting(ABC):
             logical_bytes=header.logical_bytes,
         )  # fmt: skip
         again, was = manifest.decode(data, part.ref.key), part.manifest
-        if (again.tree, again.tensors, again.inline) != (was.tree, was.tensors, was.inline) or not np.array_equal(
-            again.table.digests, was.table.digests
-        ):
+        if _said(again) != _said(was) or not np.array_equal(again.table.digests, was.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
         sha256 = hashlib.sha256(data).hexdigest()
         return msgspec.structs.replace(part.ref, sha256=sha256, size_bytes=len(data)), data
@@ -458,7 +459,7 @@ class Rewriting(ABC):
         if ref.sha256 not in self._needs:
             packs: dict[str, int] = {}
             with suppress(*DAMAGE):
-                header = self.index.header(ref)
+                header = read_twice(self.store, lambda: self.index.header(ref))
                 packs = dict(zip(header.pack_names, header.pack_size_list, strict=True))
             self.sizes.update(packs)
             self._needs[ref.sha256] = frozenset(packs)
@@ -482,7 +483,7 @@ class Rewriting(ABC):
             except NotFoundError as error:
                 raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 
-        self._readers.start(read, reads)()
+        read_twice(self.store, lambda: self._readers.start(read, reads)())
         return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]
 
     def read_parsed(
@@ -512,6 +513,11 @@ class Rewriting(ABC):
             lengths = lengths_of(rows)
             written += sum(lengths[i] for i in self.add(work, Stored(moved, stored), own, lengths))
         return written
+
+
+def _said(m: Manifest) -> bytes:
+    """What a manifest says beside its chunks, packed: a NaN equals no other one."""
+    return msgspec.msgpack.encode((m.tree, m.tensors, m.inline))
 
 
 def places_of(part: Part) -> list[Place]:

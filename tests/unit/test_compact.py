@@ -206,6 +206,22 @@ def test_full_chunks_become_deltas(store):
         assert repository.compact().freed_bytes >= 0
 
 
+def test_a_nan_beside_tensors_is_as_good_as_any_value():
+    """It equals no other NaN, so what a new manifest says must not be compared value by value."""
+    rng = np.random.default_rng(0)
+    state = {"trainer": {"w": rng.standard_normal(8192).astype(np.float32), "best": float("nan"), "zero": -0.0}}
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(store) as repository:
+        for step in range(6):
+            state["trainer"]["w"][step::50] += 1
+            repository.save(state, run="a", step=step)
+        repository.forget([KeepLast(2)], run="a")
+        report = repository.compact()
+        assert (len(report.rewritten), report.failed) == (2, [])
+        assert faults.same(repository.restore("a@5"), state)
+
+
 def test_saves_go_on_from_a_compacted_parent(repo):
     repo.compact()
     repo.gc()
@@ -265,12 +281,12 @@ def test_bad_arguments(repo):
 # --- bases that several chunks share ---------------------------------------------------------------------------------
 
 
-def forked(count, scale=1):
+def forked(count, scale=1, chunks=4):
     """A base that is forgotten, and `count` runs that went on from it."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=16384, options=SaveOptions(pack_bytes=65536, threads=1)).close()
     rng = np.random.default_rng(3)
-    base = rng.standard_normal(16384).astype(np.float32)
+    base = rng.standard_normal(4096 * chunks).astype(np.float32)
     states = {}
     with faults.opened(store) as repository:
         repository.save({"w": base}, run="base", step=0)
@@ -300,6 +316,18 @@ def test_forks_of_a_base_that_is_gone(count):
         for ref, state in states.items():
             assert (repository.restore(ref)["w"] == state).all()
         assert repository.check("restore").ok
+
+
+def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
+    counts, read = [], manifest.read
+    monkeypatch.setattr(manifest, "read", lambda *args: (counts.append(1), read(*args))[1])
+    found = []
+    for chunks in (4, 40):
+        with faults.opened(forked(2, chunks=chunks)[0]) as repository:
+            counts.clear()
+            assert repository.compact().encoded > chunks
+            found.append(len(counts))
+    assert found[0] == found[1]
 
 
 def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():
@@ -437,6 +465,74 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         assert {s.ref for s in report.rewritten} >= {"a@2", "b@1", "b@2"}
         repo.gc()
         assert (repo.restore("b@2")["w"] == state["w"]).all()
+
+
+class _BadSectors(MemoryStore):
+    """A disk that will not read some of its objects."""
+
+    bad: frozenset[str] = frozenset()
+
+    def get(self, key, **options):
+        if key in self.bad:
+            raise StorageError(f"{key}: input/output error")
+        return super().get(key, **options)
+
+    def get_ranges(self, key, *rest):
+        if key in self.bad:
+            raise StorageError(f"{key}: input/output error")
+        return super().get_ranges(key, *rest)
+
+
+@pytest.mark.parametrize("verb", ["compact", "recode"])
+@pytest.mark.parametrize("what", ["pack", "manifest"])
+def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other(what, verb, monkeypatch):
+    """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
+    foreign.readable(monkeypatch)
+    store = _BadSectors()
+    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
+    with faults.opened(store) as repo, foreign.written():
+        lost = repo.save({"w": np.arange(8192)}, run="a", step=0, tags=["paper"])
+        for step in range(10):
+            faults.save(repo, "b", step, step)
+        repo.forget([KeepLast(3)], run="b")
+    (ref,) = lost.manifests
+    names = manifest.read(store, ref).header.pack_names
+    store.bad = frozenset({ref.key} if what == "manifest" else map(records.pack_key, names))
+    with faults.opened(store) as repo:
+        report = getattr(repo, verb)()
+        ((failed, message),) = report.failed
+        assert failed == lost
+        assert "input/output error; run 'snapstore check --read-data'" in message
+        rewritten = report.rewritten if verb == "compact" else report.recoded
+        assert {s.ref for s in rewritten} == {"b@7", "b@8", "b@9"}
+        for snapshot in rewritten:
+            assert faults.same(repo.restore(snapshot.ref), faults.values(*faults.version_of(snapshot)))
+
+
+@pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
+def test_a_forged_chain_does_not_stop_the_others(what):
+    rng = np.random.default_rng(6)
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+        for run in "ab":
+            state = {"w": rng.standard_normal(8192).astype(np.float32)}
+            for step in range(6):
+                state["w"][step::50] += 1
+                repo.save(state, run=run, step=step)
+            repo.forget([KeepLast(2)], run=run)
+        was = repo.snapshot("a@5")
+        m = manifest.read(store, was.manifests[0])
+        digests, offsets, sizes = m.table.ref_digests.copy(), m.table.ref_offsets.copy(), m.header.pack_size_list
+        if what == "a pack beyond a TiB":
+            offsets[0], sizes[m.table.ref_packs[0]] = 2**50, 2**51
+        else:
+            digests[m.table.starts[np.flatnonzero(m.table.depths)[0]]] = 1
+        table = dataclasses.replace(m.table, ref_digests=digests, ref_offsets=offsets)
+        _with_manifest(store, was, m, table=table, pack_sizes=sizes)
+        report = repo.compact()
+        assert [s.ref for s, _ in report.failed] == ["a@5"]
+        assert {s.ref for s in report.rewritten} >= {"b@4", "b@5"}
+        assert (repo.restore("b@5")["w"] == state["w"]).all()
 
 
 def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):

@@ -278,7 +278,7 @@ def test_readers_that_were_killed_are_cleared(root):
     """The pages that they saw would never be used again, and the file would grow with every record."""
     script = f"""
 import lmdb, os, signal
-lmdb.open({str(root / "index")!r}, max_dbs=3).begin().__enter__()
+reader = lmdb.open({str(root / "index")!r}, max_dbs=3).begin()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     with Repository.open(root, options=OPTIONS) as repository:  # else the last to close clears them

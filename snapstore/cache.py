@@ -18,7 +18,10 @@ from pathlib import Path
 
 from .errors import InvalidInputError
 
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.")
+_NETWORK_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.", "wekafs", "panfs",
+    "pvfs2", "ocfs2", "gfs2", "virtiofs",
+)  # fmt: skip
 
 #: All indexes in the cache together take so many bytes, but for those in use.
 CACHE_BYTES = 4 * 1024 * 1024 * 1024

@@ -28,7 +28,6 @@ from . import manifest, planes
 from .blob import XOR, Column
 from .chain import Chain, Link, chains_of, edge_of, table_of
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
-from .damage import read_twice
 from .delta import Base, Bases
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, SnapstoreError
@@ -36,6 +35,7 @@ from .gc import in_quarantine, need_all_records
 from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
+from .reads import read_twice
 from .records import COMMITTED, ManifestRef, Snapshot, pack_key
 from .reencode import Job, Reencoder
 from .restore import spec_of

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from . import manifest
 from .blob import ALIGNMENT, ENTRY, Column
 from .chain import Chain, Digests, chains_of, edge_of
-from .damage import read_twice
 from .errors import DAMAGE, FormatError
 from .manifest import ChunkTable, Manifest
 from .pack import HEADER, TRAILER
+from .reads import read_twice
 from .records import ManifestRef, Snapshot, pack_key
 from .storage import ObjectStore
 from .view import View

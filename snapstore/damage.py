@@ -5,7 +5,7 @@ In: manifests. Out: columns over their references. What survey.py reports and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from . import blob, records
 from .blob import Column
 from .engine import Engines
-from .errors import DAMAGE, CapabilityError, IntegrityError, SnapstoreError, StorageError
+from .errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
+from .reads import answers
 from .storage import ObjectStore
 
 T = TypeVar("T")
@@ -94,46 +95,6 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
     from .state.tree import decode
 
     decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
-
-
-def answers(store: ObjectStore) -> None:
-    """Raise StorageError unless a store answers: one that cannot be reached is no damage."""
-    for _ in store.list("gc/"):
-        break
-
-
-def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
-    """What a read gives: an object that a store will not give, though it answers, is of no more use than a damaged one.
-
-    Raises:
-        IntegrityError: it could not be read twice.
-        StorageError: the store does not answer at all.
-    """
-    try:
-        return read()
-    except StorageError:
-        answers(store)
-    try:
-        return read()
-    except StorageError as error:
-        answers(store)
-        raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
-
-
-def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
-    """What a read of one object gives; None: it is damaged or missing, or it could not be read twice.
-
-    Raises:
-        StorageError: the store does not answer at all.
-    """
-    for _ in range(2):
-        try:
-            return read()
-        except DAMAGE:
-            return None
-        except StorageError:
-            answers(store)
-    return None
 
 
 def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, SnapstoreError]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import blob, manifest, records
-from .damage import DamagedPacks, answers, lost_rows, unbuilt
+from .damage import DamagedPacks, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
 from .errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
@@ -29,6 +29,7 @@ from .index import Index
 from .manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest, part_name
 from .pack import ENTRY, PackWriter
 from .packing import put_once
+from .reads import answers
 from .records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot, counted, pack_key
 from .session import Claim, all_needed_keys
 from .storage import ObjectStore

@@ -12,11 +12,11 @@ import numpy as np
 
 from .blob import XOR, Column
 from .chain import Chain, table_of
-from .damage import read_twice
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engines
 from .errors import FormatError, IntegrityError
 from .fetch import Fetcher, Wanted
+from .reads import read_twice
 from .storage import ObjectStore
 from .stored import Stored, batches, gathered
 

@@ -32,13 +32,13 @@ import numpy.typing as npt
 from . import blob, manifest, pack
 from .blob import Column
 from .chain import Key, Place
-from .damage import read_twice
 from .engine import Engine
 from .errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError, without_advice
 from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
 from .packing import Packs
+from .reads import read_twice
 from .records import ManifestRef, Snapshot, pack_key, quarantined, record_key
 from .session import Claim
 from .storage import ObjectStore

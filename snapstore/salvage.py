@@ -15,10 +15,11 @@ import msgspec
 
 from . import manifest, records
 from .chunking import DEFAULT_CHUNK_BYTES
-from .damage import check_tree, tried
+from .damage import check_tree
 from .findings import stand_in
 from .index import Index
 from .manifest import Manifest, ManifestHeader
+from .reads import tried
 from .records import COMMITTED, FORGOTTEN, Config, ManifestRef, Snapshot
 from .storage import ObjectStore
 from .survey import Survey

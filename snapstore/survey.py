@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import manifest, policies, records
-from .damage import DamagedPacks, answers, check_tree, lost_rows, tried, unbuilt
+from .damage import DamagedPacks, check_tree, lost_rows, unbuilt
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -44,6 +44,7 @@ from .findings import (
 from .gc import OBJECT_NAME
 from .index import Index
 from .manifest import Manifest, part_name
+from .reads import answers, tried
 from .records import COMMITTED, FORGOTTEN, Done, Lost, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from .session import MARK_LIMIT_BYTES, needed_keys
 from .storage import ObjectInfo, ObjectStore

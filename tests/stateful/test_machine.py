@@ -621,6 +621,9 @@ class Machine(RuleBasedStateMachine):
         """What a person does behind a repair; then the model learns what has become of it."""
         now = self.store.clock() + 3601
         self.store.clock = lambda: now  # a damaged session is removed once it was silent
+        if keys_of(self.store, "sessions/"):  # and nobody has it open: not the save that failed to remove it either
+            for process in (0, 1):
+                self.close(process)
         repository = self.at(0)
         for run, keep in self.policies.items():
             repository.set_policies(run, keep)
@@ -676,6 +679,23 @@ def test_machine(part, monkeypatch):
             database=None,
         ),
     )
+
+
+def test_a_damaged_session_that_a_failed_save_has_left_over(monkeypatch):
+    """Its process has it open as long as it lives: a repair waits for its end."""
+    one_thread(monkeypatch)
+    monkeypatch.setattr(records, "new_id", records.new_id)
+    for k in range(12, 40):
+        machine = Machine()
+        machine.begin()
+        machine.save_and_fail(1, "b", 0, k, "fail")
+        if keys_of(machine.store, "sessions/"):
+            break
+    kinds = sorted({key.partition("/")[0] for key in machine.store._objects})
+    flips = [(kinds.index("sessions"), 0, 0)]
+    machine.damage.__wrapped__(machine, flips, 0, 0, "data", tidy=False, twin=False, meanwhile=[])
+    assert keys_of(machine.store, "sessions/") == []
+    machine.teardown()
 
 
 def test_programs_do_not_meet(monkeypatch):

@@ -281,10 +281,13 @@ class _Repair:
                 silent_s = self._store.now_s() - self._store.stat(key).modified_s
             except NotFoundError:
                 continue
-            held = key.startswith("sessions/") and self._store.is_held(key)
-            if held or (key.startswith("sessions/") and silent_s < self._fence_after_s):
-                silent = f"it was silent for {self._fence_after_s:.0f} s"
-                until = "the process that has it open on this host has ended" if held else silent
+            until = ""
+            if key.startswith("sessions/"):
+                if self._store.is_held(key):
+                    until = "the process that has it open on this host has ended"
+                elif silent_s < self._fence_after_s:
+                    until = f"it was silent for {self._fence_after_s:.0f} s"
+            if until:
                 self._report.open.append(f"{key}: is damaged, and its save may be running; repair again once {until}")
                 continue
             self._do("remove", key, f"{key}: is damaged and removed", partial(self._store.delete, [key]))

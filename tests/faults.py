@@ -177,6 +177,22 @@ class FaultStore:
         return self._act("clean", "", self.inner.clean)
 
 
+class Unreadable(FaultStore):
+    """Objects that cannot be read (EIO), for good or for the first `times` reads."""
+
+    def __init__(self, inner, *keys, times=10**9):
+        super().__init__(inner)
+        self.bad, self.times = set(keys), times
+
+    def _act(self, name, key, effect):
+        if key in self.bad and name in ("get", "get_ranges") and self.times > 0:
+            self.times -= 1
+            raise StorageError(f"{key}: Input/output error (injected)")
+        if name == "delete":
+            self.bad.discard(key)
+        return super()._act(name, key, effect)
+
+
 def drop_hold(inner: ObjectStore, key: str) -> None:
     """What the kernel does to one held object of a process that dies."""
     if isinstance(inner, MemoryStore):

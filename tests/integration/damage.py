@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from faults import OPTIONS, Crash, FaultStore, clone, keys_of, opened, same, save, values, version_of
+from faults import OPTIONS, Crash, FaultStore, Unreadable, clone, keys_of, opened, same, save, values, version_of
 
 from snapstore import KeepLast, Repository, blob, pack, records
-from snapstore.errors import SnapstoreError, StorageError
+from snapstore.errors import SnapstoreError
 from snapstore.records import Snapshot
 from snapstore.storage.memory import MemoryStore
 
@@ -139,21 +139,6 @@ def cases() -> list[tuple[str, str]]:
     """(class, damage) of all there are."""
     found = [(name, how) for name in CLASSES for how in DAMAGES if not (how == "flip" and name.startswith("pack"))]
     return found + [(name, how) for name in CLASSES if name.startswith("pack") for how in PLACES]
-
-
-class Unreadable(FaultStore):
-    """One object of a store cannot be read: a bad sector, or no permission."""
-
-    def __init__(self, inner: MemoryStore, key: str) -> None:
-        super().__init__(inner)
-        self.bad = key
-
-    def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
-        if key == self.bad and name in ("get", "get_ranges"):
-            raise StorageError(f"{key}: Input/output error (injected)")
-        if key == self.bad and name == "delete":
-            self.bad = ""
-        return super()._act(name, key, effect)
 
 
 def damaged(name: str, how: str) -> tuple[MemoryStore, Any, str]:

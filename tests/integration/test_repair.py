@@ -9,8 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from damage import Unreadable, damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from faults import OPTIONS, FaultStore, check_restores, clone, keys_of, one_thread, opened, same, save, values
+from damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
+from faults import (
+    OPTIONS,
+    FaultStore,
+    Unreadable,
+    check_restores,
+    clone,
+    keys_of,
+    one_thread,
+    opened,
+    same,
+    save,
+    values,
+)
 from typer.testing import CliRunner
 
 from snapstore import (

@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from damage import flip, packs_of, refs, repository, three, twin, wound
-from faults import OPTIONS, FaultStore, clone, keys_of, one_thread, opened, same, save, values
+from faults import OPTIONS, FaultStore, Unreadable, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, blob, cli, records
@@ -28,22 +28,6 @@ def _fast(monkeypatch):
 @pytest.fixture
 def store():
     return three()
-
-
-class Unreadable(FaultStore):
-    """Objects that cannot be read (EIO), for good or for the first `times` reads."""
-
-    def __init__(self, inner, *keys, times=10**9):
-        super().__init__(inner)
-        self.bad, self.times = set(keys), times
-
-    def _act(self, name, key, effect):
-        if key in self.bad and name in ("get", "get_ranges") and self.times > 0:
-            self.times -= 1
-            raise StorageError(f"{key}: Input/output error (injected)")
-        if name == "delete":
-            self.bad.discard(key)
-        return super()._act(name, key, effect)
 
 
 # --- 1: seq of a save made while the newest record is damaged --------------------------------------------------------

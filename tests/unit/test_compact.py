@@ -441,17 +441,23 @@ def test_a_manifest_that_names_a_pack_twice_is_left(store):
         assert (repo.restore("a@1")["x"] == kept).all()
 
 
+def two_runs(repo, steps, **options):
+    """Some steps of runs a and b; the last state of b."""
+    rng = np.random.default_rng(4)
+    for run in "ab":
+        state = {"w": rng.standard_normal(8192).astype(np.float32)}
+        for step in range(steps):
+            state["w"][step::50] += 1
+            repo.save(state, run=run, step=step, **options)
+    return state
+
+
 @pytest.mark.parametrize("what", ["dtype", "chunks"])
 def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
     """A dtype of a later release; a tensor that has lost a chunk. Neither is damage that its SHA-256 tells."""
-    rng = np.random.default_rng(4)
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
-        for run in "ab":
-            state = {"w": rng.standard_normal(8192).astype(np.float32)}
-            for step in range(3):
-                state["w"][step::50] += 1
-                repo.save(state, run=run, step=step, full=True)
+        state = two_runs(repo, 3, full=True)
         was = repo.snapshot("a@0")
         m = manifest.read(store, was.manifests[0])
         (entry,), table = m.tensors, m.table
@@ -467,28 +473,12 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         assert (repo.restore("b@2")["w"] == state["w"]).all()
 
 
-class _BadSectors(MemoryStore):
-    """A disk that will not read some of its objects."""
-
-    bad: frozenset[str] = frozenset()
-
-    def get(self, key, **options):
-        if key in self.bad:
-            raise StorageError(f"{key}: input/output error")
-        return super().get(key, **options)
-
-    def get_ranges(self, key, *rest):
-        if key in self.bad:
-            raise StorageError(f"{key}: input/output error")
-        return super().get_ranges(key, *rest)
-
-
 @pytest.mark.parametrize("verb", ["compact", "recode"])
 @pytest.mark.parametrize("what", ["pack", "manifest"])
 def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other(what, verb, monkeypatch):
     """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
     foreign.readable(monkeypatch)
-    store = _BadSectors()
+    store = MemoryStore()
     Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
     with faults.opened(store) as repo, foreign.written():
         lost = repo.save({"w": np.arange(8192)}, run="a", step=0, tags=["paper"])
@@ -497,12 +487,12 @@ def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other
         repo.forget([KeepLast(3)], run="b")
     (ref,) = lost.manifests
     names = manifest.read(store, ref).header.pack_names
-    store.bad = frozenset({ref.key} if what == "manifest" else map(records.pack_key, names))
-    with faults.opened(store) as repo:
+    bad = [ref.key] if what == "manifest" else map(records.pack_key, names)
+    with faults.opened(faults.Unreadable(store, *bad)) as repo:
         report = getattr(repo, verb)()
         ((failed, message),) = report.failed
         assert failed == lost
-        assert "input/output error; run 'snapstore check --read-data'" in message
+        assert "Input/output error (injected); run 'snapstore check --read-data'" in message
         rewritten = report.rewritten if verb == "compact" else report.recoded
         assert {s.ref for s in rewritten} == {"b@7", "b@8", "b@9"}
         for snapshot in rewritten:
@@ -511,14 +501,10 @@ def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other
 
 @pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
 def test_a_forged_chain_does_not_stop_the_others(what):
-    rng = np.random.default_rng(6)
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+        state = two_runs(repo, 6)
         for run in "ab":
-            state = {"w": rng.standard_normal(8192).astype(np.float32)}
-            for step in range(6):
-                state["w"][step::50] += 1
-                repo.save(state, run=run, step=step)
             repo.forget([KeepLast(2)], run=run)
         was = repo.snapshot("a@5")
         m = manifest.read(store, was.manifests[0])

@@ -572,19 +572,27 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
 # --- the end of a process --------------------------------------------------------------------------------------------
 
 PRELUDE = """
-import os, signal, sys, threading, time
+import itertools, os, signal, sys, threading, time
 sys.path.insert(0, {tests!r})
 import numpy as np
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.storage.local import LocalStore
+STRUCK, PUTS, SLOW = threading.Event(), itertools.count(1), True
 class Slow(LocalStore):
-    "Every pack takes a while; says when the first is being put."
+    "Every pack takes a while, and says so when it begins. The one that calls for a signal waits until it has struck."
     def put(self, key, data):
         if key.startswith("packs/") and SLOW:
-            os.write(1, b"busy\\n")
-            time.sleep(0.15)
+            number = next(PUTS)
+            say("busy")
+            STRUCK.wait(60 if {held!r} and number >= {held!r} else 0.15)
         super().put(key, data)
-SLOW = True
+def say(*words):
+    "One line in one write: what threads print at once is mixed up."
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def interrupted(*_):
+    STRUCK.set()
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupted)
 def state(n):
     return {{"w": np.random.default_rng(1).standard_normal(20000, np.float32) + np.float32(n), "n": n}}
 snapshots = SnapshotManager(Slow({root!r}), run="a", options=SaveOptions(pack_bytes=16384, threads=2))
@@ -604,8 +612,11 @@ def weights(n: int) -> np.ndarray:
 
 
 def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
-    """Run a training script; `kill` it as soon as it says busy for the third time. Without torch, seconds to import."""
-    script = PRELUDE.format(tests=str(TESTS), root=str(root)) + textwrap.dedent(body)
+    """Run a training script; `kill` it as soon as it says busy for the third time, which then waits to be struck.
+
+    Without torch, seconds to import.
+    """
+    script = PRELUDE.format(tests=str(TESTS), root=str(root), held=kill and 3) + textwrap.dedent(body)
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script],
         stdout=subprocess.PIPE,
@@ -665,7 +676,7 @@ def test_the_interpreter_ends_with_a_save_running(root, end, code):
 
 def test_a_save_in_an_exit_handler(root):
     """The interpreter waits for no thread that begins there."""
-    body = "import atexit\natexit.register(lambda: (snapshots.save(1, state(1)), print('saved', flush=True)))"
+    body = "import atexit\natexit.register(lambda: (snapshots.save(1, state(1)), say('saved')))"
     got, out = run(root, body)
     assert got == 0, out
     assert out.endswith("busy\nsaved\n")
@@ -686,7 +697,7 @@ def test_sigterm_with_time_to_live(root):
         root,
         """
         import signal
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, lambda *_: (STRUCK.set(), sys.exit(0)))
         snapshots.save(1, state(1))
         time.sleep(30)
         """,
@@ -708,13 +719,15 @@ def test_keyboard_interrupt_while_waiting(root):
     got, out = run(
         root,
         """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the save goes on waiting
         snapshots.save(1, state(1))
         try:
             snapshots.save(2, state(2))
         except KeyboardInterrupt:
-            print("interrupted", flush=True)
-        print("idle", not snapshots._slot.locked(), flush=True)
+            say("interrupted")
+        say("idle", not snapshots._slot.locked())
         SLOW = False
+        STRUCK.set()
         snapshots.save(3, state(3))  # must not begin before the first has ended: they share buffers
         snapshots.close()
         """,
@@ -813,7 +826,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_session(root)
             os.close(1); os.close(2)
             time.sleep(20)
             os._exit(0)
-        print("child", child, flush=True)
+        say("child", child)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
@@ -853,8 +866,8 @@ def test_a_fork_with_a_save_running(root):
             sys.stdout.flush()
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        print("status", status, flush=True)
-        print("parent", handle.result().ref, flush=True)
+        say("status", status)
+        say("parent", handle.result().ref)
         """,
     )
     assert got == 0, out
@@ -893,7 +906,7 @@ def test_a_fork_while_the_index_is_written(root):
         thread.join()
         snapshots.save(1, state(1))
         snapshots.wait_until_finished()
-        print("parent", len(snapshots.all_steps()), flush=True)
+        say("parent", len(snapshots.all_steps()))
         os.kill(child, signal.SIGKILL)
         """,
     )
@@ -911,13 +924,13 @@ state(0)
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if threading.current_thread() is not threading.main_thread():
-            print("imported", name, flush=True)
+            say("imported", name)
 sys.meta_path.insert(0, Finder())
 SLOW = False
 for step in 1, 2, 3:
     snapshots.save(step, state(step))
 snapshots.close()
-print("saved", flush=True)
+say("saved")
 """,
     )
     assert (got, out) == (0, "saved\n")

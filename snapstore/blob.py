@@ -365,8 +365,9 @@ def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) 
 
 
 def decode_chain(
-    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None
-) -> None:
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None,
+    *, seed: int,
+) -> None:  # fmt: skip
     """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
 
     Args:
@@ -375,6 +376,7 @@ def decode_chain(
         chunk_digest: of the chunk wanted.
         out: (r,) uint8, filled.
         base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
+        seed: of the repository's digests.
 
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
@@ -406,7 +408,7 @@ def decode_chain(
             np.bitwise_xor(out, other, out=out)
     if base is not None:
         np.bitwise_xor(out, base, out=out)
-    got = digest(out)
+    got = digest(out, seed)
     if got != chunk_digest:
         raise IntegrityError(
             f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "

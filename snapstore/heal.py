@@ -123,7 +123,7 @@ class Healer:
         for snapshot in view.snapshots():
             for ref in snapshot.manifests:
                 try:
-                    self._add_chains(manifest.read(self._store, ref), names)
+                    self._add_chains(manifest.read(self._store, ref, self._engines.digest_seed), names)
                 except DAMAGE:
                     continue
                 except StorageError:
@@ -151,7 +151,7 @@ class Healer:
         parts = []
         for ref in snapshot.manifests:
             if ref.sha256 in self._affected[snapshot.id]:
-                m = manifest.read(self._store, ref)
+                m = manifest.read(self._store, ref, self._engines.digest_seed)
                 self._sizes.update(zip(m.header.pack_names, m.header.pack_size_list, strict=True))
                 parts.append(_Part(ref, m))
         return parts
@@ -198,7 +198,7 @@ class Healer:
         """
         known, affected = {ref.sha256 for ref in snapshot.manifests}, self._affected[snapshot.id]
         for ref in (ref for ref in ruling.manifests if ref.sha256 not in known | affected):
-            m = manifest.read(self._store, ref)
+            m = manifest.read(self._store, ref, self._engines.digest_seed)
             if self._packs.within(m).any():
                 affected.add(ref.sha256)
                 self.find_chains([ruling], view)
@@ -429,8 +429,9 @@ def _encoded(claim: Claim, ref: ManifestRef, m: Manifest) -> tuple[ManifestRef, 
     """A manifest of this session."""
     data = manifest.encode(
         save_id=bytes.fromhex(claim.id), rank=m.header.rank, sequence=m.header.sequence, part=m.header.part,
-        chunk_bytes=m.header.chunk_bytes, tree=m.tree, tensors=m.tensors, inline=m.inline, table=m.table,
-        packs=m.header.pack_names, pack_sizes=m.header.pack_size_list, logical_bytes=m.header.logical_bytes,
+        chunk_bytes=m.header.chunk_bytes, digest_seed=m.header.digest_seed, tree=m.tree, tensors=m.tensors,
+        inline=m.inline, table=m.table, packs=m.header.pack_names, pack_sizes=m.header.pack_size_list,
+        logical_bytes=m.header.logical_bytes,
     )  # fmt: skip
     manifest.decode(data, ref.key)  # what no reader would take is not published
     return msgspec.structs.replace(ref, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)), data

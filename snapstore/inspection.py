@@ -95,7 +95,7 @@ def stats(store: ObjectStore, index: Index) -> Stats:
         result.snapshots += 1
         result.logical_bytes += snapshot.logical_bytes
         for ref in snapshot.manifests:
-            read = manifest.read(store, ref)
+            read = manifest.read(store, ref, None)
             needed.add(ref.key)
             needed.update(map(records.pack_key, read.header.pack_names))
             tally.add(read)
@@ -218,9 +218,9 @@ def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff
         IntegrityError, FormatError: damage in what had to be read.
     """
     with _naming(a):
-        manifests_a = read_manifests(store, a)
+        manifests_a = read_manifests(store, engines.digest_seed, a)
     with _naming(b):
-        manifests_b = read_manifests(store, b)
+        manifests_b = read_manifests(store, engines.digest_seed, b)
     before, after = _by_path(manifests_a), _by_path(manifests_b)
     tensors = []
     for key in [*before, *(key for key in after if key not in before)]:

@@ -20,7 +20,7 @@ import zstandard
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
-from .records import ManifestRef, sha256_names
+from .records import ManifestRef, Seed, sha256_names
 from .storage import ObjectStore
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
@@ -60,13 +60,18 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What gc and listings need: who wrote it, its sizes and every pack it uses."""
+    """What gc and listings need: who wrote it, its sizes and every pack it uses.
+
+    Attributes:
+        digest_seed: of every digest in the manifest: the repository's, so that it outlives a config that is lost.
+    """
 
     save_id: bytes
     rank: int
     sequence: int
     part: str
     chunk_bytes: int
+    digest_seed: Seed
     tensors: int
     chunks: int
     refs: int
@@ -177,8 +182,9 @@ class Manifest:
 
 
 def encode(
-    *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, tree: Any, tensors: list[TensorEntry],
-    inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int], logical_bytes: int,
+    *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, digest_seed: int, tree: Any,
+    tensors: list[TensorEntry], inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int],
+    logical_bytes: int,
 ) -> bytes:  # fmt: skip
     """A manifest's bytes. `packs` are hex SHA-256 names, in the order that `table.ref_packs` counts."""
     raw: dict[str, bytes | memoryview] = {
@@ -203,9 +209,9 @@ def encode(
         at += len(stored)
     header = msgspec.msgpack.encode(
         ManifestHeader(
-            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes, tensors=len(tensors),
-            chunks=len(table), refs=len(table.ref_kinds), logical_bytes=logical_bytes,
-            depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
+            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes,
+            digest_seed=digest_seed, tensors=len(tensors), chunks=len(table), refs=len(table.ref_kinds),
+            logical_bytes=logical_bytes, depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
             pack_sizes=np.asarray(pack_sizes, "<u8").tobytes(), sections=sections,
         )
     )  # fmt: skip
@@ -269,12 +275,15 @@ def read_header(store: ObjectStore, ref: ManifestRef) -> bytes:
     return bytes(data[: PREFIX.size + length])
 
 
-def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
+def read(store: ObjectStore, ref: ManifestRef, digest_seed: int | None) -> Manifest:
     """A whole manifest, checked against its name.
+
+    Args:
+        digest_seed: of the repository; None: no chunk is compared with its digest, or the caller asks `check_seed`.
 
     Raises:
         IntegrityError: missing, cut short or altered.
-        FormatError: of another version, or inconsistent.
+        FormatError: of another version, or inconsistent; or of another seed.
     """
     try:
         data = store.get(ref.key, limit_bytes=ref.size_bytes)
@@ -285,7 +294,23 @@ def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
     got = hashlib.sha256(data).hexdigest()
     if got != ref.sha256:
         raise IntegrityError(f"{ref.key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
-    return decode(data, ref.key)
+    m = decode(data, ref.key)
+    if digest_seed is not None:
+        check_seed(m.header, digest_seed, ref.key)
+    return m
+
+
+def check_seed(header: ManifestHeader, digest_seed: int, where: str) -> None:
+    """Compare a manifest's seed with the config's. Neither is shown: logs go further than a repository does.
+
+    Raises:
+        FormatError: they differ, so no digest can be verified, nor compared with others.
+    """
+    if header.digest_seed != digest_seed:
+        raise FormatError(
+            f"{where}: its digests have another seed than config says: one of the two is another repository's; run "
+            "'snapstore check', and if it finds fault with config, 'snapstore repair --apply'"
+        )
 
 
 def decode(data: bytes, where: str) -> Manifest:

@@ -38,6 +38,7 @@ _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Seed = Count  # a u64: msgpack has no larger integers
 
 #: The reason of a record that nothing told of.
 MADE_UP = "made up from its manifests by a repair"
@@ -45,11 +46,16 @@ COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swe
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a folder or bucket prefix a repository."""
+    """What makes a folder or bucket prefix a repository.
+
+    Attributes:
+        digest_seed: of the digests of all chunks, 64 random bits; every manifest repeats it.
+    """
 
     uuid: Id
     version: int
     chunk_bytes: int
+    digest_seed: Seed
     features: list[str]
     created: float
     writer: str

@@ -36,7 +36,7 @@ def restore(
         CapabilityError: `device` is a CUDA device that is not there.
         IntegrityError, FormatError: damage; `into` may then be half written.
     """
-    manifests = read_manifests(store, snapshot, keys)
+    manifests = read_manifests(store, engines.digest_seed, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
     target = Target(parts, into=into, keys=keys, device=device, on_device=engines.on_device)
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
@@ -51,10 +51,12 @@ def restore(
     return target.finish()
 
 
-def read_manifests(store: ObjectStore, snapshot: Snapshot, keys: str | Sequence[str] | None = None) -> list[Manifest]:
+def read_manifests(
+    store: ObjectStore, digest_seed: int, snapshot: Snapshot, keys: str | Sequence[str] | None = None
+) -> list[Manifest]:
     """The manifests whose parts `keys` can match, the root part first."""
     names = parts_needed([ref.part for ref in snapshot.manifests], keys)
-    return [manifest.read(store, ref) for ref in snapshot.manifests if ref.part in names]
+    return [manifest.read(store, ref, digest_seed) for ref in snapshot.manifests if ref.part in names]
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:

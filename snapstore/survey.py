@@ -75,6 +75,7 @@ class Survey:
         need: damaged pack -> ids of all snapshots that refer to it.
         affected: id -> SHA-256 of those of its manifests that refer to damaged packs.
         without_manifest: id -> why, of snapshots that lack a manifest.
+        digest_seed: of the repository, as its config says.
         unknown: keys of records, and ids of snapshots, that are intact as far as this release or machine can read them:
             no damage, and nothing that it may change.
     """
@@ -87,6 +88,7 @@ class Survey:
             raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
         self._store, self._index, self._engines = store, index, engines
         self._share, self._subset = share, subset
+        self.digest_seed = engines.digest_seed
         self.result = CheckResult(level)
         self.packs = DamagedPacks(store)
         self.quarantined: set[str] = set()
@@ -494,7 +496,7 @@ class Survey:
         from .restore import check_layout
 
         try:
-            read = manifest.read(self._store, ref)
+            read = manifest.read(self._store, ref, self.digest_seed)
             for entry in read.tensors:  # every tensor has as many chunks as its bytes need
                 check_layout(read, entry, ref.key)
         except StorageError as error:

@@ -11,14 +11,16 @@ import numpy as np
 import torch  # noqa: F401  (before memory is measured: importing it takes much)
 
 from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
-from snapstore.digest import checksum, digest
+from snapstore import digest as digests
+from snapstore.digest import checksum
 from snapstore.manifest import Box, ChunkTable, TensorEntry
-from snapstore.records import ManifestRef, Snapshot
+from snapstore.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 
 MIB = 1024 * 1024
 SIZE = 8192  # of every forged chunk
 CHUNK_BYTES = 8192
+SEED = 0x5EED5EED5EED5EED  # of every forged repository: who forges one has read its config
 
 
 #: What one hostile input may take [s of this process's time, so that others on the machine do not count]. Most take
@@ -50,6 +52,11 @@ def little_memory(limit_bytes=8 * MIB):
 
 def noise(seed, size=SIZE):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def digest(chunk):
+    """As the forged repository's."""
+    return digests.digest(chunk, SEED)
 
 
 def full(chunk, element_size=1):
@@ -94,7 +101,11 @@ class World:
 
     def __init__(self):
         self.store = MemoryStore()
-        Repository.create(self.store, chunk_bytes=CHUNK_BYTES).close()
+        config = Config(
+            uuid=records.new_id(), version=1, chunk_bytes=CHUNK_BYTES, digest_seed=SEED, features=[], created=0.0,
+            writer="forge",
+        )  # fmt: skip
+        self.store.put("config", records.encode(config))
         self.packs = []
 
     def pack(self, *blobs, size_bytes=None):
@@ -134,7 +145,7 @@ class World:
         entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
         fields = {
             "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": CHUNK_BYTES,
-            "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
+            "digest_seed": SEED, "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
             "table": self.table(chunks), "packs": [name for name, _ in self.packs],
             "pack_sizes": [size for _, size in self.packs], "logical_bytes": n * SIZE,
         }  # fmt: skip

@@ -20,12 +20,12 @@ from snapstore import (
     UnknownFormatError,
     records,
 )
-from snapstore.digest import checksum, digest
+from snapstore.digest import checksum
 from snapstore.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 sys.path.append(str(Path(__file__).parents[1] / "attacks"))
-from forge import SIZE, World, full, noise, rewrite
+from forge import SIZE, World, digest, full, noise, rewrite
 
 A = noise(1)
 

@@ -17,6 +17,7 @@ from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
 PACK_SIZES = [2**40] * 5
+SEED = 2**64 - 3
 
 
 def a_table(counts, seed=0, packs=5):
@@ -40,9 +41,9 @@ def a_table(counts, seed=0, packs=5):
 
 def encode(table, tensors=(), inline=b"", tree=None, **changes):
     fields = {
-        "save_id": bytes(16), "rank": 0, "sequence": 2, "part": "model", "chunk_bytes": 1024, "tree": tree,
-        "tensors": list(tensors), "inline": inline, "table": table, "packs": PACKS, "pack_sizes": PACK_SIZES,
-        "logical_bytes": 123,
+        "save_id": bytes(16), "rank": 0, "sequence": 2, "part": "model", "chunk_bytes": 1024, "digest_seed": SEED,
+        "tree": tree, "tensors": list(tensors), "inline": inline, "table": table, "packs": PACKS,
+        "pack_sizes": PACK_SIZES, "logical_bytes": 123,
     }  # fmt: skip
     return manifest.encode(**{**fields, **changes})
 
@@ -118,12 +119,12 @@ def test_every_truncation_and_every_flip_is_found_by_read():
     good = encode(a_table([1, 2, 3]), inline=b"hello", tree="x")
     store, ref = stored(good)
     store.put(ref.key, good)
-    assert manifest.read(store, ref).tree == "x"
+    assert manifest.read(store, ref, SEED).tree == "x"
     for bad in [good[:n] for n in range(len(good))] + [good + b"\0"]:
         store.delete([ref.key])
         store.put(ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
-            manifest.read(store, ref)
+            manifest.read(store, ref, SEED)
         if len(bad) < len(good):
             with pytest.raises((FormatError, IntegrityError)):
                 manifest.decode(bad, "here")
@@ -133,10 +134,10 @@ def test_every_truncation_and_every_flip_is_found_by_read():
         store.delete([ref.key])
         store.put(ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
-            manifest.read(store, ref)
+            manifest.read(store, ref, SEED)
     store.delete([ref.key])
     with pytest.raises(IntegrityError, match="manifest is missing"):
-        manifest.read(store, ref)
+        manifest.read(store, ref, SEED)
 
 
 def test_a_flipped_header_is_found_without_the_rest():

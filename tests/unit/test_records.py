@@ -16,7 +16,15 @@ ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"").hexdigest()
 REF = ManifestRef(part="", rank=0, sha256=SHA, size_bytes=10, logical_bytes=20)
 OBJECTS = [
-    Config(uuid=ID, version=1, chunk_bytes=1 << 20, features=[], created=1.5, writer="snapstore 0.1.0"),
+    Config(
+        uuid=ID,
+        version=1,
+        chunk_bytes=1 << 20,
+        digest_seed=2**64 - 1,
+        features=[],
+        created=1.5,
+        writer="snapstore 0.1.0",
+    ),
     Snapshot(id=ID, run="exp1", step=7, seq=3, state="committed", write_id=ID, manifests=[REF], metrics={"loss": 0.5}),
     Session(id=ID, key="snapshots/a/b", host="h", boot_id="b", pid=1, started=2.0),
     Policy(run="exp1", policies=[{"kind": "last", "n": 3}]),

@@ -30,7 +30,7 @@ from urllib3.exceptions import HTTPError, LocationValueError
 
 from ..errors import CapabilityError, InvalidInputError, SnapstoreError, StorageError, StorageFullError
 from .s3_deadline import in_time
-from .s3_transport import OddAnswerError, Session, UnsendableError
+from .s3_transport import OddAnswerError, Session, UnsendableError, close_body, hand_over_body
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -151,6 +151,8 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
     client.meta.events.register("before-parse.s3.ListObjectsV2", _keep_page)
     client.meta.events.register("after-call.s3", _expect)
+    client.meta.events.register("after-call.s3", hand_over_body)
+    client.meta.events.register("after-call-error.s3", close_body)
     made: S3Client = client
     return made
 

@@ -64,8 +64,10 @@ class Deadline:
         """Shut the connection; for the watchdog."""
         self.expired = True
         if self._socket is not None:
-            with suppress(OSError):  # it is closed already
+            with suppress(OSError):  # the other end has closed it
                 self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._socket = None
 
     def end(self) -> None:
         """The request is over; may be repeated."""

@@ -81,7 +81,7 @@ class Requests:
             try:
                 return send(call, wanted, self.attempts)
             except Failure as failure:
-                if name is not None and failure.status == 404 and failure.code == "404" and self._is_gone(name):
+                if verb == "stat" and failure.status == 404 and failure.code == "404" and self._is_gone(key):
                     raise missing(key, self.url) from failure  # an answer to HEAD, which has no word for it
                 raise
 
@@ -134,7 +134,7 @@ class Requests:
     def length_of(self, key: str, answer: Answer) -> int:
         """How long the server says that the body, or the object, is [bytes]."""
         length = answer.get("ContentLength")
-        if not isinstance(length, int) or length < 0:
+        if not isinstance(length, int) or not 0 <= length < 2**63:
             raise StorageError(f"{key} in {self.url}: the server does not say how long it is; use another server")
         return length
 
@@ -144,7 +144,7 @@ class Requests:
         try:
             yield
         except Failure as failure:
-            if failure.is_missing:
+            if failure.is_missing and verb != "write":
                 raise missing(key, self.url) from failure
             raise failure.under(f"{key} in {self.url}: cannot {verb}") from failure
 

@@ -48,7 +48,10 @@ class UnsendableError(aws.BotoCoreError):
 
 
 class _Current(threading.local):
-    deadline: Deadline | None = None  # of the request that this thread sends
+    """Of the request that this thread sends."""
+
+    deadline: Deadline | None = None
+    body: _Body | None = None  # until botocore has given it to its caller
 
 
 _current = _Current()
@@ -84,7 +87,10 @@ class _Watched:
 
     def getresponse(self) -> Any:
         response = super().getresponse()  # type: ignore[misc]
-        sent_whole = not getattr(self, "_response_received", False)
+        sent_whole = not getattr(self, "_response_received", False)  # else the answer came in place of "go on"
+        if not sent_whole and response.status < 300:
+            response.close()
+            raise http.client.HTTPException("success, of a request whose body was not sent")
         framed_once = not {"transfer-encoding", "content-length"} <= {name.lower() for name in response.headers}
         self.leaves_in_order = response.status in _LEAVES_IN_ORDER and sent_whole and framed_once
         return response
@@ -171,6 +177,18 @@ class _Body:
             raise aws.ReadTimeoutError(endpoint_url="")
 
 
+def hand_over_body(**_: object) -> None:
+    """The caller of botocore has the body, and closes it."""
+    _current.body = None
+
+
+def close_body(**_: object) -> None:
+    """Close the body that botocore keeps to itself, as where it cannot read the headers before it."""
+    if _current.body is not None:
+        _current.body.close()
+    _current.body = None
+
+
 class Session:
     """botocore's HTTP session, with an end to every request.
 
@@ -194,10 +212,10 @@ class Session:
         _current.deadline = deadline = Deadline(self._seconds)
         try:
             response = self._session.send(request)
-            response.raw = body = _Body(response.raw, deadline)
+            response.raw = _current.body = _Body(response.raw, deadline)
             if not streams or response.status_code >= 300:
                 response.content  # noqa: B018 - read, within its limits
-                body.close()
+                close_body()
         except BaseException:
             deadline.end()
             if deadline.expired:

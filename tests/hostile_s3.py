@@ -106,8 +106,8 @@ class HostileS3:
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._sockets: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def lie(self, part: str, lie: Lie, *, times: int = 10**9, method: str = "", stored: bool = False) -> _Rule:
         """Answer so, to the next so many requests whose target has `part`; `stored`: after having done them."""
@@ -128,8 +128,8 @@ class HostileS3:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
         with self._lock:
             for one in self._sockets:
                 with suppress(OSError):
@@ -138,7 +138,7 @@ class HostileS3:
     def _accept(self) -> None:
         while not self._over.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self.listener.accept()
             except OSError:
                 return
             self.connections += 1

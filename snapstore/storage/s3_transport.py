@@ -12,9 +12,12 @@ pool classes, and methods of connections and pools that botocore or urllib3 them
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import re
 import socket
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +26,7 @@ from botocore import awsrequest
 from botocore import exceptions as aws
 from urllib3.exceptions import ConnectTimeoutError
 
-from .s3_deadline import Deadline, in_time
+from .s3_deadline import SLOWEST_BYTES_PER_S, Deadline, in_time
 
 #: A page of a thousand of the longest names takes 4 MB; answers to other requests are smaller.
 ANSWER_LIMIT_BYTES = 8 * 1024**2
@@ -57,6 +60,14 @@ class _Current(threading.local):
 _current = _Current()
 
 
+def _unsent_bytes(sock: socket.socket | None) -> int:
+    """What was sent, and waits in the kernel for a slow line; 0 where it does not tell."""
+    try:
+        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder) if sock is not None else 0
+    except OSError:
+        return 0
+
+
 class _Watched:
     """What our connections do besides; a mixin before botocore's."""
 
@@ -86,6 +97,10 @@ class _Watched:
         return super().send(data)  # type: ignore[misc]
 
     def getresponse(self) -> Any:
+        queued = _unsent_bytes(getattr(self, "sock", None))
+        if queued and _current.deadline is not None:  # a slow line: no answer before these have left
+            _current.deadline.allow(queued)
+            self.timeout: float = self.timeout + queued / SLOWEST_BYTES_PER_S
         response = super().getresponse()  # type: ignore[misc]
         sent_whole = not getattr(self, "_response_received", False)  # else the answer came in place of "go on"
         if not sent_whole and response.status < 300:

@@ -21,6 +21,7 @@ from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
 from .records import ManifestRef, sha256_names
+from .state.tree import unpack
 from .storage import ObjectStore
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
@@ -300,12 +301,14 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         table = ChunkTable(**{name: _column(raw[name], name, where) for name in COLUMNS})
         tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
-        tree = msgspec.msgpack.decode(raw["tree"])
+        tree = unpack(raw["tree"])
         inline = raw["inline"]
     except KeyError as error:
         raise FormatError(f"{where}: section {error} is missing") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest does not decode: {error}") from error
+    except FormatError as error:
+        raise type(error)(f"{where}: {error}") from error
     _validate(header, table, tensors, len(inline), where)
     return Manifest(header, tree, tensors, inline, table)
 

@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from .errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from .state.tree import decode_plain, encode_plain
+from .state.tree import decode_plain, encode_plain, unpack
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -38,6 +38,7 @@ _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Argument = bool | int | float | str | None
 
 #: The reason of a record that nothing told of.
 MADE_UP = "made up from its manifests by a repair"
@@ -101,7 +102,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     manifests: list[ManifestRef] = []
     tags: list[str] = []
     metrics: dict[str, float] = {}
-    metadata_node: Any = msgspec.field(default=None, name="metadata")
+    metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # read when asked for
     created: float = 0.0
     generation: int = 0
     depth: int = 0
@@ -126,7 +127,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FormatError: the record holds no plain value there.
         """
-        return decode_plain(self.metadata_node)
+        packed = bytes(self.metadata_node)
+        if len(packed) > MAX_FIELD_BYTES:
+            raise FormatError(f"{self.key}: metadata of {len(packed)} bytes, expected at most {MAX_FIELD_BYTES}")
+        return decode_plain(unpack(packed))
 
     @property
     def ref(self) -> str:
@@ -156,7 +160,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     bases: list[str]
     metrics: dict[str, float]
-    metadata_node: Any  # a node of docs/format.md, "Tree"
+    metadata_node: msgspec.Raw  # a node of docs/format.md, "Tree"
     tags: list[str]
     full: bool
 
@@ -176,7 +180,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of a run."""
 
     run: str
-    policies: list[dict[str, Any]]
+    policies: list[dict[str, Argument | list[Argument]]]  # no Any: a map's keys might be arrays of one hash
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -374,9 +378,9 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return _bounded("metrics", checked, "keep those that policies or people choose by, the others as part of the state")
 
 
-def encode_metadata(metadata: Any) -> Any:
-    """The node of plain values to be kept in a record, else InvalidInputError."""
-    return _bounded("metadata", encode_plain(metadata), "put large values into the state")
+def encode_metadata(metadata: Any) -> msgspec.Raw:
+    """The packed node of plain values to be kept in a record, else InvalidInputError."""
+    return msgspec.Raw(_ENCODER.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state")))
 
 
 def _bounded(what: str, value: V, instead: str) -> V:

@@ -294,6 +294,23 @@ class CpuEngine:
         self._free.clear()
 
 
+class ProvingEngine(CpuEngine):
+    """Rebuilds chunks on the threads of another one, and every chunk that they build on.
+
+    Attributes:
+        proven: of every chunk so far, in order, the digests that the blobs of its chain give (`blob.prove_chain`).
+    """
+
+    def __init__(self, engine: CpuEngine) -> None:
+        self._threads, self._free = engine._threads, engine._free
+        self.proven: list[list[bytes]] = []
+
+    def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
+        """Begin to rebuild a batch; its bases must lie in it."""
+        wait = self._threads.start(_prove_chunk, _decode_jobs(batch))
+        return lambda: self.proven.extend(wait())
+
+
 def default_threads() -> int:
     """SNAPSTORE_THREADS, else the cores that this process may use.
 
@@ -357,6 +374,10 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
 
 def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
     return planes.statistics(planes.histograms(planes.sample(source, job.element_size, job.layout)))
+
+
+def _prove_chunk(job: DecodeJob) -> list[bytes]:
+    return blob.prove_chain(job.blobs, job.wheres, job.digest, job.out)
 
 
 def _decode_chunk(job: DecodeJob) -> None:

@@ -63,7 +63,7 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     sha256: Sha256
     size_bytes: Count
-    logical_bytes: int
+    logical_bytes: Count
 
     @property
     def key(self) -> str:
@@ -298,9 +298,21 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     if got_kind != _KINDS[kind]:
         raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        found = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+    if isinstance(found, Snapshot):
+        _check_sizes(found, key)
+    return found
+
+
+def _check_sizes(snapshot: Snapshot, key: str) -> None:
+    """Raise UnknownFormatError unless a record names each manifest once, and says how much all of them hold."""
+    held = sum(ref.logical_bytes for ref in snapshot.manifests)
+    if held != snapshot.logical_bytes:
+        raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, its manifests are said to hold {held}")
+    if len({(ref.part, ref.rank) for ref in snapshot.manifests}) < len(snapshot.manifests):
+        raise UnknownFormatError(f"{key}: two manifests of one part and rank")
 
 
 def is_damaged(data: bytes) -> bool:

@@ -10,10 +10,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CapabilityError, InvalidInputError
 from .records import human_bytes
+from .storage import ObjectStore
 
 #: Environment variables that set the limits instead: a number of bytes, or one such as 200G.
 MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
@@ -74,23 +76,46 @@ def require_memory(nbytes: int, what: str) -> None:
         )
 
 
-def require_decoding(nbytes: int, allowed_bytes: int, what: str) -> None:
-    """Refuse work that nothing stored explains, before any of it is done.
-
-    Raises:
-        CapabilityError: `nbytes` are more than `allowed_bytes`, of `decodable_bytes`.
-    """
-    if nbytes > allowed_bytes:
-        raise CapabilityError(
-            f"{what}: has to decode {human_bytes(nbytes)} ({nbytes} bytes), more than the {human_bytes(allowed_bytes)} "
-            f"that are allowed for what is stored; if you trust this repository, {DECODED}={nbytes} has it done"
-        )
-
-
 def decodable_bytes(stored_bytes: int) -> int:
     """How much a verb may decode of a repository that stores so much, or what SNAPSTORE_MAX_DECODED says."""
     limit = from_environment(DECODED)
     return MIN_DECODED_BYTES + DECODED_RATIO * stored_bytes if limit is None else limit
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much a verb may decode; of one repository, and of one thread at a time.
+
+    Attributes:
+        limit_bytes: None: by what is stored, which is looked up once there is much to decode.
+        spent_bytes: so far.
+    """
+
+    store: ObjectStore
+    limit_bytes: int | None = None
+    spent_bytes: int = 0
+
+    def spend(self, nbytes: int, what: str, *, free_bytes: int = MIN_DECODED_BYTES) -> None:
+        """Count work before it is done.
+
+        Args:
+            nbytes: what will be decoded.
+            what: the work, for the error.
+            free_bytes: no limit by what is stored is below this.
+
+        Raises:
+            CapabilityError: nothing that is stored explains so much work; it is not counted.
+        """
+        total = self.spent_bytes + nbytes
+        if self.limit_bytes is None and total > free_bytes:
+            self.limit_bytes = decodable_bytes(sum(info.size_bytes for info in self.store.list("packs/")))
+        if self.limit_bytes is not None and total > self.limit_bytes:
+            raise CapabilityError(
+                f"{what}: has to decode {human_bytes(total)} ({total} bytes), more than the "
+                f"{human_bytes(self.limit_bytes)} that are allowed for what is stored; if you trust this repository, "
+                f"{DECODED}={total} has it done"
+            )
+        self.spent_bytes = total
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

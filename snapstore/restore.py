@@ -15,7 +15,7 @@ import numpy as np
 from . import chunking, limits, manifest, records
 from .cuda import require_device
 from .engine import Engines
-from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
+from .errors import FormatError, UnknownFormatError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
 from .records import Snapshot
@@ -109,19 +109,14 @@ def require_decoding(store: ObjectStore, tensors: Sequence[tuple[Manifest, Tenso
 
     Raises:
         CapabilityError: they take more decoding than what is stored explains.
-        IntegrityError: a pack is missing.
     """
     decoded = sum(decoded_bytes(m.table, box) for m, entry in tensors for box in entry.boxes)
     nbytes = sum(spec_of(entry).nbytes for _, entry in tensors)
     what = f"{what} {records.human_bytes(nbytes)}"
     log.info("%s: %s to decode", what, records.human_bytes(decoded))
-    if decoded > limits.MAX_DEPTH_UNASKED * nbytes:
-        keys = {records.pack_key(name) for m, _ in tensors for name in m.header.pack_names}
-        try:
-            stored = sum(store.stat(key).size_bytes for key in keys)
-        except NotFoundError as error:
-            raise IntegrityError(f"{error}: a pack is missing; run 'snapstore check'") from error
-        limits.require_decoding(decoded, limits.decodable_bytes(stored), what)
+    limits.Budget(store).spend(
+        decoded, what, free_bytes=max(limits.MIN_DECODED_BYTES, limits.MAX_DEPTH_UNASKED * nbytes)
+    )
 
 
 def decoded_bytes(table: ChunkTable, box: Box) -> int:

@@ -88,7 +88,8 @@ class Survey:
         if level not in LEVELS:
             raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
         self._store, self._index, self._engines = store, index, engines
-        self._share, self._subset, self._max_decoded_bytes = share, subset, max_decoded_bytes
+        self._share, self._subset = share, subset
+        self._budget = limits.Budget(store, max_decoded_bytes)
         self.result = CheckResult(level)
         self.packs = DamagedPacks(store)
         self.quarantined: set[str] = set()
@@ -135,6 +136,7 @@ class Survey:
             keys = self._snapshot(snapshot, seen)
             if snapshot.state == COMMITTED:
                 needed |= keys
+        result.decoded_bytes = self._budget.spent_bytes
         self._report_packs()
         self.found_again = (self.lost & self.ruling.keys()) - self.without_manifest.keys()
         for name in sorted(self.found_again):
@@ -536,8 +538,7 @@ class Survey:
         log.info("%s: %s to decode for level 'restore'", snapshot.ref, records.human_bytes(decoded))
         proven: dict[int, list[bytes]] = {}
         try:
-            limits.require_decoding(self.result.decoded_bytes + decoded, self._may_decode(), f"up to {snapshot.ref}")
-            self.result.decoded_bytes += decoded
+            self._budget.spend(decoded, f"{snapshot.ref}, and the snapshots that were looked at before")
             failed = unbuilt(self._store, self._engines, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)
@@ -546,11 +547,6 @@ class Survey:
             seen.update(names[ref] for ref, digest in zip(refs, digests, strict=True) if links[ref].endswith(digest))
         bad = {name: failed[row] for name, row in first.items() if row in failed}
         return {row: bad[name] for row in range(len(m.table)) if (name := names[starts[row]]) in bad}
-
-    def _may_decode(self) -> int:
-        """How many bytes all of this may decode."""
-        given = self._max_decoded_bytes
-        return limits.decodable_bytes(sum(self.sizes.values())) if given is None else given
 
     def _condemn(self, snapshot: Snapshot, m: Manifest, failed: dict[int, SnapstoreError]) -> None:
         """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""

@@ -301,6 +301,26 @@ class CpuEngine:
         self._free.clear()
 
 
+class ProvingEngine(CpuEngine):
+    """Rebuilds chunks on the threads of another one, and every chunk that they build on.
+
+    Attributes:
+        proven: of every chunk so far, in order, the digests that the blobs of its chain give (`blob.prove_chain`).
+    """
+
+    def __init__(self, engine: CpuEngine) -> None:
+        self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
+        self.proven: list[list[bytes]] = []
+
+    def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
+        """Begin to rebuild a batch; its bases must lie in it."""
+        wait = self._threads.start(self._prove_chunk, _decode_jobs(batch))
+        return lambda: self.proven.extend(wait())
+
+    def _prove_chunk(self, job: DecodeJob) -> list[bytes]:
+        return blob.prove_chain(job.blobs, job.wheres, job.digest, job.out, seed=self.digest_seed)
+
+
 def default_threads() -> int:
     """SNAPSTORE_THREADS, else the cores that this process may use.
 

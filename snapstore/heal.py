@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from . import blob, manifest, records
+from . import blob, limits, manifest, records
 from .damage import DamagedPacks, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
@@ -105,6 +105,7 @@ class Healer:
         self._sizes: dict[str, int] = {}  # of packs, by name
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
         self._lost: set[bytes] = set()  # digests whose blobs were lost
+        self._budget = limits.Budget(store)
         self._copies: dict[tuple[str, int], _Ref] = {}  # place of a blob in a damaged pack -> where its copy lies
 
     def find_chains(self, snapshots: Iterable[Snapshot], view: View) -> None:
@@ -262,6 +263,8 @@ class Healer:
                         del part.chains[row]
                         part.lost.add(row)
                 tried = [row for row in left if row in part.chains]
+                work = sum(int(m.table.lengths[row]) * len(part.chains[row]) for row in tried)
+                self._budget.spend(work, f"repair of {snapshot.ref}")
                 failed = unbuilt(self._store, self._engines, self._remade(part), tried) if tried else {}
                 if lack := next((error for error in failed.values() if isinstance(error, CapabilityError)), None):
                     raise lack

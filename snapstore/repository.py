@@ -613,17 +613,23 @@ class Repository:
 
     # -- look closer
 
-    def check(self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1)) -> CheckResult:
+    def check(
+        self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1),
+        max_decoded_bytes: int | None = None,
+    ) -> CheckResult:  # fmt: skip
         """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
 
         Args:
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
+            max_decoded_bytes: how much "restore" decodes at most; None: 8192 times what is stored, and 1 GiB, which no
+                repository exceeds that snapstore has made.
         """
         from .check import check
 
         return check(
             self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
+            max_decoded_bytes=max_decoded_bytes,
         )  # fmt: skip
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:

@@ -20,7 +20,7 @@ import zstandard
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
-from .records import ManifestRef, sha256_names
+from .records import MadeFor, ManifestRef, manifest_key, sha256_names
 from .storage import ObjectStore
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
@@ -63,6 +63,8 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What gc and listings need: who wrote it, its sizes and every pack it uses."""
 
     save_id: bytes
+    snapshot: bytes
+    revision: int
     rank: int
     sequence: int
     part: str
@@ -75,6 +77,11 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     packs: bytes
     pack_sizes: bytes
     sections: list[tuple[str, int, int, int, int]]
+
+    @property
+    def made_for(self) -> MadeFor:
+        """The record that it was written for."""
+        return MadeFor(self.snapshot, self.revision)
 
     @property
     def pack_names(self) -> list[str]:
@@ -179,8 +186,15 @@ class Manifest:
 def encode(
     *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, tree: Any, tensors: list[TensorEntry],
     inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int], logical_bytes: int,
+    made_for: MadeFor | None = None,
 ) -> bytes:  # fmt: skip
-    """A manifest's bytes. `packs` are hex SHA-256 names, in the order that `table.ref_packs` counts."""
+    """A manifest's bytes.
+
+    Args:
+        packs: hex SHA-256 names, in the order that `table.ref_packs` counts.
+        made_for: the record that will name it; by default revision 0 of the snapshot `save_id`.
+    """
+    snapshot, revision = made_for or MadeFor(save_id, 0)
     raw: dict[str, bytes | memoryview] = {
         "tree": msgspec.msgpack.encode(tree),
         "tensors": msgspec.msgpack.encode(tensors),
@@ -203,8 +217,9 @@ def encode(
         at += len(stored)
     header = msgspec.msgpack.encode(
         ManifestHeader(
-            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes, tensors=len(tensors),
-            chunks=len(table), refs=len(table.ref_kinds), logical_bytes=logical_bytes,
+            save_id=save_id, snapshot=snapshot, revision=revision, rank=rank, sequence=sequence, part=part,
+            chunk_bytes=chunk_bytes, tensors=len(tensors), chunks=len(table), refs=len(table.ref_kinds),
+            logical_bytes=logical_bytes,
             depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
             pack_sizes=np.asarray(pack_sizes, "<u8").tobytes(), sections=sections,
         )
@@ -258,34 +273,83 @@ def header_bytes(data: bytes) -> bytes:
     return data[: PREFIX.size + _prefix(data, "manifest")[0]]
 
 
-def read_header(store: ObjectStore, ref: ManifestRef) -> bytes:
-    """The bytes of a manifest up to the end of its header, fit for `decode_header`, with one or two ranged reads."""
-    (data,) = store.get_ranges(ref.key, [(0, min(HEADER_READ_BYTES, ref.size_bytes))])
-    length, _ = _prefix(data, ref.key)
-    if PREFIX.size + length > ref.size_bytes:
-        raise IntegrityError(f"{ref.key}: header of {length} bytes in a manifest of {ref.size_bytes}")
+def read_header(store: ObjectStore, key: str, size_bytes: int) -> bytes:
+    """The bytes of a manifest up to the end of its header, with one or two ranged reads; nothing proves them yet."""
+    (data,) = store.get_ranges(key, [(0, min(HEADER_READ_BYTES, size_bytes))])
+    length, _ = _prefix(data, key)
+    if PREFIX.size + length > size_bytes:
+        raise IntegrityError(f"{key}: header of {length} bytes in a manifest of {size_bytes}")
     if PREFIX.size + length > len(data):
-        (data,) = store.get_ranges(ref.key, [(0, PREFIX.size + length)])
+        (data,) = store.get_ranges(key, [(0, PREFIX.size + length)])
     return bytes(data[: PREFIX.size + length])
 
 
+def is_header_of(data: bytes, ref: ManifestRef) -> bool:
+    """Whether these are the bytes of a referred manifest up to the end of its header."""
+    return hashlib.sha256(data).hexdigest() == ref.header_sha256
+
+
+def proven_header(data: bytes, ref: ManifestRef) -> ManifestHeader:
+    """The header of a referred manifest, from its bytes up to the header's end.
+
+    Raises:
+        IntegrityError: the bytes are another manifest's, or damaged; or the record says something else than they do.
+        FormatError: no header, or inconsistent.
+    """
+    if not is_header_of(data, ref):
+        decode_header(data, ref.key)  # says it better, if it is damaged
+        raise IntegrityError(f"{ref.key}: its header is not the one that the record names; run 'snapstore check'")
+    header = decode_header(data, ref.key)
+    size_bytes = len(data) + max((offset + stored for _, offset, stored, _, _ in header.sections), default=0)
+    for what, said, expected in (
+        ("part", header.part, ref.part), ("rank", header.rank, ref.rank), ("size", size_bytes, ref.size_bytes),
+    ):  # fmt: skip
+        if said != expected:
+            raise IntegrityError(
+                f"{ref.key}: is of {what} {said!r}, the record says {expected!r}; run 'snapstore check'"
+            )
+    return header
+
+
+def ref_of(data: bytes) -> ManifestRef:
+    """What a record says of a manifest, from all its bytes."""
+    head = header_bytes(data)
+    header = decode_header(head, "manifest")
+    return ManifestRef(
+        part=header.part, rank=header.rank, sha256=hashlib.sha256(data).hexdigest(),
+        header_sha256=hashlib.sha256(head).hexdigest(), size_bytes=len(data), logical_bytes=header.logical_bytes,
+    )  # fmt: skip
+
+
 def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
-    """A whole manifest, checked against its name.
+    """A whole manifest, checked against its name and the record.
 
     Raises:
         IntegrityError: missing, cut short or altered.
         FormatError: of another version, or inconsistent.
     """
-    try:
-        data = store.get(ref.key, limit_bytes=ref.size_bytes)
-    except NotFoundError as error:
-        raise IntegrityError(f"{ref.key}: manifest is missing; run 'snapstore check'") from error
-    except FormatError as error:
-        raise IntegrityError(f"{ref.key}: larger than the {ref.size_bytes} bytes recorded") from error
-    got = hashlib.sha256(data).hexdigest()
-    if got != ref.sha256:
-        raise IntegrityError(f"{ref.key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
+    data = read_bytes(store, ref.sha256, ref.size_bytes)
+    proven_header(header_bytes(data), ref)
     return decode(data, ref.key)
+
+
+def read_bytes(store: ObjectStore, sha256: str, size_bytes: int) -> bytes:
+    """All bytes of a manifest, checked against its name.
+
+    Raises:
+        IntegrityError: missing, cut short or altered.
+    """
+    key = manifest_key(sha256)
+    try:
+        data = store.get(key, limit_bytes=size_bytes)
+    except NotFoundError as error:
+        raise IntegrityError(f"{key}: manifest is missing; run 'snapstore check'") from error
+    except FormatError as error:
+        raise IntegrityError(f"{key}: larger than the {size_bytes} bytes recorded") from error
+    got = hashlib.sha256(data).hexdigest()
+    if got != sha256:
+        raise IntegrityError(f"{key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
+    return data
 
 
 def decode(data: bytes, where: str) -> Manifest:

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -55,12 +55,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
 
 
+class MadeFor(NamedTuple):
+    """The record that a pack or manifest was written for: a revision as high explains why it lies there."""
+
+    snapshot: bytes  # (16,) its id
+    revision: int
+
+
 class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
-    """One manifest of a snapshot: that of one writing rank and part."""
+    """One manifest of a snapshot: that of one writing rank and part.
+
+    Attributes:
+        header_sha256: SHA-256 of its bytes up to the end of its header, so that a header alone can be proven.
+    """
 
     part: str
     rank: int
     sha256: Sha256
+    header_sha256: Sha256
     size_bytes: Count
     logical_bytes: int
 
@@ -176,6 +188,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of a run."""
 
     run: str
+    revision: Count
     policies: list[dict[str, Any]]
 
 
@@ -255,9 +268,23 @@ _KINDS: dict[type, int] = {
 _ENCODER = msgspec.msgpack.Encoder()
 V = TypeVar("V")
 T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost)
+SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost
 
 
-def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost) -> bytes:
+def key_of(value: SmallObject) -> str:
+    """The key in the store under which alone an object may lie."""
+    if isinstance(value, Config):
+        return "config"
+    if isinstance(value, Session):
+        return f"sessions/{value.id}"
+    if isinstance(value, Policy):
+        return f"policies/{value.run}.{value.revision}"
+    if isinstance(value, Mark | Wait | Done):
+        return f"gc/{value.id}.{type(value).__name__.lower()}"
+    return value.key
+
+
+def encode(value: SmallObject) -> bytes:
     """The object's bytes as stored."""
     payload = _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
@@ -265,7 +292,20 @@ def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Qu
 
 
 def decode(data: bytes, kind: type[T], key: str) -> T:
-    """The inverse of `encode`.
+    """The object that lies under a key.
+
+    Raises:
+        IntegrityError: cut short or altered; or it is the object of another key.
+        FormatError, UnknownFormatError: see `unpack`.
+    """
+    value = unpack(data, kind, key)
+    if key_of(value) != key:
+        raise IntegrityError(f"{key}: holds the object of {key_of(value)}; it was moved or altered")
+    return value
+
+
+def unpack(data: bytes, kind: type[T], key: str) -> T:
+    """The inverse of `encode`, whatever key the object belongs to.
 
     Raises:
         FormatError: not this kind of object.

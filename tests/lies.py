@@ -1,7 +1,7 @@
 """A store that answers one operation wrongly, once; and every wrong answer that an operation can be given.
 
-`LyingStore` records what it is asked, and what it answered, so a first run of a verb says which lies the next one can be
-told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
+`LyingStore` records what it is asked, and what it answered, so a first run of a verb says which lies the next one can
+be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
 
     missing         get, get_ranges, stat: 404 for what is there
     other N         get, get_ranges: the bytes of the N-th other object of its kind, valid in themselves
@@ -88,7 +88,7 @@ class LyingStore(FaultStore):
 
     def _put(self, name: str, key: str, data: Buffer) -> None:
         lie = self._now(name, key)
-        if lie and not self._there(key):
+        if lie in ("taken", "nothing") and not self._there(key):
             self._lied()
             if lie == "taken":
                 raise AlreadyExistsError(f"{key}: taken (a lie)")
@@ -111,7 +111,7 @@ class LyingStore(FaultStore):
 
     def _misled(self, lie: str, key: str) -> str:
         """The key whose bytes are given."""
-        if not lie or not self._there(key):
+        if not lie.startswith(("missing", "other")) or not self._there(key):
             return key
         if lie == "missing":
             self._lied()

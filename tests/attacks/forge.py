@@ -4,7 +4,7 @@ import hashlib
 import struct
 import time
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import torch  # noqa: F401  (before memory is measured: importing it takes much)
 
 from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
 from snapstore.digest import checksum, digest
+from snapstore.errors import FormatError, IntegrityError
 from snapstore.manifest import Box, ChunkTable, TensorEntry
 from snapstore.records import ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
@@ -146,7 +147,7 @@ class World:
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
             self.store.put(records.manifest_key(name), data)
-            refs.append(ManifestRef(part="", rank=0, sha256=name, size_bytes=len(data), logical_bytes=0))
+            refs.append(ref_of(name, data))
         fields = {
             "id": "a" * 32,
             "run": "r",
@@ -166,6 +167,18 @@ class World:
     def restore(self):
         with self.open() as repo:
             return repo.restore("r@0")
+
+
+def ref_of(name, data):
+    """What a record says of a manifest, however hostile it is."""
+    head = data[: manifest.PREFIX.size + int.from_bytes(data[12:16], "little")]
+    header = None
+    with suppress(FormatError, IntegrityError):
+        header = header_of(data)
+    return ManifestRef(
+        part=header.part if header else "", rank=header.rank if header else 0, sha256=name,
+        header_sha256=hashlib.sha256(head).hexdigest(), size_bytes=len(data), logical_bytes=0,
+    )  # fmt: skip
 
 
 def header_of(data):

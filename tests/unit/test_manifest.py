@@ -108,10 +108,7 @@ def test_concatenate_and_the_derived_columns(tables):
 
 def stored(data):
     store = MemoryStore()
-    ref = ManifestRef(
-        part="model", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data), logical_bytes=0
-    )
-    return store, ref
+    return store, manifest.ref_of(data)
 
 
 def test_every_truncation_and_every_flip_is_found_by_read():
@@ -155,13 +152,29 @@ def test_the_header_alone_is_read_in_one_or_two_reads(monkeypatch):
     data = encode(a_table([1] * 100))
     store, ref = stored(data)
     store.put(ref.key, data)
-    head = manifest.read_header(store, ref)
+    head = manifest.read_header(store, ref.key, len(data))
     assert head == manifest.header_bytes(data)
-    assert manifest.decode_header(head, "here").chunks == 100
+    assert manifest.proven_header(head, ref).chunks == 100
     monkeypatch.setattr(manifest, "HEADER_READ_BYTES", 64)
-    assert manifest.read_header(store, ref) == head
+    assert manifest.read_header(store, ref.key, len(data)) == head
     with pytest.raises(IntegrityError, match="header of"):
-        manifest.read_header(store, msgspec.structs.replace(ref, size_bytes=100))
+        manifest.read_header(store, ref.key, 100)
+
+
+def test_a_header_is_proven_before_it_is_believed():
+    """Another manifest's, valid in itself, told a gc that a live pack was needed by nobody."""
+    data, other = encode(a_table([1, 2])), encode(a_table([3]))
+    ref = manifest.ref_of(data)
+    with pytest.raises(IntegrityError, match="is not the one that the record names"):
+        manifest.proven_header(manifest.header_bytes(other), ref)
+    store = MemoryStore()
+    store.put(ref.key, data)
+    for field, said in (("part", "another"), ("rank", 7), ("size_bytes", len(data) + 1)):
+        wrong = msgspec.structs.replace(ref, **{field: said})
+        with pytest.raises(IntegrityError, match=f"the record says {said!r}"):
+            manifest.proven_header(manifest.header_bytes(data), wrong)
+        with pytest.raises(IntegrityError, match=f"the record says {said!r}"):
+            manifest.read(store, wrong)
 
 
 BAD = {

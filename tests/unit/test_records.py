@@ -14,12 +14,12 @@ from snapstore.records import Config, Done, ManifestRef, Mark, Policy, Session, 
 
 ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"").hexdigest()
-REF = ManifestRef(part="", rank=0, sha256=SHA, size_bytes=10, logical_bytes=20)
+REF = ManifestRef(part="", rank=0, sha256=SHA, header_sha256=SHA, size_bytes=10, logical_bytes=20)
 OBJECTS = [
     Config(uuid=ID, version=1, chunk_bytes=1 << 20, features=[], created=1.5, writer="snapstore 0.1.0"),
     Snapshot(id=ID, run="exp1", step=7, seq=3, state="committed", write_id=ID, manifests=[REF], metrics={"loss": 0.5}),
     Session(id=ID, key="snapshots/a/b", host="h", boot_id="b", pid=1, started=2.0),
-    Policy(run="exp1", policies=[{"kind": "last", "n": 3}]),
+    Policy(run="exp1", revision=2, policies=[{"kind": "last", "n": 3}]),
     Mark(id=ID, started=1.0, packs=bytes(64), manifests=bytes(32)),
     Wait(id=ID, sessions=[ID]),
     Done(id=ID, deleted_objects=1, deleted_bytes=2),
@@ -29,7 +29,7 @@ kinds = pytest.mark.parametrize("value", OBJECTS, ids=lambda v: type(v).__name__
 
 @kinds
 def test_round_trip(value):
-    assert records.decode(records.encode(value), type(value), "key") == value
+    assert records.unpack(records.encode(value), type(value), "key") == value
 
 
 @kinds
@@ -40,11 +40,20 @@ def test_every_flip_and_truncation_is_found(value):
             bad = bytearray(good)
             bad[at] ^= mask
             with pytest.raises((FormatError, IntegrityError), match=r"^the key: "):
-                records.decode(bytes(bad), type(value), "the key")
+                records.unpack(bytes(bad), type(value), "the key")
         with pytest.raises(IntegrityError):
-            records.decode(good[:at], type(value), "the key")
+            records.unpack(good[:at], type(value), "the key")
     with pytest.raises(IntegrityError):
-        records.decode(good + b"\0", type(value), "the key")
+        records.unpack(good + b"\0", type(value), "the key")
+
+
+@kinds
+def test_an_object_is_believed_under_its_own_key_alone(value):
+    key, data = records.key_of(value), records.encode(value)
+    assert records.decode(data, type(value), key) == value
+    for other in {"config", f"sessions/{ID}", f"gc/{ID}.mark", "policies/exp1.3", f"{key}0"} - {key}:
+        with pytest.raises(IntegrityError, match=f"{other}: holds the object of {key}"):
+            records.decode(data, type(value), other)
 
 
 def sealed(kind, payload, version=1):
@@ -54,21 +63,21 @@ def sealed(kind, payload, version=1):
 
 def test_another_version_is_refused_by_name_whatever_it_holds():
     with pytest.raises(FormatError, match=r"config: format version 2, this snapstore \S+ reads version 1; use the"):
-        records.decode(sealed(1, b"\xc1", version=2), Config, "config")
+        records.unpack(sealed(1, b"\xc1", version=2), Config, "config")
 
 
 @kinds
 def test_an_object_of_another_kind_is_refused(value):
     for kind in {Config, Done} - {type(value)}:
         with pytest.raises(FormatError, match="object kind"):
-            records.decode(records.encode(value), kind, "key")
+            records.unpack(records.encode(value), kind, "key")
 
 
 def test_unknown_keys_are_ignored_and_missing_ones_are_not():
     payload = msgspec.to_builtins(OBJECTS[5])
-    assert records.decode(sealed(6, msgspec.msgpack.encode({**payload, "new": [1]})), Wait, "key") == OBJECTS[5]
+    assert records.unpack(sealed(6, msgspec.msgpack.encode({**payload, "new": [1]})), Wait, "key") == OBJECTS[5]
     with pytest.raises(FormatError, match="missing required field `sessions`"):
-        records.decode(sealed(6, msgspec.msgpack.encode({"id": ID})), Wait, "key")
+        records.unpack(sealed(6, msgspec.msgpack.encode({"id": ID})), Wait, "key")
 
 
 HOSTILE = {
@@ -85,7 +94,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_payloads_are_format_errors(what):
     with pytest.raises(FormatError, match="key: Wait does not decode"):
-        records.decode(sealed(6, HOSTILE[what]), Wait, "key")
+        records.unpack(sealed(6, HOSTILE[what]), Wait, "key")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +112,7 @@ def test_forged_names_are_refused_before_they_become_paths(value, changes):
     if isinstance(forged, ManifestRef):
         forged = msgspec.structs.replace(OBJECTS[1], manifests=[forged])
     with pytest.raises(FormatError):
-        records.decode(records.encode(forged), type(forged), "key")
+        records.unpack(records.encode(forged), type(forged), "key")
 
 
 GOOD_NAMES = ["a", "A", "0", "exp1", "a.b_c-d", "x" * 128]

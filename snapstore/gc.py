@@ -134,17 +134,27 @@ class _Gc:
         return [s for s in sessions if not ended(self.store, self.index, s, self.fence_after_s, fenced)]
 
     def _candidates(self) -> tuple[View, set[str], dict[str, int]]:
-        """(the records, keys that nothing live needs, sizes of all): objects are listed before records.
+        """(the records, keys that nothing live needs and something explains, sizes of all): objects are listed first.
 
         Raises:
             IntegrityError, StorageError: see `collect`.
         """
-        sizes = _sizes(self.store)
-        view, live = _live(self.store, self.index, sizes)
-        unneeded = sizes.keys() - live - in_quarantine(self.store)
-        if not self.unexplained:
-            orphans.require_explained(self.store, self.index, view, {key: sizes[key] for key in unneeded})
-        return view, unneeded, sizes
+        before: set[str] = set()
+        sessions: list[str] = []
+        while True:
+            sizes = _sizes(self.store)
+            view, live = _live(self.store, self.index, sizes)
+            unneeded = sizes.keys() - live - in_quarantine(self.store)
+            if self.unexplained:
+                return view, unneeded, sizes
+            left = orphans.unexplained(
+                self.store, self.index, view, {key: sizes[key] for key in unneeded}, sessions
+            )  # fmt: skip
+            if not left or before:  # what has come since is young, and left to the next gc
+                orphans.refuse({key: sizes[key] for key in left & before})
+                return view, unneeded - left, sizes
+            # A session explains them; of one that has ended since, the record is there when all is looked at again.
+            before, sessions = left, liveness.there(self.store)
 
     def _mark(self, pending: set[str]) -> Mark | None:
         """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""

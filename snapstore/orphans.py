@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from . import liveness, manifest, pack, records
+from . import manifest, pack, records
 from .errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, UnknownFormatError
 from .index import Index
 from .reads import read_twice
@@ -55,36 +55,32 @@ NOBODY = Origin("", MadeFor(bytes(16), 0))
 _KNOWN: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
 
 
-def require_explained(store: ObjectStore, index: Index, view: View, sizes: Mapping[str, int]) -> None:
-    """Raise unless a record or a session explains each of some objects that nothing committed needs.
+def refuse(sizes: Mapping[str, int]) -> None:
+    """Raise IntegrityError for objects that nothing explains; none: nothing."""
+    if sizes:
+        raise IntegrityError(
+            f"gc: {counted(len(sizes), 'object')} that no record explains, of {sum(sizes.values())} bytes: "
+            f"{some(sorted(sizes), 1)}; nothing was deleted; the store may have listed too few records: run gc again; "
+            f"if their records are gone for good, and so are their snapshots, '{GIVE_UP}' deletes them"
+        )
+
+
+def unexplained(
+    store: ObjectStore, index: Index, view: View, sizes: Mapping[str, int], sessions: Collection[str]
+) -> set[str]:
+    """Those of some objects that nothing committed needs for which neither a record nor a session stands.
 
     Args:
         view: records, listed after the objects were.
         sizes: of the objects, by key [bytes].
+        sessions: ids of those that were there after the objects were listed, and before the records.
 
     Raises:
-        IntegrityError: nothing explains one. Nothing was deleted.
-        StorageError: a header cannot be read.
+        UnknownFormatError: a later release has written one.
+        StorageError: the store cannot be read.
     """
     known = _KNOWN.get(index, {})
     _KNOWN[index] = {key: known[key] for key in known.keys() & sizes.keys()}
-    left = _unexplained(store, index, view, sizes, ())
-    if left:  # of a session that has ended since, the record is there: so in this order
-        sessions = liveness.there(store)
-        view = index.refresh(surely=True)
-        left = _unexplained(store, index, view, {key: sizes[key] for key in left}, sessions)
-    if left:
-        raise IntegrityError(
-            f"gc: {counted(len(left), 'object')} that no record explains, of {sum(sizes[key] for key in left)} bytes: "
-            f"{some(left, 1)}; nothing was deleted; the store may have listed too few records: run gc again; if their "
-            f"records are gone for good, and so are their snapshots, '{GIVE_UP}' deletes them"
-        )
-
-
-def _unexplained(
-    store: ObjectStore, index: Index, view: View, sizes: Mapping[str, int], sessions: Collection[str]
-) -> list[str]:
-    """Those objects for which nothing stands."""
     left = set(sizes)
     left -= {ref.key for snapshot in view.snapshots(states=None) for ref in snapshot.manifests}
     for _, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
@@ -95,7 +91,7 @@ def _unexplained(
         for key, origin in _origins(store, index, {key: sizes[key] for key in chosen}).items():
             if origin is None or _explains(view, sessions, origin):
                 left -= {key, *(origin.packs if origin else ())}
-    return sorted(left)
+    return left
 
 
 def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:

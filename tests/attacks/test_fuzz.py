@@ -57,7 +57,11 @@ OBJECTS = [
     Snapshot(
         id="a" * 32, run="r", step=1, seq=2, state="committed", write_id="b", tags=["t"], metrics={"m": 1.5},
         metadata_node=["dict", ["a"], [1]],
-        manifests=[records.ManifestRef(part="p", rank=0, sha256="0" * 64, header_sha256="0" * 64, size_bytes=1, logical_bytes=2)],
+        manifests=[
+            records.ManifestRef(
+                part="p", rank=0, sha256="0" * 64, header_sha256="0" * 64, size_bytes=1, logical_bytes=2
+            )
+        ],
     ),
     Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),
     Policy(run="r", revision=0, policies=[{"kind": "last", "n": 3}]),

@@ -1,16 +1,16 @@
 """One wrong answer of a store costs no snapshot: every operation of every verb, every lie that fits it (faults.md, 43).
 
-Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave; then
-once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was committed, or
-that a verb has called committed, bit by bit; a save and a gc work, and nothing is left that nobody needs. A verb errs, or
-has done what it said.
+Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave;
+then once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was
+committed, or that a verb has called committed, bit by bit; a save and a gc work, and nothing is left that nobody needs.
+A verb errs, or has done what it said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -24,8 +24,10 @@ from faults import (
     check_whole,
     clone,
     committed,
+    keys_of,
     one_thread,
     opened,
+    sampled,
     save,
     version_of,
 )
@@ -33,7 +35,18 @@ from lies import LyingStore, every_lie
 from tally import tally
 from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
 
-from snapstore import ConflictError, KeepLast, Repository, SaveOptions, SnapstoreError, Snapshot, policies
+from snapstore import (
+    ConflictError,
+    IntegrityError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    Snapshot,
+    SnapstoreError,
+    StorageError,
+    policies,
+)
+from snapstore.storage import ObjectInfo
 from snapstore.storage.memory import MemoryStore
 
 FULL = SaveOptions(pack_bytes=4096, threads=1, max_depth=3, verify_writes="full")
@@ -65,7 +78,7 @@ class World:
 
     def end(self, actor: Actor) -> None:
         """Let a save go on to its end: committed, or an honest error."""
-        with suppress(ConflictError):
+        with suppress(ConflictError, StorageError):
             self.told.append(actor.finish())
 
     def lying(self, act: Callable[[Repository], Any]) -> None:
@@ -290,3 +303,142 @@ def test_one_lie_costs_no_snapshot(name, actors, monkeypatch):
     for k, lie in found[SEED % min(EVERY, len(found)) :: EVERY]:
         tally("lies")
         play(name, k, lie, actors)
+
+
+# --- lies that last --------------------------------------------------------------------------------------------------
+
+
+class Blind(LyingStore):
+    """Every listing of records lacks some: a cache in between, say, or a server that has lost part of its index."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([info for info in super().list(prefix) if info.key not in self.hidden])
+
+
+@cache
+def rewritten() -> MemoryStore:
+    """As `hollow`, compacted and collected; a@8 is forgotten and brought back, a@9 tagged."""
+    store = clone(hollow())
+    with opened(store) as repository:
+        repository.compact()
+        repository.gc()
+        repository.forget_snapshots(["a@8"])
+        repository.unforget("a@8")
+        repository.tag("a@9", "good")
+    return store
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten])
+def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepare, monkeypatch):
+    """Each one alone, each beginning of the listing, and none at all; the gc knows nothing from before."""
+    foreign.readable(monkeypatch)
+    one_thread(monkeypatch, index=False)
+    before = committed(clone(prepare()))
+    keys = keys_of(prepare(), "snapshots/")
+    hidden = [frozenset([key]) for key in keys] + [frozenset(keys[n:]) for n in range(len(keys))]
+    stopped = 0
+    for number in sampled(len(hidden), 4):
+        tally("lies")
+        store = clone(prepare())
+        blind = Blind(store)
+        blind.hidden = hidden[number]
+        about = f"without {sorted(hidden[number])}"
+        with Repository.open(blind, options=FULL) as repository:
+            try:
+                repository.gc()
+            except (IntegrityError, StorageError) as error:
+                stopped += "nothing was deleted" in str(error)
+        blind.die()
+        store.drop_holds()
+        assert committed(store) == before, about
+        check_whole(store, about)
+    assert stopped
+
+
+def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(monkeypatch):
+    """Records that were removed by hand: the gc cannot tell them from records that a listing lacks."""
+    one_thread(monkeypatch, index=False)
+    store = clone(history())
+    lost = [key for key in keys_of(store, "snapshots/") if "/000000000002-" in key]
+    store.delete(lost)
+    objects = keys_of(store, "packs/") + keys_of(store, "manifests/")
+    with opened(store) as repository:
+        for dry_run in (True, False):
+            with pytest.raises(IntegrityError, match=r"that no record explains.*nothing was deleted.*--unexplained"):
+                repository.gc(dry_run=dry_run)
+        assert keys_of(store, "packs/") + keys_of(store, "manifests/") == objects
+        assert keys_of(store, "gc/") == []  # no mark, which saves would not build on
+        assert repository.gc(dry_run=True, unexplained=True).deleted_objects
+        assert repository.gc(unexplained=True).deleted_objects
+    check_whole(store)
+
+
+# --- what a save asks ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
+    """On S3 each is a request: `tools/bench s3` counts them."""
+    one_thread(monkeypatch, index=False)
+    store = LyingStore(clone(history()))
+    with opened(store) as repository:
+        save(repository, "a", 4, 4)
+        store.asked.clear()
+        save(repository, "a", 5, 5)
+    asked = [(one.name, one.key.partition("/")[0]) for one in store.asked if one.name not in ("settle", "is_held")]
+    beside = [one for one in asked if one[1] not in ("packs", "manifests")]
+    session, record = "sessions", "snapshots"
+    assert beside == [
+        ("hold", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
+        ("get", session), ("put", record), ("get", record), ("release", session),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_a_pack_or_manifest_that_was_not_stored(monkeypatch, verify, kind):
+    """The default leaves it to the store's word; `verify_writes="full"` does not."""
+    one_thread(monkeypatch, index=False)
+    inner = clone(history())
+    store = LyingStore(inner)
+    with Repository.open(store, options=replace(FULL, verify_writes=verify)) as repository:
+        real = store._put
+
+        def losing(name: str, key: str, data: Any) -> None:
+            if not key.startswith(kind):
+                real(name, key, data)
+
+        store._put = losing
+        if verify == "sample":
+            save(repository, "a", 4, 4)
+            store._put = real
+            assert [s.ref for s in repository.check().damaged] == ["a@4"]
+            after = save(repository, "a", 5, 4)  # the same content: nothing is taken for stored that is not listed
+            assert [s.ref for s in repository.check("restore").damaged] == ["a@4"]
+            assert after.new_chunks or kind == "manifests/"
+            return
+        with pytest.raises(StorageError, match=r"was put and is not there.*nothing was committed"):
+            save(repository, "a", 4, 4)
+        store._put = real
+    assert {s.state for s in _states(inner, 4)} == {"aborted"}
+    check_whole(inner)
+
+
+def _states(store: MemoryStore, step: int) -> list[Snapshot]:
+    with opened(store) as repository:
+        return [s for s in repository.view().snapshots("a", states=None) if s.step == step]
+
+
+def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
+    """Whoever removed it, by hand or as a gc that saw none: what it wrote may be gone."""
+    store = clone(history())
+    actor = Actor("save", store, saving("a", 8, 8)).until("get", "sessions/")
+    actors.append(actor)
+    for key in keys_of(store, "sessions/"):
+        store.delete([key])
+    with pytest.raises(ConflictError, match=r"its session is gone.*nothing was committed; save again"):
+        actor.finish()
+    assert {s.state for s in _states(store, 8)} == {"aborted"}
+    check_whole(store)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from snapstore import manifest
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.manifest import COLUMNS, Box, ChunkTable, ManifestHeader, TensorEntry
-from snapstore.records import ManifestRef
 from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]

@@ -26,7 +26,7 @@ from .cache import begin_use, end_use, is_used
 from .storage.locks import locked
 
 log = logging.getLogger("snapstore")
-SCHEMA = b"4"
+SCHEMA = b"5"
 #: What a thread takes to read a file of megabytes stays with it: C's allocator keeps it for that thread.
 DIGEST_PIECE_BYTES = 128 * 1024
 #: Others hold the lock for milliseconds, but one that was stopped until it goes on: then we do without the index [s].

@@ -1,27 +1,29 @@
-"""gc: forget snapshots, then delete what no committed snapshot needs: mark, wait, sweep.
+"""gc: delete what no committed snapshot needs: mark, wait, sweep.
 
     mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
-            records need; candidates = 1 minus 2  (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
-    sweep   every session of .wait has ended or is fenced; live again from scratch; `swept` revisions for forgotten
-            records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark, wait; PUT .done
+            records need; candidates = 1 minus 2, each explained by a record or a session (orphans.py)
+            (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
+    sweep   every session of .wait has ended or is fenced (liveness.py); 1 and 2 again from scratch; `swept` revisions
+            for forgotten records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark,
+            wait; PUT .done
 
 Why this order (the models that explore it are described in docs/design/protocol.md): a save that began before the
 listing of sessions is waited for; one that began after it has seen the mark, and will not build on its candidates. A
 gc that finds another's mark completes it, dead or alive; looking for the mark after recomputing keeps the two apart.
-Nothing here trusts a clock, except to give up a session of another host.
+Nothing here trusts a clock, except to give up a session of another host. And nothing is deleted because of one answer:
+records, sessions and notes are listed twice, headers are proven by the records' digests, revisions are read back.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from . import records
+from . import liveness, orphans, records, revisions
 from .errors import (
     AlreadyExistsError,
     ConflictError,
@@ -34,16 +36,14 @@ from .errors import (
     without_advice,
 )
 from .index import Index
-from .records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Done, Lost, Mark, Session, Snapshot, Wait, counted, some
-from .session import LEFT_OVER, MARK_LIMIT_BYTES, all_needed_keys, mark_keys, read_mark
+from .reads import listed
+from .records import FORGOTTEN, SWEPT, Done, Lost, Mark, Snapshot, Wait, counted, some
+from .session import MARK_LIMIT_BYTES, all_needed_keys, is_mark, read_mark
 from .storage import ObjectStore
-from .threads import Threads
 from .view import PUT_BACK, View
 
 log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
-#: Each revision is one small durable put: they wait for the disk, not for a core.
-FORGET_THREADS = 8
 #: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
 DROPPED = "damaged: "
 #: What else may lie there was put there by somebody else, and is left alone.
@@ -71,37 +71,135 @@ class GcResult:
 
 
 def collect(
-    store: ObjectStore, index: Index, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S
-) -> GcResult:
+    store: ObjectStore, index: Index, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S,
+    unexplained: bool = False,
+) -> GcResult:  # fmt: skip
     """Delete every pack and manifest that no committed snapshot needs.
 
+    Args:
+        fence_after_s: a session of another host whose heartbeat is older is given up as dead [s].
+        unexplained: delete also objects that no record explains (orphans.py).
+
     Raises:
-        IntegrityError: a manifest is unreadable, a live object is missing, or the listing lacks known records; nothing
-            was deleted.
+        IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no
+            record explains an object; nothing was deleted.
         StorageError: a listing failed; nothing was deleted.
     """
-    result = GcResult(dry_run=dry_run)
+    gc = _Gc(store, index, fence_after_s, unexplained, GcResult(dry_run=dry_run))
     if dry_run:
-        _, candidates, sizes = _candidates(store, index)
+        gc.look()
+    else:
+        gc.run()
+    return gc.result
+
+
+@dataclass(slots=True)
+class _Gc:
+    """One run."""
+
+    store: ObjectStore
+    index: Index
+    fence_after_s: float
+    unexplained: bool
+    result: GcResult
+
+    def look(self) -> None:
+        """What a gc would do."""
+        result = self.result
+        _, candidates, sizes = self._candidates()
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
-        sessions = [info.key.split("/")[1] for info in store.list("sessions/")] if candidates else []
-        result.waiting_for = sorted(name for name in sessions if not _is_over(store, name, fence_after_s)[0])
-        return result
-    store.clean()
-    pending: set[str] = set()  # candidates of marks that wait for sessions
-    for mark in _standing_marks(store):  # of gcs that died, or run beside us
-        if not _sweep(store, index, mark, fence_after_s, result):
-            pending |= mark.keys()
-    mark_now = _mark(store, index, pending)
-    if mark_now is not None:
-        _sweep(store, index, mark_now, fence_after_s, result)
-    else:
-        _fence_dead(store, index, fence_after_s, result)
-    _forget_done(store, index)
-    result.waiting_for = sorted(set(result.waiting_for))
-    result.stored_bytes = sum(_sizes(store).values())
-    return result
+        sessions = liveness.there(self.store) if candidates else []
+        result.waiting_for = [s for s in sessions if not liveness.dead(self.store, s, self.fence_after_s)[0]]
+
+    def run(self) -> None:
+        """Complete the marks that stand, then mark and sweep."""
+        self.store.clean()
+        pending: set[str] = set()  # candidates of marks that wait for sessions
+        for mark in _standing_marks(self.store):  # of gcs that died, or run beside us
+            if not self._sweep(mark):
+                pending |= mark.keys()
+        mark_now = self._mark(pending)
+        if mark_now is not None:
+            self._sweep(mark_now)
+        else:  # tidy up the sessions of the dead
+            self._still_running(liveness.there(self.store))
+        _forget_done(self.store, self.index)
+        self.result.waiting_for = sorted(set(self.result.waiting_for))
+        self.result.stored_bytes = sum(_sizes(self.store).values())
+
+    def _still_running(self, sessions: Iterable[str]) -> list[str]:
+        """Those that have not ended, by themselves or because they are given up now."""
+        ended, fenced = liveness.ended, self.result.fenced
+        return [s for s in sessions if not ended(self.store, self.index, s, self.fence_after_s, fenced)]
+
+    def _candidates(self) -> tuple[View, set[str], dict[str, int]]:
+        """(the records, keys that nothing live needs and something explains, sizes of all): objects are listed first.
+
+        Raises:
+            IntegrityError, StorageError: see `collect`.
+        """
+        before: set[str] = set()
+        sessions: list[str] = []
+        while True:
+            sizes = _sizes(self.store)
+            view, live = _live(self.store, self.index, sizes)
+            unneeded = sizes.keys() - live - in_quarantine(self.store)
+            if self.unexplained:
+                return view, unneeded, sizes
+            left = orphans.unexplained(
+                self.store, self.index, view, {key: sizes[key] for key in unneeded}, sessions
+            )  # fmt: skip
+            if not left or before:  # what has come since is young, and left to the next gc
+                orphans.refuse({key: sizes[key] for key in left & before})
+                return view, unneeded - left, sizes
+            # A session explains them; of one that has ended since, the record is there when all is looked at again.
+            before, sessions = left, liveness.there(self.store)
+
+    def _mark(self, pending: set[str]) -> Mark | None:
+        """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""
+        view, candidates, _ = self._candidates()
+        candidates -= pending
+        if not candidates:
+            if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete, and is over
+                _write_swept(self.store, self.index, view, set())
+            return None
+        names = {"packs": bytearray(), "manifests": bytearray()}
+        for key in sorted(candidates):
+            kind, _, name = key.split("/")
+            names[kind] += bytes.fromhex(name)
+        mark = Mark(
+            id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
+        )
+        revisions.put(self.store, self.index, records.key_of(mark), records.encode(mark))
+        return mark
+
+    def _sweep(self, mark: Mark) -> bool:
+        """Complete a mark; False when it must wait."""
+        store, waited = self.store, _wait_list(self.store, self.index, mark).sessions
+        left = self._still_running(sorted(set(waited).intersection(liveness.there(store)))) if waited else []
+        if left:
+            self.result.waiting_for.extend(left)
+            return False
+        while True:  # until no un-forget has slipped in between
+            view, unneeded, sizes = self._candidates()
+            doomed = mark.keys() & unneeded
+            if _write_swept(store, self.index, view, doomed):
+                break
+        try:
+            store.stat(records.key_of(mark))
+        except NotFoundError:
+            return True  # another gc has completed this mark; what it left may have come alive since
+        store.delete(sorted(doomed))
+        deleted_bytes = sum(sizes[key] for key in doomed)
+        self.result.deleted_objects += len(doomed)
+        self.result.deleted_bytes += deleted_bytes
+        store.delete([records.key_of(mark)])
+        store.delete([f"gc/{mark.id}.wait"])
+        done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=deleted_bytes)
+        with suppress(AlreadyExistsError, StorageError):  # two gcs completed it; and a note is not worth a failure
+            store.put(records.key_of(done), records.encode(done))
+        return True
 
 
 def _sizes(store: ObjectStore) -> dict[str, int]:
@@ -111,17 +209,18 @@ def _sizes(store: ObjectStore) -> dict[str, int]:
 
 
 def _standing_marks(store: ObjectStore) -> list[Mark]:
-    """Every mark; one that cannot be read is removed: its gc, if it lives, finds it gone and stops."""
+    """Every mark; one that cannot be read, twice, is removed: its gc, if it lives, finds it gone and stops."""
     marks: list[Mark] = []
-    for key in mark_keys(store):
-        try:
-            mark = read_mark(store, key)
-        except (IntegrityError, FormatError) as error:
-            log.warning("a damaged gc mark is removed: %s", error)
-            store.delete([key])
-            continue
-        if mark is not None:
-            marks.append(mark)
+    for key in filter(is_mark, [info.key for info in store.list("gc/")]):
+        for again in (True, False):
+            try:
+                mark = read_mark(store, key)
+                marks += [mark] if mark is not None else []
+                break
+            except (IntegrityError, FormatError) as error:
+                if not again:
+                    log.warning("a damaged gc mark is removed: %s", error)
+                    store.delete([key])
     return marks
 
 
@@ -178,7 +277,7 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
 
 def in_quarantine(store: ObjectStore) -> set[str]:
     """Keys of the packs that a repair has found damaged: whatever they still hold stays until a person says so."""
-    return records.quarantined(info.key for info in store.list("gc/"))
+    return records.quarantined(listed(store, "gc/"))
 
 
 def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence[Snapshot]) -> set[str]:
@@ -186,26 +285,11 @@ def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence
 
     One that was healed needs none; no other data is read.
     """
-    notes = [info.key for info in store.list("gc/")]
+    notes = listed(store, "gc/")
     damaged, found = records.quarantined(notes), records.lost(notes) & {s.id for s in snapshots}
     if damaged:
         found |= {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
     return found
-
-
-def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
-    """Put a revision or a note of gc. On a full disk the index, where it is only a cache, makes room for it."""
-    try:
-        store.put(key, data)
-    except StorageFullError:
-        if not index.give_up():
-            raise
-        try:
-            store.put(key, data)
-        except AlreadyExistsError:
-            if store.get(key, limit_bytes=MARK_LIMIT_BYTES) != data:
-                raise
-            # else it was ours: its name was there, and the folder had no room to be synced
 
 
 def _exists(store: ObjectStore, key: str) -> bool:
@@ -218,8 +302,8 @@ def _exists(store: ObjectStore, key: str) -> bool:
 
 
 def _settled_view(store: ObjectStore, index: Index) -> View:
-    """The records, on a listing that a power cut cannot take back."""
-    view = index.refresh()
+    """The records, on listings that a power cut cannot take back."""
+    view = index.refresh(surely=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         store.settle(f"snapshots/{run}/")
     return view
@@ -240,39 +324,12 @@ def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[Vie
                 raise
 
 
-def _candidates(store: ObjectStore, index: Index) -> tuple[View, set[str], dict[str, int]]:
-    """(the records, keys that nothing live needs, sizes of all): objects are listed before records."""
-    sizes = _sizes(store)
-    view, live = _live(store, index, sizes)
-    return view, sizes.keys() - live - in_quarantine(store), sizes
-
-
-def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
-    """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""
-    view, candidates, _ = _candidates(store, index)
-    candidates -= pending
-    if not candidates:
-        if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete, and is over
-            _write_swept(store, index, view, set())
-        return None
-    names = {"packs": bytearray(), "manifests": bytearray()}
-    for key in sorted(candidates):
-        kind, _, name = key.split("/")
-        names[kind] += bytes.fromhex(name)
-    mark = Mark(
-        id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
-    )
-    _put(store, index, f"gc/{mark.id}.mark", records.encode(mark))
-    return mark
-
-
 def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
     """Step 4: the sessions listed after the mark was put; the first such list stands."""
     key = f"gc/{mark.id}.wait"
-    sessions = [info.key.split("/")[1] for info in store.list("sessions/")]
-    wait = Wait(id=mark.id, sessions=sessions)
+    wait = Wait(id=mark.id, sessions=liveness.there(store))
     try:
-        _put(store, index, key, records.encode(wait))
+        revisions.put(store, index, key, records.encode(wait))
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
@@ -281,35 +338,6 @@ def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
     except StorageFullError:
         return wait  # any list made behind the mark will do, and deleting makes room
     return wait
-
-
-def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> bool:
-    """Complete a mark; False when it must wait."""
-    wait = _wait_list(store, index, mark)
-    waiting = [session for session in wait.sessions if not _ended(store, index, session, fence_after_s, result)]
-    if waiting:
-        result.waiting_for.extend(waiting)
-        return False
-    sizes = _sizes(store)
-    doomed = mark.keys() & sizes.keys()
-    while True:  # until no un-forget has slipped in between
-        view, live = _live(store, index, sizes)
-        doomed -= live | in_quarantine(store)
-        if _write_swept(store, index, view, doomed):
-            break
-    try:
-        store.stat(f"gc/{mark.id}.mark")
-    except NotFoundError:
-        return True  # another gc has completed this mark; what it left may have come alive since
-    store.delete(sorted(doomed))
-    result.deleted_objects += len(doomed)
-    result.deleted_bytes += sum(sizes[key] for key in doomed)
-    store.delete([f"gc/{mark.id}.mark"])
-    store.delete([f"gc/{mark.id}.wait"])
-    done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=sum(sizes[key] for key in doomed))
-    with suppress(AlreadyExistsError, StorageError):  # two gcs completed it; and a note is not worth a failure
-        store.put(f"gc/{mark.id}.done", records.encode(done))
-    return True
 
 
 def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
@@ -321,78 +349,10 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
         # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             try:
-                revise(store, index, snapshot, state=SWEPT)
+                revisions.revise(store, index, snapshot, state=SWEPT)
             except ConflictError:
                 return False
     return True
-
-
-def _ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: float, result: GcResult) -> bool:
-    """Whether a session has ended, by itself or because we fence it now."""
-    over, dead = _is_over(store, session_id, fence_after_s)
-    if dead is not None:
-        _fence(store, index, f"sessions/{session_id}", dead)
-        LEFT_OVER.discard(session_id)
-        result.fenced.append(session_id)
-    return over
-
-
-def _is_over(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[bool, Session | None]:
-    """Whether a session has ended, or may be given up as dead: then what is to be fenced."""
-    key = f"sessions/{session_id}"
-    try:
-        info = store.stat(key)
-        session = records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
-    except NotFoundError:
-        return True, None
-    except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
-        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
-        return False, None
-    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
-    held = store.is_held(key) if same_boot else None
-    over = session_id in LEFT_OVER or held is False
-    if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
-        return False, None
-    return True, session
-
-
-def _fence(store: ObjectStore, index: Index, key: str, session: Session) -> None:
-    """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
-    fence = _fence_of(store, session)
-    if fence is not None:
-        with suppress(AlreadyExistsError):
-            _put(store, index, fence.key, records.encode(fence))
-    store.release(key)  # the key that was listed, not what the object says of itself
-
-
-def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
-    """Of a save, its record as aborted; of a rewrite, the revision before once more; None: there is nothing to stop.
-
-    Raises:
-        IntegrityError, FormatError: the revision before is damaged.
-    """
-    parsed = records.parse_record_key(session.key)
-    if parsed is None:
-        return None
-    run, step, snapshot_id, revision = parsed
-    if not revision:
-        return Snapshot(
-            id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(),
-            created=time.time(), reason="gc gave this save up as dead",
-        )  # fmt: skip
-    before = records.record_key(run, step, snapshot_id, revision - 1)
-    if _exists(store, session.key) or not _exists(store, before):
-        return None
-    found = records.decode(store.get(before, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, before)
-    if found.key != before:
-        raise IntegrityError(f"{before}: holds the record of {found.key}; it was moved or altered")
-    return found.revised()
-
-
-def _fence_dead(store: ObjectStore, index: Index, fence_after_s: float, result: GcResult) -> None:
-    """Tidy up sessions of the dead when there is nothing to sweep."""
-    for info in list(store.list("sessions/")):
-        _ended(store, index, info.key.split("/")[1], fence_after_s, result)
 
 
 def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:
@@ -408,44 +368,3 @@ def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:
     if lost := records.lost(info.key for info in infos):
         swept = {s.id for s in index.refresh().snapshots(states=(SWEPT,))}
         store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])
-
-
-def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:
-    """Create the next revision of a record.
-
-    Raises:
-        ConflictError: somebody else created it; read again and decide again.
-    """
-    revision = snapshot.revised(**changes)
-    try:
-        _put(store, index, revision.key, records.encode(revision))
-    except AlreadyExistsError as error:
-        found = records.decode(store.get(revision.key), Snapshot, revision.key)
-        if found.write_id != revision.write_id:
-            raise ConflictError(f"{snapshot.ref}: another process revised it first; try again") from error
-    index.add(revision)
-    return revision
-
-
-def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
-    """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
-
-    Returns:
-        The new revisions.
-    """
-    threads = Threads(min(FORGET_THREADS, max(1, len(chosen))))
-    try:
-        done = threads.start(lambda s: _forget_one(store, index, s, policy, reason), chosen)()
-    finally:
-        threads.close()
-    return [snapshot for snapshot in done if snapshot is not None]
-
-
-def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
-    current: Snapshot | None = snapshot
-    while current is not None and current.state == COMMITTED and not current.tags:
-        try:
-            return revise(store, index, current, state=FORGOTTEN, policy=policy, reason=reason)
-        except ConflictError:
-            current = index.refresh().get(snapshot.id)
-    return None

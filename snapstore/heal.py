@@ -238,7 +238,8 @@ class Healer:
                 break
             if not isinstance(keys, SnapstoreError):
                 held |= {wanted[key] for key in keys & wanted.keys()}
-        return held
+        there = self._store.sizes([pack_key(name) for name in held]) if held else {}
+        return {name for name in held if pack_key(name) in there}
 
     def _planned(self, snapshot: Snapshot, usable: set[str]) -> list[_Part]:
         """What is to become of a snapshot's manifests; every new chain has been rebuilt from where it lies now."""
@@ -315,7 +316,7 @@ class Healer:
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
         """
         key = records.record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self._store, key, "repair") as claim:
+        with Claim(self._store, key, "repair", lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             view = self._index.refresh()
             now = view.get(ruling.id)
@@ -326,10 +327,11 @@ class Healer:
             done = self._healing(ruling, parts)
             if not done.changes:
                 return done
-            copier = _Copier(self._store, claim, self._pack_bytes)
+            copier = _Copier(claim, self._pack_bytes)
             copies = {place: ref for place, ref in self._copies.items() if ref.pack in held}
             refs = {ref.sha256: ref for ref in ruling.manifests}
             headers: dict[str, bytes] = {}
+            sizes: dict[str, int] = {}  # of new manifests
             depth = grown = 0
             for part in parts:
                 if not part.chains:
@@ -340,16 +342,18 @@ class Healer:
                 for row, chain in part.chains.items():
                     part.chains[row] = [copies.get((ref.pack, ref.offset), ref) for ref in chain]
                 ref, data = _encoded(claim, part.ref, self._remade(part))
-                put_once(self._store, ref.key, data)
+                put_once(claim, ref.key, data)
+                sizes[ref.key] = len(data)
                 refs[part.ref.sha256], headers[ref.sha256] = ref, manifest.header_bytes(data)
                 grown += ref.size_bytes - part.ref.size_bytes
                 depth = max(depth, manifest.decode_header(data, ref.key).depth)
+            claim.confirm(sizes | {pack_key(name): size for name, size in copier.sizes.items()})
             claim.heartbeat()
             done.snapshot = ruling.revised(
                 manifests=list(refs.values()), depth=max(depth, ruling.depth),
                 stored_bytes=max(0, ruling.stored_bytes + grown + sum(copier.sizes.values())),
             )  # fmt: skip
-            claim.publish(done.snapshot, lambda _: ruling.revised())
+            claim.publish(done.snapshot)
         self._index.add(done.snapshot, headers)
         self._copies |= copies
         return done
@@ -362,8 +366,8 @@ class _Copier:
         sizes: of the new packs, by name.
     """
 
-    def __init__(self, store: ObjectStore, claim: Claim, pack_bytes: int) -> None:
-        self._store, self._claim, self._pack_bytes = store, claim, pack_bytes
+    def __init__(self, claim: Claim, pack_bytes: int) -> None:
+        self._store, self._claim, self._pack_bytes = claim.store, claim, pack_bytes
         self.sizes: dict[str, int] = {}
 
     def copy(self, m: Manifest, refs: Iterable[_Ref]) -> dict[tuple[str, int], _Ref]:
@@ -378,7 +382,7 @@ class _Copier:
                 return
             data = bytes(writer.seal())
             name = hashlib.sha256(data).hexdigest()
-            put_once(self._store, pack_key(name), data)
+            put_once(self._claim, pack_key(name), data)
             self.sizes[name] = len(data)
             copies.update(
                 {(r.pack, r.offset): _Ref(r.kind, name, offset, r.length, r.digest) for r, offset in held}
@@ -394,7 +398,8 @@ class _Copier:
                 raise IntegrityError(f"{where}: another blob than a moment ago")
             if writer is None:
                 writer = PackWriter(
-                    bytes.fromhex(self._claim.id), m.header.rank, len(self.sizes), m.header.part
+                    bytes.fromhex(self._claim.id), m.header.rank, len(self.sizes), m.header.part,
+                    made_for=self._claim.made_for,
                 )  # fmt: skip
             (offset,) = writer.extend(_Stored(data), 0, 1).tolist()
             held.append((ref, offset))
@@ -435,6 +440,7 @@ def _encoded(claim: Claim, ref: ManifestRef, m: Manifest) -> tuple[ManifestRef, 
         chunk_bytes=m.header.chunk_bytes, digest_seed=m.header.digest_seed, tree=m.tree, tensors=m.tensors,
         inline=m.inline, table=m.table, packs=m.header.pack_names, pack_sizes=m.header.pack_size_list,
         logical_bytes=m.header.logical_bytes,
+        made_for=claim.made_for,
     )  # fmt: skip
     manifest.decode(data, ref.key)  # what no reader would take is not published
-    return msgspec.structs.replace(ref, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)), data
+    return manifest.ref_of(data), data

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,6 +108,7 @@ class Index:
         self._resting: dict[str, _Rest] = {}
         self._environment: Environment | None = None
         self._given_up = False
+        self._is_new = True  # nobody has looked yet
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
             self._load()
@@ -123,8 +124,12 @@ class Index:
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
 
-    def refresh(self) -> View:
+    def refresh(self, *, surely: bool = False) -> View:
         """List the store, read the records that are new or others than they were, and answer.
+
+        Args:
+            surely: what either of two listings shows counts, as records never go away; so too the first time, when
+                nothing that is known here would tell that one lacks some.
 
         Raises:
             StorageError: the listing failed, or the store cannot be read at all; one record is in `View.unread`.
@@ -132,10 +137,11 @@ class Index:
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
             vanished = set(self._records)
+            listings = [self._store.list("snapshots/") for _ in range(2 if surely or self._is_new else 1)]
             # Of every id the revision that rules, its key, and how it is listed where that is news. No more of each:
             # there may be ten thousands, and every thread that ever looked keeps the memory that its look took.
             highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
-            for info in self._store.list("snapshots/"):
+            for info in chain.from_iterable(listings):
                 record = self._records.get(info.key)
                 if record is not None and record.is_listed_as(info):
                     name, revision = record.snapshot.id, record.snapshot.revision
@@ -148,6 +154,7 @@ class Index:
                 vanished.discard(info.key)
                 if name not in highest or (revision, info.key) > highest[name][:2]:
                     highest[name] = revision, info.key, news
+            self._is_new = False
             ruling = {key for _, key, _ in highest.values()}  # the others are history, which nobody reads
             infos = {key: info for _, key, info in highest.values() if info is not None}
             known = {
@@ -238,10 +245,7 @@ class Index:
 
     @staticmethod
     def _read(key: str, data: bytes) -> Snapshot:
-        snapshot = records.decode(data, Snapshot, key)
-        if snapshot.key != key:
-            raise IntegrityError(f"{key}: holds the record of {snapshot.key}; it was moved or altered")
-        return snapshot
+        return records.decode(data, Snapshot, key)
 
     def cached(self, key: str) -> Snapshot | None:
         """The record of a key as it was last read or made, whatever the store shows by now."""
@@ -282,7 +286,7 @@ class Index:
             found: dict[str, bytes | SnapstoreError] = {}
             missing: dict[str, ManifestRef] = {}
             for ref in some:
-                data = self._cached(ref.sha256)
+                data = self._cached(ref)
                 if data is None:
                     missing[ref.sha256] = ref
                 else:
@@ -292,13 +296,13 @@ class Index:
             found |= read
             for ref in some:
                 header = found[ref.sha256]
-                yield header if isinstance(header, SnapstoreError) else _decoded(header, ref)
+                yield header if isinstance(header, SnapstoreError) else _proven(header, ref)
 
     def _read_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
         """The bytes of a manifest's header, or what is wrong with it."""
         try:
-            data = manifest.read_header(self._store, ref)
-            manifest.decode_header(data, ref.key)  # a damaged one is not cached: it may be mended in the store
+            data = manifest.read_header(self._store, ref.key, ref.size_bytes)
+            manifest.proven_header(data, ref)  # one that is not is not cached: it may be mended in the store
             return data
         except (FormatError, IntegrityError, NotFoundError) as error:
             return error
@@ -306,11 +310,12 @@ class Index:
             self._require_reads()
             return error
 
-    def _cached(self, sha256: str) -> bytes | None:
-        """A manifest's header from the cache; a cache that cannot be read has none."""
+    def _cached(self, ref: ManifestRef) -> bytes | None:
+        """A manifest's header from the cache, if it proves to be that; a cache that cannot be read has none."""
         environment = self._environment  # another thread may give it up
         try:
-            return environment.get(b"manifests", sha256) if environment else None
+            data = environment.get(b"manifests", ref.sha256) if environment else None
+            return data if data is not None and manifest.is_header_of(data, ref) else None
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
             return None
@@ -419,9 +424,9 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return done + threads.start(function, rest)()
 
 
-def _decoded(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
+def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
     try:
-        return manifest.decode_header(data, ref.key)
+        return manifest.proven_header(data, ref)
     except (FormatError, IntegrityError) as error:
         return error
 

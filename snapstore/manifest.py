@@ -20,8 +20,8 @@ import zstandard
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
-from .records import ManifestRef, Seed, sha256_names
-from .state.tree import unpack
+from .records import MadeFor, ManifestRef, Seed, manifest_key, sha256_names
+from .state.tree import unpack_nodes
 from .storage import ObjectStore
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
@@ -71,6 +71,8 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     save_id: bytes
+    snapshot: bytes
+    revision: int
     rank: int
     sequence: int
     part: str
@@ -84,6 +86,11 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     packs: bytes
     pack_sizes: bytes
     sections: list[tuple[str, int, int, int, int]]
+
+    @property
+    def made_for(self) -> MadeFor:
+        """The record that it was written for."""
+        return MadeFor(self.snapshot, self.revision)
 
     @property
     def pack_names(self) -> list[str]:
@@ -191,9 +198,15 @@ class Manifest:
 def encode(
     *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, digest_seed: int, tree: Any,
     tensors: list[TensorEntry], inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int],
-    logical_bytes: int,
+    logical_bytes: int, made_for: MadeFor | None = None,
 ) -> bytes:  # fmt: skip
-    """A manifest's bytes. `packs` are hex SHA-256 names, in the order that `table.ref_packs` counts."""
+    """A manifest's bytes.
+
+    Args:
+        packs: hex SHA-256 names, in the order that `table.ref_packs` counts.
+        made_for: the record that will name it; by default revision 0 of the snapshot `save_id`.
+    """
+    snapshot, revision = made_for or MadeFor(save_id, 0)
     raw: dict[str, bytes | memoryview] = {
         "tree": msgspec.msgpack.encode(tree),
         "tensors": msgspec.msgpack.encode(tensors),
@@ -215,9 +228,10 @@ def encode(
         at += len(stored)
     header = msgspec.msgpack.encode(
         ManifestHeader(
-            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes,
-            digest_seed=digest_seed, tensors=len(tensors), chunks=len(table), refs=len(table.ref_kinds),
-            logical_bytes=logical_bytes, depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
+            save_id=save_id, snapshot=snapshot, revision=revision, rank=rank, sequence=sequence, part=part,
+            chunk_bytes=chunk_bytes, digest_seed=digest_seed, tensors=len(tensors), chunks=len(table),
+            refs=len(table.ref_kinds), logical_bytes=logical_bytes, depth=int(table.depths.max(initial=0)),
+            packs=bytes.fromhex("".join(packs)),
             pack_sizes=np.asarray(pack_sizes, "<u8").tobytes(), sections=sections,
         )
     )  # fmt: skip
@@ -279,19 +293,57 @@ def header_bytes(data: bytes) -> bytes:
     return data[: PREFIX.size + _prefix(data, "manifest")[0]]
 
 
-def read_header(store: ObjectStore, ref: ManifestRef) -> bytes:
-    """The bytes of a manifest up to the end of its header, fit for `decode_header`, with one or two ranged reads."""
-    (data,) = store.get_ranges(ref.key, [(0, min(HEADER_READ_BYTES, ref.size_bytes))])
-    length, _ = _prefix(data, ref.key)
-    if PREFIX.size + length > ref.size_bytes:
-        raise IntegrityError(f"{ref.key}: header of {length} bytes in a manifest of {ref.size_bytes}")
+def read_header(store: ObjectStore, key: str, size_bytes: int) -> bytes:
+    """The bytes of a manifest up to the end of its header, with one or two ranged reads; nothing proves them yet."""
+    (data,) = store.get_ranges(key, [(0, min(HEADER_READ_BYTES, size_bytes))])
+    length, _ = _prefix(data, key)
+    if PREFIX.size + length > size_bytes:
+        raise IntegrityError(f"{key}: header of {length} bytes in a manifest of {size_bytes}")
     if PREFIX.size + length > len(data):
-        (data,) = store.get_ranges(ref.key, [(0, PREFIX.size + length)])
+        (data,) = store.get_ranges(key, [(0, PREFIX.size + length)])
     return bytes(data[: PREFIX.size + length])
 
 
+def is_header_of(data: bytes, ref: ManifestRef) -> bool:
+    """Whether these are the bytes of a referred manifest up to the end of its header."""
+    return hashlib.sha256(data).hexdigest() == ref.header_sha256
+
+
+def proven_header(data: bytes, ref: ManifestRef) -> ManifestHeader:
+    """The header of a referred manifest, from its bytes up to the header's end.
+
+    Raises:
+        IntegrityError: the bytes are another manifest's, or damaged; or the record says something else than they do.
+        FormatError: no header, or inconsistent.
+    """
+    if not is_header_of(data, ref):
+        decode_header(data, ref.key)  # says it better, if it is damaged
+        raise IntegrityError(f"{ref.key}: its header is not the one that the record names; run 'snapstore check'")
+    header = decode_header(data, ref.key)
+    size_bytes = len(data) + max((offset + stored for _, offset, stored, _, _ in header.sections), default=0)
+    for what, said, expected in (
+        ("part", header.part, ref.part), ("rank", header.rank, ref.rank), ("size", size_bytes, ref.size_bytes),
+        ("logical size", header.logical_bytes, ref.logical_bytes),
+    ):  # fmt: skip
+        if said != expected:
+            raise IntegrityError(
+                f"{ref.key}: is of {what} {said!r}, the record says {expected!r}; run 'snapstore check'"
+            )
+    return header
+
+
+def ref_of(data: bytes) -> ManifestRef:
+    """What a record says of a manifest, from all its bytes."""
+    head = header_bytes(data)
+    header = decode_header(head, "manifest")
+    return ManifestRef(
+        part=header.part, rank=header.rank, sha256=hashlib.sha256(data).hexdigest(),
+        header_sha256=hashlib.sha256(head).hexdigest(), size_bytes=len(data), logical_bytes=header.logical_bytes,
+    )  # fmt: skip
+
+
 def read(store: ObjectStore, ref: ManifestRef, digest_seed: int | None) -> Manifest:
-    """A whole manifest, checked against its name.
+    """A whole manifest, checked against its name and the record.
 
     Args:
         digest_seed: of the repository; None: no chunk is compared with its digest, or the caller asks `check_seed`.
@@ -300,19 +352,16 @@ def read(store: ObjectStore, ref: ManifestRef, digest_seed: int | None) -> Manif
         IntegrityError: missing, cut short or altered.
         FormatError: of another version, or inconsistent; or of another seed.
     """
-    try:
-        data = store.get(ref.key, limit_bytes=ref.size_bytes)
-    except NotFoundError as error:
-        raise IntegrityError(f"{ref.key}: manifest is missing; run 'snapstore check'") from error
-    except FormatError as error:
-        raise IntegrityError(f"{ref.key}: larger than the {ref.size_bytes} bytes recorded") from error
-    got = hashlib.sha256(data).hexdigest()
-    if got != ref.sha256:
-        raise IntegrityError(f"{ref.key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
+    return checked(read_bytes(store, ref.sha256, ref.size_bytes), ref, digest_seed)
+
+
+def checked(data: bytes, ref: ManifestRef, digest_seed: int | None) -> Manifest:
+    """All bytes of a manifest that have its name, decoded and compared with the record; see `read`."""
+    proven_header(header_bytes(data), ref)
     m = decode(data, ref.key)
     if digest_seed is not None:
         check_seed(m.header, digest_seed, ref.key)
-    _check_sizes(m, ref)
+    _check_sizes(m, ref.key)
     return m
 
 
@@ -329,7 +378,7 @@ def check_seed(header: ManifestHeader, digest_seed: int, where: str) -> None:
         )
 
 
-def _check_sizes(m: Manifest, ref: ManifestRef) -> None:
+def _check_sizes(m: Manifest, where: str) -> None:
     """Every byte that the table and the inline section hold is of one tensor, and all that name their sum say the same.
 
     So a state takes no more than its record says, and nothing that is stored once restores as many tensors.
@@ -343,19 +392,32 @@ def _check_sizes(m: Manifest, ref: ManifestRef) -> None:
         end = 0
         for first, count in sorted(spans):
             if first != end and count:
-                raise FormatError(
-                    f"{ref.key}: {what} {first}+{count}, expected the next from {end}: one tensor has each"
-                )
+                raise FormatError(f"{where}: {what} {first}+{count}, expected the next from {end}: one tensor has each")
             end += count
         if end != total:
-            raise FormatError(f"{ref.key}: its tensors have {end} {what}, {total} are there")
+            raise FormatError(f"{where}: its tensors have {end} {what}, {total} are there")
     header, held = m.header, int(m.table.lengths.sum(dtype=np.int64)) + len(m.inline)
     if header.logical_bytes != held:
-        raise FormatError(f"{ref.key}: holds {held} bytes of tensors, its header says {header.logical_bytes}")
-    for name in ("part", "rank", "logical_bytes"):
-        expected, got = getattr(ref, name), getattr(header, name)
-        if expected != got:
-            raise FormatError(f"{ref.key}: {name} {got!r}, its record says {expected!r}")
+        raise FormatError(f"{where}: holds {held} bytes of tensors, its header says {header.logical_bytes}")
+
+
+def read_bytes(store: ObjectStore, sha256: str, size_bytes: int) -> bytes:
+    """All bytes of a manifest, checked against its name.
+
+    Raises:
+        IntegrityError: missing, cut short or altered.
+    """
+    key = manifest_key(sha256)
+    try:
+        data = store.get(key, limit_bytes=size_bytes)
+    except NotFoundError as error:
+        raise IntegrityError(f"{key}: manifest is missing; run 'snapstore check'") from error
+    except FormatError as error:
+        raise IntegrityError(f"{key}: larger than the {size_bytes} bytes recorded") from error
+    got = hashlib.sha256(data).hexdigest()
+    if got != sha256:
+        raise IntegrityError(f"{key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
+    return data
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -370,7 +432,7 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         table = ChunkTable(**{name: _column(raw[name], name, where) for name in COLUMNS})
         tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
-        tree = unpack(raw["tree"])
+        tree = unpack_nodes(raw["tree"])
         inline = raw["inline"]
     except KeyError as error:
         raise FormatError(f"{where}: section {error} is missing") from error

@@ -10,9 +10,9 @@ reads. A PackWriter belongs to one thread; reads may run in any.
     12  4 rank              16  1 transform                16  8 XXH3-64 of footer and name
     16 16 save id           17  1 element size             24  8 magic SNAPFOOT
     32  8 sequence number   18  6 zero
-    40 24 zero              24  8 codecs
-                            32 16 digest
-                            48 16 digest of the base
+    40 16 snapshot id       24  8 codecs
+    56  4 revision          32 16 digest
+    60  4 zero              48 16 digest of the base
                             64 32 stored length of plane 0 to 7
 """
 
@@ -30,10 +30,11 @@ from . import blob
 from .blob import Column
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, UnknownFormatError
+from .records import MadeFor
 from .storage import ObjectStore
 
 DEFAULT_PACK_BYTES = 32 * 1024 * 1024
-HEADER = struct.Struct("<8sHHI16sQ24x")
+HEADER = struct.Struct("<8sHHI16sQ16sI4x")
 TRAILER = struct.Struct("<QIIQ8s")
 MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"
 VERSION = 1
@@ -49,12 +50,16 @@ class PackWriter:
 
     Args:
         buffer: (n,) uint8 of an earlier pack to use again; it grows when it must.
+        made_for: the record that will need it; by default revision 0 of the snapshot `save_id`.
 
     Attributes:
         grown: whether `buffer` is a larger one by now.
     """
 
-    def __init__(self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None) -> None:
+    def __init__(
+        self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None, *,
+        made_for: MadeFor | None = None,
+    ) -> None:  # fmt: skip
         self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
         self._entries: list[bytes] = []
         self._part = part
@@ -62,7 +67,8 @@ class PackWriter:
         self.count = 0
         self.size_bytes = 0
         self.grown = False
-        self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence))
+        record = made_for or MadeFor(save_id, 0)
+        self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence, record.snapshot, record.revision))
 
     def _room(self, nbytes: int) -> Bytes:
         """The next `nbytes` of the buffer."""
@@ -127,6 +133,7 @@ class PackHeader:
     rank: int
     save_id: bytes
     sequence: int
+    made_for: MadeFor
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,7 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
         FormatError: no pack, or of another version.
     """
     (head,) = store.get_ranges(key, [(0, HEADER.size)])
-    magic, version, _, rank, save_id, sequence = HEADER.unpack(head)
+    magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
     if magic != MAGIC:
         raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
@@ -153,7 +160,7 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
             f"{key}: pack version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
             "newer one"
         )
-    return PackHeader(rank, save_id, sequence)
+    return PackHeader(rank, save_id, sequence, MadeFor(snapshot, revision))
 
 
 def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:

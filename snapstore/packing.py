@@ -47,8 +47,9 @@ class Packs:
         idle: buffers of packs that have been put, for the engine that lent them.
     """
 
-    def __init__(self, store: ObjectStore, session: Claim, pack_bytes: int, chunk_bytes: int) -> None:
-        self._store, self._session, self._pack_bytes = store, session, pack_bytes
+    def __init__(self, session: Claim, pack_bytes: int, chunk_bytes: int) -> None:
+        store = session.store
+        self._session, self._pack_bytes = session, pack_bytes
         self._buffer_bytes = pack_bytes + max(PACK_SLACK_BYTES, 2 * chunk_bytes)
         self.names: list[str] = []
         self.sizes: list[int] = []
@@ -99,7 +100,8 @@ class Packs:
         """Begin the next pack."""
         buffer = self.idle.pop() if self.idle else engine.buffer(self._buffer_bytes)
         save_id = bytes.fromhex(self._session.id)
-        self._writer = PackWriter(save_id, self._rank, len(self.names), self._part, buffer)
+        made_for = self._session.made_for
+        self._writer = PackWriter(save_id, self._rank, len(self.names), self._part, buffer, made_for=made_for)
         self.names.append("")
         self.sizes.append(0)
         return self._writer
@@ -116,7 +118,7 @@ class Packs:
     def _put(self, writer: PackWriter) -> tuple[str, int]:
         data = writer.seal()
         name = hashlib.sha256(data).hexdigest()
-        put_once(self._store, pack_key(name), data)
+        put_once(self._session, pack_key(name), data)
         if not writer.grown:
             self.idle.append(writer.buffer)
         return name, len(data)
@@ -133,7 +135,7 @@ class Packs:
 
     def start_put(self, key: str, data: bytes) -> Callable[[], object]:
         """Begin to put a manifest; the call it returns waits until it is durable."""
-        return self._putters.start(lambda item: put_once(self._store, *item), [(key, data)])
+        return self._putters.start(lambda item: put_once(self._session, *item), [(key, data)])
 
     def close(self) -> None:
         """End the threads; nothing is copied any more."""
@@ -143,7 +145,7 @@ class Packs:
         self._putters.close()
 
 
-def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
+def put_once(claim: Claim, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object; one that is there already must be this very one (a lost response, repeated).
 
     Its name covers the id of the session, so nobody but this save or rewrite has put it, and no gc deletes it.
@@ -152,6 +154,7 @@ def put_once(store: ObjectStore, key: str, data: bytes | memoryview) -> None:
         IntegrityError: what is there is not what its name says.
         StorageError: it comes and goes.
     """
+    claim.wrote, store = True, claim.store
     for _ in range(PUT_ATTEMPTS):
         try:
             store.put(key, data)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from . import records, retention
-from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError, StorageError
+from .errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError, NotFoundError, StorageError
+from .reads import listed
 from .records import Policy
 from .storage import ObjectStore
 
@@ -25,7 +27,7 @@ def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
         IntegrityError, FormatError: they are damaged, or of a kind that this release does not know.
     """
     newest = _newest(objects, run)
-    return [retention.from_dict(policy) for policy in _read(objects, run, newest[1])] if newest else []
+    return [retention.from_dict(policy) for policy in _read(objects, newest[1])] if newest else []
 
 
 def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> None:
@@ -34,16 +36,13 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
     for _ in range(ATTEMPTS):
         newest = _newest(objects, run)
         try:
-            if newest is not None and _read(objects, run, newest[1]) == stored:
+            if newest is not None and _read(objects, newest[1]) == stored:
                 return
-        except (IntegrityError, FormatError, StorageError) as error:
+        except (IntegrityError, FormatError, StorageError, NotFoundError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
-        revision = newest[0] + 1 if newest else 0
-        try:
-            objects.put(f"policies/{run}.{revision}", records.encode(Policy(run=run, policies=stored)))
-        except AlreadyExistsError:
-            continue  # another process was first: read again
-        return
+        policy = Policy(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
+        with suppress(AlreadyExistsError):  # another process was first, maybe: read again
+            objects.put(records.key_of(policy), records.encode(policy))
     raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
 
 
@@ -60,7 +59,7 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
             if not again:
                 return True
     try:
-        decode(data, run, newest[1])
+        decode(data, newest[1])
     except IntegrityError:
         return True
     except FormatError:
@@ -68,27 +67,24 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
     return False
 
 
-def decode(data: bytes, run: str, key: str) -> list[dict[str, Any]]:
+def decode(data: bytes, key: str) -> list[dict[str, Any]]:
     """The policies of a run, of which this is a revision.
 
     Raises:
-        IntegrityError, FormatError: they are damaged, or another run's.
+        IntegrityError, FormatError: they are damaged, or those of another key.
     """
-    found = records.decode(data, Policy, key)
-    if found.run != run:
-        raise IntegrityError(f"{key}: holds the policies of run {found.run!r}; it was moved or altered")
-    return found.policies
+    return records.decode(data, Policy, key).policies
 
 
-def _read(objects: ObjectStore, run: str, key: str) -> list[dict[str, Any]]:
-    return decode(objects.get(key, limit_bytes=records.MAX_OBJECT_BYTES), run, key)
+def _read(objects: ObjectStore, key: str) -> list[dict[str, Any]]:
+    return decode(objects.get(key, limit_bytes=records.MAX_OBJECT_BYTES), key)
 
 
 def _newest(objects: ObjectStore, run: str) -> tuple[int, str] | None:
     """(revision, key) of the policies that rule."""
     revisions = [
-        (int(rev), info.key)
-        for info in objects.list("policies/")
-        if (name := info.key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
+        (int(rev), key)
+        for key in listed(objects, "policies/")
+        if (name := key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
     ]
     return max(revisions, default=None)

@@ -1,4 +1,6 @@
-"""Reads of objects that a store may not give, though it answers: a bad sector is no outage, and no outage is damage."""
+"""Reads of what a store may not give, though it answers: a bad sector is no outage, no outage is damage, and one answer
+that something is not there is no proof.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,15 @@ from contextlib import suppress
 from typing import TypeVar
 
 from .errors import DAMAGE, IntegrityError, StorageError
-from .storage import ObjectStore
+from .storage import ObjectInfo, ObjectStore
 
 T = TypeVar("T")
+
+
+def listed(store: ObjectStore, prefix: str) -> dict[str, ObjectInfo]:
+    """Everything that either of two listings shows, by key: one of them may lack what is there."""
+    found = {info.key: info for info in store.list(prefix)}
+    return found | {info.key: info for info in store.list(prefix)}
 
 
 def answers(store: ObjectStore) -> None:

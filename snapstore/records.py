@@ -13,13 +13,13 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from .errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from .state.tree import decode_plain, encode_plain, unpack
+from .state.tree import decode_plain, encode_plain, unpack_nodes
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -62,12 +62,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
 
 
+class MadeFor(NamedTuple):
+    """The record that a pack or manifest was written for: a revision as high explains why it lies there."""
+
+    snapshot: bytes  # (16,) its id
+    revision: int
+
+
 class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
-    """One manifest of a snapshot: that of one writing rank and part."""
+    """One manifest of a snapshot: that of one writing rank and part.
+
+    Attributes:
+        header_sha256: SHA-256 of its bytes up to the end of its header, so that a header alone can be proven.
+    """
 
     part: str
     rank: int
     sha256: Sha256
+    header_sha256: Sha256
     size_bytes: Count
     logical_bytes: Count
 
@@ -136,7 +148,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         packed = bytes(self.metadata_node)
         if len(packed) > MAX_FIELD_BYTES:
             raise FormatError(f"{self.key}: metadata of {len(packed)} bytes, expected at most {MAX_FIELD_BYTES}")
-        return decode_plain(unpack(packed))
+        return decode_plain(unpack_nodes(packed))
 
     @property
     def ref(self) -> str:
@@ -186,6 +198,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of a run."""
 
     run: str
+    revision: Count
     policies: list[dict[str, Argument | list[Argument]]]  # no Any: a map's keys might be arrays of one hash
 
 
@@ -265,9 +278,23 @@ _KINDS: dict[type, int] = {
 _ENCODER = msgspec.msgpack.Encoder()
 V = TypeVar("V")
 T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost)
+SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost
 
 
-def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost) -> bytes:
+def key_of(value: SmallObject) -> str:
+    """The key in the store under which alone an object may lie."""
+    if isinstance(value, Config):
+        return "config"
+    if isinstance(value, Session):
+        return f"sessions/{value.id}"
+    if isinstance(value, Policy):
+        return f"policies/{value.run}.{value.revision}"
+    if isinstance(value, Mark | Wait | Done):
+        return f"gc/{value.id}.{type(value).__name__.lower()}"
+    return value.key
+
+
+def encode(value: SmallObject) -> bytes:
     """The object's bytes as stored."""
     payload = _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
@@ -275,7 +302,20 @@ def encode(value: Config | Snapshot | Session | Policy | Mark | Wait | Done | Qu
 
 
 def decode(data: bytes, kind: type[T], key: str) -> T:
-    """The inverse of `encode`.
+    """The object that lies under a key.
+
+    Raises:
+        IntegrityError: cut short or altered; or it is the object of another key.
+        FormatError, UnknownFormatError: see `unpack`.
+    """
+    value = unpack(data, kind, key)
+    if key_of(value) != key:
+        raise IntegrityError(f"{key}: holds the object of {key_of(value)}; it was moved or altered")
+    return value
+
+
+def unpack(data: bytes, kind: type[T], key: str) -> T:
+    """The inverse of `encode`, whatever key the object belongs to.
 
     Raises:
         FormatError: not this kind of object.

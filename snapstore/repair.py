@@ -19,6 +19,7 @@ A crash anywhere leaves less to do for the next repair.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +28,7 @@ from functools import partial
 
 import msgspec
 
-from . import gc, records
+from . import gc, liveness, records, revisions
 from .engine import Engines
 from .errors import (
     DAMAGE,
@@ -51,6 +52,8 @@ from .view import View
 
 log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)
+#: Of the record that stands for a session whose own nobody knows. It sorts before all runs: it hides no record.
+UNKNOWN_RUN = "0-damaged-session"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,16 @@ class _Repair:
             if until:
                 self._report.open.append(f"{key}: is damaged, and its save may be running; repair again once {until}")
                 continue
-            self._do("remove", key, f"{key}: is damaged and removed", partial(self._store.delete, [key]))
+            effect = self._end_session if key.startswith("sessions/") else lambda key: self._store.delete([key])
+            self._do("remove", key, f"{key}: is damaged and removed", partial(effect, key))
+
+    def _end_session(self, key: str) -> None:
+        """Remove a damaged session. A record that never was explains what it has put, since nobody knows its own."""
+        name = key.removeprefix("sessions/")
+        if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
+            record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")
+            revisions.create(self._store, self._index, record)
+        self._store.delete([key])
 
     def _note(self, key: str, why: str) -> Quarantine:
         blobs = sorted(self._survey.packs.misbuilt.get(key, ()))  # not those that are altered: a copy may mend them
@@ -423,7 +435,9 @@ class _Repair:
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
         # This revision, and no later one: that may have been healed.
-        gc.revise(self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500])
+        revisions.revise(
+            self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500]
+        )
 
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import chunking, gc, index, policies, records, retention, tagging
+from . import chunking, gc, index, policies, records, retention, revisions, tagging
 from .cache import cache_folder, shrink
 from .delta import DEFAULT_MAX_DEPTH
 from .digest import new_seed
@@ -441,7 +441,7 @@ class Repository:
             if snapshot.state != COMMITTED:
                 raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
             try:
-                return view, gc.revise(self.store, self._index, snapshot, **change(snapshot))
+                return view, revisions.revise(self.store, self._index, snapshot, **change(snapshot))
             except ConflictError:
                 continue
         raise ConflictError(f"{ref}: other processes keep revising it; try again")
@@ -483,7 +483,7 @@ class Repository:
             ("kept by no policy", [by_id[s.id] for s in chosen if s.id not in superseded]),
         ):
             if group:
-                forgotten += gc.forget(self.store, self._index, group, policy=policy, reason=reason)
+                forgotten += revisions.forget(self.store, self._index, group, policy=policy, reason=reason)
         return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
 
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
@@ -501,7 +501,7 @@ class Repository:
             if snapshot == view.newest(snapshot.run) and not force:
                 raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
         if not dry_run:
-            chosen = gc.forget(self.store, self._index, chosen, policy="", reason="named by the user")
+            chosen = revisions.forget(self.store, self._index, chosen, policy="", reason="named by the user")
         return ForgetResult([], chosen, dry_run)
 
     def unforget(self, ref: str) -> Snapshot:
@@ -520,20 +520,26 @@ class Repository:
             raise InvalidInputError(f"{ref}: is not forgotten")
         if snapshot.state == SWEPT:
             raise NotFoundError(f"{ref}: was forgotten and a gc has collected its bytes; it cannot come back")
-        return gc.revise(self.store, self._index, snapshot, state=COMMITTED, policy="", reason="")
+        return revisions.revise(self.store, self._index, snapshot, state=COMMITTED, policy="", reason="")
 
-    def gc(self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S) -> GcResult:
+    def gc(
+        self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
+    ) -> GcResult:
         """Delete what no committed snapshot needs. Safe beside running saves and other gcs.
 
         Args:
             fence_after_s: a session of another host whose heartbeat is older is given up as dead [s].
+            unexplained: delete also packs and manifests of which no record says that they may go: their records were
+                removed by hand, say. Without it they stop a gc, since the store may have listed too few records.
 
         Raises:
             IntegrityError, StorageError: it cannot be told what is live; nothing was deleted.
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
-        return gc.collect(self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s)
+        return gc.collect(
+            self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained
+        )  # fmt: skip
 
     def recode(
         self, refs: Sequence[str] | None = None, *, codec: Literal["portable", "ans"] = "portable",

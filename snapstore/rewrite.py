@@ -16,7 +16,6 @@ A crash between any two steps leaves the snapshot as it was or rewritten, and pa
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -288,13 +287,13 @@ class Rewriting(ABC):
         """
         started = time.monotonic()
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self.store, key, self.verb) as claim:
+        with Claim(self.store, key, self.verb, lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             self._heed(claim.quarantined)
             view = self.index.refresh()
             if not _rules(view, ruling):
                 raise ConflictError("another process has revised it")
-            packs = Packs(self.store, claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
+            packs = Packs(claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
             work = Work(claim, ruling, packs, view, marked)
             try:
                 written = self._write_all(work, parts)
@@ -315,8 +314,10 @@ class Rewriting(ABC):
                 for part, (ref, data) in zip(parts, written, strict=True)
             )
             revision = ruling.revised(manifests=refs, stored_bytes=stored_bytes, depth=depth)
+            sizes = {ref.key: len(data) for ref, data in written if data}
+            claim.confirm(sizes | dict(zip(map(pack_key, packs.names), packs.sizes, strict=True)))
             self._heed(self._notes())
-            claim.publish(revision, lambda _: ruling.revised())
+            claim.publish(revision)
         self.index.add(revision, headers)
         self.made.update(made)
         self.published(work)
@@ -380,12 +381,12 @@ class Rewriting(ABC):
             chunk_bytes=header.chunk_bytes, digest_seed=header.digest_seed, tree=m.tree, tensors=m.tensors,
             inline=m.inline, table=replace(table, **columns), packs=packs,
             pack_sizes=[self.sizes[name] for name in packs], logical_bytes=header.logical_bytes,
+            made_for=claim.made_for,
         )  # fmt: skip
         again, was = manifest.decode(data, part.ref.key), part.manifest
         if _said(again) != _said(was) or not np.array_equal(again.table.digests, was.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
-        sha256 = hashlib.sha256(data).hexdigest()
-        return msgspec.structs.replace(part.ref, sha256=sha256, size_bytes=len(data)), data
+        return manifest.ref_of(data), data
 
     # -- what is there already
 
@@ -450,11 +451,16 @@ class Rewriting(ABC):
             work.claim.heartbeat()
 
     def safe(self, work: Work, packs: set[str]) -> set[str]:
-        """Those of some packs that committed snapshots need, and neither a mark nor a quarantine names: they stay."""
+        """Those of some packs that committed snapshots need, and neither a mark nor a quarantine names: they stay.
+
+        And are there now, behind the marks: a listing that lacks a record would take one for needed that is gone.
+        """
         held: set[str] = set()
         if work.marked is None:
             return held
         packs = {name for name in packs if pack_key(name) not in work.marked | work.claim.quarantined}
+        there = self.store.sizes([pack_key(name) for name in packs]) if packs else {}
+        packs = {name for name in packs if pack_key(name) in there}
         for snapshot in work.view.snapshots():
             for ref in snapshot.manifests:
                 if len(held) == len(packs):

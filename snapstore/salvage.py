@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -80,10 +80,11 @@ class Salvage:
     def _made_up(self, key: str) -> tuple[Snapshot, str] | None:
         """The record of a snapshot of which only manifests and packs are left."""
         stand = stand_in(key)
-        refs = self._manifests_of(stand.id)
-        manifests = tried(self._store, partial(self._read_all, refs)) if refs else None
-        if manifests is None:
+        sizes = self._manifests_of(stand.id)
+        found = tried(self._store, partial(self._read_all, sizes)) if sizes else None
+        if found is None:
             return None
+        refs, manifests = found
         tags = [_tag(stand.id)]
         record = msgspec.structs.replace(
             stand, state=COMMITTED, seq=self._free_seq(key), manifests=refs, tags=tags,
@@ -99,27 +100,26 @@ class Salvage:
         )
         return record, f"{whence}; it is tagged {tags[0]!r}: look at it"
 
-    def _read_all(self, refs: Sequence[ManifestRef]) -> list[Manifest]:
-        """The manifests of one whole state."""
-        manifests = [manifest.read(self._store, ref, self._survey.digest_seed) for ref in refs]
+    def _read_all(self, sizes: Mapping[str, int]) -> tuple[list[ManifestRef], list[Manifest]]:
+        """The manifests of one whole state, and what a record says of them."""
+        found = [manifest.read_bytes(self._store, key[-64:], size) for key, size in sizes.items()]
+        refs = [manifest.ref_of(data) for data in found]
+        seed = self._survey.digest_seed
+        manifests = [manifest.checked(data, ref, seed) for data, ref in zip(found, refs, strict=True)]
         check_tree(manifests)
-        return manifests
+        return refs, manifests
 
-    def _manifests_of(self, name: str) -> list[ManifestRef]:
-        """The manifests that a save has written, in its order, by the id in their headers."""
+    def _manifests_of(self, name: str) -> dict[str, int]:
+        """Size of the manifests that a save has written, by key, in its order: by the id in their headers."""
         known = {ref.key for snapshot in self._survey.ruling.values() for ref in snapshot.manifests}
-        found: list[tuple[int, int, ManifestRef]] = []
+        found: list[tuple[int, int, str]] = []
         for key, size in self._survey.sizes.items():
             if not key.startswith("manifests/") or key in known:
                 continue
-            ref = ManifestRef(part="", rank=0, sha256=key[-64:], size_bytes=size, logical_bytes=0)
-            header = tried(self._store, partial(_header, self._store, ref))
+            header = tried(self._store, partial(_header, self._store, key, size))
             if header is not None and header.save_id.hex() == name:
-                ref = msgspec.structs.replace(
-                    ref, part=header.part, rank=header.rank, logical_bytes=header.logical_bytes
-                )  # fmt: skip
-                found.append((header.rank, header.sequence, ref))
-        return [ref for _, _, ref in sorted(found, key=lambda entry: entry[:2])]
+                found.append((header.rank, header.sequence, key))
+        return {key: self._survey.sizes[key] for _, _, key in sorted(found)}
 
     def _free_seq(self, key: str) -> int:
         """The order of a snapshot whose record is lost: of the numbers that its run lacks, by their ages."""
@@ -131,8 +131,8 @@ class Salvage:
         return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
 
 
-def _header(store: ObjectStore, ref: ManifestRef) -> ManifestHeader:
-    return manifest.decode_header(manifest.read_header(store, ref), ref.key)
+def _header(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader:
+    return manifest.decode_header(manifest.read_header(store, key, size_bytes), key)
 
 
 def _tag(snapshot_id: str) -> str:
@@ -143,8 +143,7 @@ def _tag(snapshot_id: str) -> str:
 def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
     """The header of every manifest that is there and can be read."""
     for info in store.list("manifests/"):
-        ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
-        header = tried(store, partial(_header, store, ref))
+        header = tried(store, partial(_header, store, info.key, info.size_bytes))
         if header is not None:
             yield header
 

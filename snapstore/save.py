@@ -54,6 +54,8 @@ def save(
             log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
             session.bases, bases = [], Bases()
             written = _write(store, engines, session, parts, copies, bases, staging, plan)
+        if plan.verify == "full":
+            session.confirm(written.sizes)
         total_s = time.monotonic() - started
         snapshot = session.commit(
             manifests=written.manifests, tags=request.tags, metrics=request.metrics,

@@ -2,12 +2,14 @@
 
 The order is the safety (docs/format.md and docs/design/protocol.md):
 
-    begin     PUT sessions/<id>; only then LIST gc marks; only then LIST records: the bases are committed snapshots
-              whose packs no mark names, so no gc can be deleting what this save will reference
+    begin     PUT sessions/<id>; only then LIST gc marks, twice; only then LIST records: the bases are committed
+              snapshots whose packs no mark names, so no gc can be deleting what this save will reference
     write     packs, then manifests (save.py), all durable before
-    commit    create-only PUT of revision 0 of the record; a gc that gave this save up has created the same key as
+    commit    GET sessions/<id>: no gc has given this save up, and none has overlooked it; then a create-only PUT of
+              revision 0 of the record, which is read back; a gc that gives a save up creates the same key as
               `aborted`, so exactly one of the two wins
-    end       DELETE sessions/<id>
+    end       a save that has put something and commits nothing creates the key as `aborted`: its packs are explained;
+              DELETE sessions/<id>
 
 A crash between any two steps leaves either no record (gc reclaims the packs) or a committed snapshot. `Claim` is what
 a rewrite has in common with a save: its record is the next revision of one that is there (rewrite.py).
@@ -18,7 +20,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from . import records
@@ -34,7 +37,8 @@ from .errors import (
     StorageFullError,
 )
 from .index import Index
-from .records import ABORTED, COMMITTED, Mark, Snapshot
+from .reads import listed
+from .records import ABORTED, COMMITTED, MAX_OBJECT_BYTES, MadeFor, Mark, Snapshot
 from .storage import ObjectStore
 from .view import View
 
@@ -48,20 +52,22 @@ LEFT_OVER: set[str] = set()
 HEARTBEAT_S = 60.0
 
 
-def mark_keys(store: ObjectStore) -> list[str]:
-    """Keys of the gc marks there are."""
-    return [info.key for info in store.list("gc/") if _is_mark(info.key)]
-
-
-def _is_mark(key: str) -> bool:
+def is_mark(key: str) -> bool:
+    """Whether a key below `gc/` is that of a mark."""
     return key.endswith(".mark")
 
 
 def read_mark(store: ObjectStore, key: str) -> Mark | None:
-    """A gc mark; None for one that has vanished meanwhile: it was finished or given up."""
+    """A gc mark that was listed; None for one that has vanished meanwhile: it was finished or given up.
+
+    Raises:
+        IntegrityError, FormatError: it is damaged; or the store lists it and does not give it.
+    """
     try:
         return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Mark, key)
-    except NotFoundError:
+    except NotFoundError as error:
+        if key in listed(store, "gc/"):
+            raise IntegrityError(f"{key}: is listed, and cannot be read: {error}") from error
         return None
 
 
@@ -75,25 +81,35 @@ class Claim:
     Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
     another record under its key first, so exactly one of the two wins.
 
+    Args:
+        instead: from the reason of a failure, the record that takes the place of the one to be: it can never appear
+            later, and what was put for it is explained.
+
     Attributes:
         id: of the session; names what is put meanwhile.
         key: of the record to be.
+        made_for: the same, as packs and manifests say it.
+        wrote: whether a pack or manifest was put for it, or may have been.
         quarantined: packs that are known to be damaged, once `marked` has looked.
         verb: what it is for, in errors.
     """
 
-    def __init__(self, store: ObjectStore, key: str, verb: str) -> None:
-        self.store, self.key, self.verb = store, key, verb
+    def __init__(self, store: ObjectStore, key: str, verb: str, instead: Callable[[str], Snapshot]) -> None:
+        self.store, self.key, self.verb, self._instead = store, key, verb, instead
         parsed = records.parse_record_key(key)
         assert parsed is not None
         self.run, self.step, name, revision = parsed
+        self.made_for = MadeFor(bytes.fromhex(name), revision)
         self.id = records.new_id() if revision else name
+        self.wrote = False
         self._session_key = f"sessions/{self.id}"
+        self._announced = records.encode(records.this_session(self.id, key))
         self._last_beat = time.monotonic()
         self._unclear = False
+        self._decided = False  # a record lies under the key, whosoever
         self.quarantined: set[str] = set()
         try:
-            store.hold(self._session_key, records.encode(records.this_session(self.id, key)))
+            store.hold(self._session_key, self._announced)
         except BaseException:
             self._release()
             raise
@@ -101,10 +117,10 @@ class Claim:
     def marked(self) -> set[str] | None:
         """What gcs want to delete; None if that cannot be told."""
         marked: set[str] = set()
-        keys = [info.key for info in self.store.list("gc/")]
+        keys = list(listed(self.store, "gc/"))
         self.quarantined = records.quarantined(keys)
         try:
-            for key in filter(_is_mark, keys):
+            for key in filter(is_mark, keys):
                 mark = read_mark(self.store, key)
                 marked |= mark.keys() if mark else set()
         except (IntegrityError, FormatError, StorageError) as error:
@@ -117,9 +133,13 @@ class Claim:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._unclear:  # the session keeps our packs safe until a gc has fenced us
-            LEFT_OVER.add(self.id)
-        else:
+        if self.wrote and not self._decided:
+            LEFT_OVER.add(self.id)  # the session keeps our packs safe, and explained, until a gc has fenced us
+            if not self._unclear:  # else it was tried
+                with suppress(SnapstoreError):
+                    self._create(self._instead(f"{self.verb} failed: {exc[1]}"[:500]))
+        if self._decided or not self.wrote:
+            LEFT_OVER.discard(self.id)
             self._release()
 
     def _release(self) -> None:
@@ -136,11 +156,8 @@ class Claim:
             self._last_beat = time.monotonic()
             try:
                 self.store.touch(self._session_key)
-            except NotFoundError as error:
-                raise ConflictError(
-                    f"{self.verb} {self.run}@{self.step}: its session is gone: a gc gave this {self.verb} up as dead; "
-                    f"{self.verb} again"
-                ) from error
+            except NotFoundError:
+                self._require_session()
             except StorageError as error:
                 log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
             except CapabilityError as error:  # for good: asked once
@@ -150,16 +167,58 @@ class Claim:
                     "longer than its --fence-after, an hour by default", self.run, self.step, error, self.verb,
                 )  # fmt: skip
 
-    def publish(self, snapshot: Snapshot, instead: Callable[[str], Snapshot]) -> Snapshot:
-        """Create the record.
-
-        Args:
-            instead: from the reason of a failure, the record that takes its place, so that it can never appear later.
+    def _require_session(self) -> None:
+        """Raise ConflictError unless the session is still there: a gc that looked since it was put has seen it.
 
         Raises:
-            ConflictError: there is another one under its key; nothing was committed.
+            StorageError: it cannot be read.
+        """
+        for again in (True, False):  # one wrong answer must not cost a save
+            try:
+                if self.store.get(self._session_key, limit_bytes=MAX_OBJECT_BYTES) == self._announced:
+                    return
+            except (NotFoundError, FormatError, IntegrityError):
+                continue
+            except StorageError:
+                if not again:
+                    raise
+        raise ConflictError(
+            f"{self.verb} {self.run}@{self.step}: its session is gone: a gc gave this {self.verb} up as dead; nothing "
+            f"was committed; {self.verb} again"
+        )
+
+    def confirm(self, sizes: Mapping[str, int]) -> None:
+        """Look whether packs and manifests that were put are there.
+
+        Args:
+            sizes: of each, by key [bytes].
+
+        Raises:
+            ConflictError: a gc has given this up, and deleted them; nothing was committed.
+            StorageError: one is missing, or of another size; nothing was committed.
+        """
+        absent = dict(sizes)
+        for _ in range(2):
+            found = self.store.sizes(list(absent))
+            absent = {key: size for key, size in absent.items() if found.get(key) != size}
+            if not absent:
+                return
+        self._require_session()  # else a gc has deleted them
+        key, size = next(iter(absent.items()))
+        raise StorageError(
+            f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
+            f"{found.get(key, 'none')}; so are {len(absent)} of {len(sizes)} objects; nothing was committed; "
+            f"{self.verb} again"
+        )
+
+    def publish(self, snapshot: Snapshot) -> Snapshot:
+        """Create the record, and read it back.
+
+        Raises:
+            ConflictError: there is another one under its key, or a gc has given this up; nothing was committed.
             StorageError: the store failed; nothing was committed, or nothing is known (the message says so).
         """
+        self._require_session()
         failure: StorageError | None = None
         began = time.monotonic()
         for attempt in range(COMMIT_ATTEMPTS):
@@ -181,30 +240,33 @@ class Claim:
                 f"{ruling.state!r}; nothing of this {self.verb} was committed; {self.verb} again"
             )
         assert failure is not None
-        self._take_back(snapshot, instead(f"commit failed: {failure}"[:500]), failure)
+        self._take_back(snapshot, self._instead(f"commit failed: {failure}"[:500]), failure)
         return snapshot  # our own PUT had landed after all
 
     def _create(self, snapshot: Snapshot) -> Snapshot:
         """PUT the record; whatever the answer, what lies under the key decides, and is returned.
 
         Raises:
-            StorageError: nothing was found there. It may still land, unless `_unclear` is false.
+            StorageError: nothing that can be read was found there. It may still land, unless `_unclear` is false.
         """
         earlier, self._unclear = self._unclear, True
+        data, failure = records.encode(snapshot), None
         try:
-            self.store.put(snapshot.key, records.encode(snapshot))
-            found = snapshot
+            self.store.put(snapshot.key, data)
         except (StorageError, AlreadyExistsError) as error:
-            try:
-                self.store.settle(f"snapshots/{self.run}/")  # what is there but not durable must not count
-                found = records.decode(self.store.get(snapshot.key), Snapshot, snapshot.key)
-            except NotFoundError:
-                if isinstance(error, AlreadyExistsError):
-                    raise StorageError(f"{snapshot.key}: reported as existing, then not found") from error
-                if isinstance(error, StorageFullError):
-                    self._unclear = earlier  # the store has answered: this PUT will not land later
-                raise error from None
-        self._unclear = False
+            failure = error
+            self.store.settle(f"snapshots/{self.run}/")  # what is there but not durable must not count
+        try:
+            got = self.store.get(snapshot.key, limit_bytes=MAX_OBJECT_BYTES)
+            found = snapshot if got == data else records.decode(got, Snapshot, snapshot.key)
+        except (NotFoundError, FormatError, IntegrityError) as error:
+            if isinstance(failure, StorageFullError) and isinstance(error, NotFoundError):
+                self._unclear = earlier  # the store has answered: this PUT will not land later
+            if isinstance(failure, StorageError):
+                raise failure from None
+            said = "reported as existing" if failure else "stored"
+            raise StorageError(f"{snapshot.key}: {said}, then not found as it was put: {error}") from error
+        self._unclear, self._decided = False, True
         return found
 
     def _take_back(self, snapshot: Snapshot, instead: Snapshot, failure: StorageError) -> None:
@@ -232,7 +294,8 @@ class Session(Claim):
     def __init__(
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
-        super().__init__(store, records.record_key(run, step, records.new_id(), 0), "save")
+        self.seq = 0
+        super().__init__(store, records.record_key(run, step, records.new_id(), 0), "save", self._aborted)
         self._index = index
         try:
             marked = self.marked()
@@ -269,7 +332,7 @@ class Session(Claim):
             id=self.id, run=self.run, step=self.step, seq=self.seq, state=COMMITTED, write_id=records.new_id(),
             parent=self.parent, bases=[base.id for base in self.bases], **fields,
         )  # fmt: skip
-        return self.publish(snapshot, self._aborted)
+        return self.publish(snapshot)
 
     def _aborted(self, reason: str) -> Snapshot:
         return Snapshot(

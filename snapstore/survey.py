@@ -206,9 +206,6 @@ class Survey:
             kind_of: Any = _NOTES[suffix] if kind == "gc" else Session
             try:
                 found = records.decode(self._get(info, MARK_LIMIT_BYTES), kind_of, info.key)
-                name = found.key[3:].removesuffix(suffix) if isinstance(found, Quarantine) else found.id
-                if name != info.key.partition("/")[2].removesuffix(suffix):
-                    raise IntegrityError(f"{info.key}: holds the object of {name}; it was moved or altered")
                 if isinstance(found, Quarantine):
                     self.noted.setdefault(records.pack_key(found.pack), set()).update(found.blobs)
                     for offset in found.blobs:
@@ -235,7 +232,7 @@ class Survey:
             newest[run] = max(newest.get(run, 0), int(revision))
         for run, number, info in found:
             try:
-                policies.decode(self._get(info), run, info.key)
+                policies.decode(self._get(info), info.key)
             except UnknownFormatError as error:
                 self._report("policy", info.key, str(error), command="")
             except NotFoundError:
@@ -268,7 +265,7 @@ class Survey:
         for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = key.rpartition("-")[2].split(".")[0]
             try:
-                found = records.decode(self._get(listed[key]), Snapshot, key)
+                found = records.unpack(self._get(listed[key]), Snapshot, key)
                 if found.key in listed and found.id == name and found.key != key:
                     message = f"{key}: a copy of {found.key}, which does not belong here and hides it; remove it"
                     self._report("record", key, message, [name] if name not in decided else [], command="")

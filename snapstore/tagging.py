@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from . import gc
+from . import revisions
 from .errors import ConflictError
 from .index import Index
 from .records import Snapshot
@@ -48,13 +48,13 @@ def take(store: ObjectStore, index: Index, names: Sequence[str], taker: Snapshot
         try:
             for snapshot in losers:
                 tags = [tag for tag in snapshot.tags if tag not in losing[snapshot.id]]
-                gc.revise(store, index, snapshot, tags=tags)
+                revisions.revise(store, index, snapshot, tags=tags)
             view = index.refresh()
             taker = view.get(taker.id) or taker
             keepers, losing = _decide(view, names, taker, had if attempt < OWN_ATTEMPTS else {})
             if not losing:
                 return taker
-            confirmed = {s.id: gc.revise(store, index, s, tags=s.tags) for s in keepers}
+            confirmed = {s.id: revisions.revise(store, index, s, tags=s.tags) for s in keepers}
             losers = [confirmed.get(s.id, s) for s in view.snapshots(taker.run) if s.id in losing]
         except ConflictError:
             losers = []

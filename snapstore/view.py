@@ -15,7 +15,7 @@ from .records import COMMITTED, FORGOTTEN, Snapshot
 #: What to do about records that have vanished: the index may hold the last copy.
 PUT_BACK = (
     "run 'snapstore repair --apply', which puts back from the index what is gone, or, if it was removed on purpose, "
-    "'snapstore index rebuild --forget-missing', which gives it up, and its bytes to the next gc"
+    "'snapstore index rebuild --forget-missing', which gives it up, and its bytes to 'snapstore gc --unexplained'"
 )
 
 

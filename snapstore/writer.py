@@ -7,7 +7,6 @@ that calls it; nothing here knows of the training loop.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded
 from .packing import Packs
-from .records import ManifestRef, manifest_key, pack_key
+from .records import ManifestRef, pack_key
 from .session import Session
 from .state.arrays import Memory, as_bytes
 from .state.containers import shown
@@ -75,6 +74,7 @@ class Written:
     new_chunks: int = 0
     depth: int = 0
     unpaid: set[tuple[int, int]] = field(default_factory=set)  # (part, tensor): had bases, and no delta paid
+    sizes: dict[str, int] = field(default_factory=dict)  # of every object put, by key [bytes]
 
 
 def write(
@@ -99,7 +99,7 @@ def write(
     try:
         layouts = [_write_part(chunks, number, part, source, plan) for number, part in enumerate(parts)]
         chunks.finish()
-        return _write_manifests(store, session, parts, layouts, chunks, plan, rank)
+        return _write_manifests(session, parts, layouts, chunks, plan, rank)
     finally:
         chunks.close()
 
@@ -138,12 +138,13 @@ def _write_part(chunks: _Chunks, number: int, part: Part, source: Source, plan: 
 
 
 def _write_manifests(
-    store: ObjectStore, session: Session, parts: Sequence[Part], layouts: Sequence[_Layout], chunks: _Chunks,
+    session: Session, parts: Sequence[Part], layouts: Sequence[_Layout], chunks: _Chunks,
     plan: Plan, rank: int,
 ) -> Written:  # fmt: skip
     """One manifest a part, durable; every pack they name is durable before."""
     written = Written(stored_bytes=sum(chunks.packs.sizes), chunks=chunks.rows)
     written.new_chunks, written.unpaid = chunks.new_chunks, chunks.unpaid()
+    written.sizes.update(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
     rows = _Rows.concatenate(chunks.done)
     puts = []
     for sequence, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
@@ -154,11 +155,9 @@ def _write_manifests(
             chunk_bytes=plan.chunk_bytes, digest_seed=chunks.digest_seed, tree=part.tree, tensors=layout.entries,
             inline=bytes(layout.inline), table=table, packs=packs, pack_sizes=sizes, logical_bytes=logical_bytes,
         )  # fmt: skip
-        ref = ManifestRef(
-            part=part.name, rank=rank, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
-            logical_bytes=logical_bytes,
-        )  # fmt: skip
-        puts.append(chunks.packs.start_put(manifest_key(ref.sha256), data))
+        ref = manifest.ref_of(data)
+        puts.append(chunks.packs.start_put(ref.key, data))
+        written.sizes[ref.key] = len(data)
         written.manifests.append(ref)
         written.headers[ref.sha256] = manifest.header_bytes(data)
         written.in_memory.append(manifest.decode(data, ref.key))
@@ -261,7 +260,7 @@ class _Chunks:
         self._encoding: deque[_Encoding] = deque()
         self._verifying: list[Callable[[], object]] = []
         self._deltas: dict[tuple[int, int], list[int]] = {}  # (part, tensor) -> [bases tried, deltas stored]
-        self.packs = Packs(store, session, plan.pack_bytes, plan.chunk_bytes)
+        self.packs = Packs(session, plan.pack_bytes, plan.chunk_bytes)
         self._own: dict[bytes, int] = {}  # digest -> row of this save
 
     # -- chunks in

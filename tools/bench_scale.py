@@ -27,7 +27,7 @@ from snapstore import Repository, manifest, pack, records
 from snapstore.blob import ALIGNMENT
 from snapstore.digest import checksum
 from snapstore.manifest import Box, ChunkTable, TensorEntry
-from snapstore.records import ManifestRef, Snapshot
+from snapstore.records import Snapshot
 from snapstore.storage.local import LocalStore
 
 MiB = 1024 * 1024
@@ -98,7 +98,7 @@ def million_chunks(count: int) -> list[Row]:
     ]
 
 
-def sparse_pack(file: Path, table: ChunkTable, number: int) -> None:
+def sparse_pack(file: Path, table: ChunkTable, save_id: str) -> None:
     """A pack with a header and a footer, and a hole for its blobs."""
     entries = np.zeros(len(table), pack.ENTRY)
     entries["offset"], entries["length"] = table.ref_offsets, table.ref_lengths
@@ -108,7 +108,8 @@ def sparse_pack(file: Path, table: ChunkTable, number: int) -> None:
     start = PACK_BYTES - pack.TRAILER.size - len(footer)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as out:
-        out.write(pack.HEADER.pack(pack.MAGIC, pack.VERSION, 0, 0, number.to_bytes(16, "big"), 0))
+        save = bytes.fromhex(save_id)
+        out.write(pack.HEADER.pack(pack.MAGIC, pack.VERSION, 0, 0, save, 0, save, 0))
         out.seek(start)
         out.write(footer + pack.TRAILER.pack(start, len(table), 0, checksum(footer), pack.FOOTER_MAGIC))
 
@@ -117,23 +118,23 @@ def thousand_snapshots(folder: Path, snapshots: int, shared: int) -> None:
     """Write records, manifests and stand-in packs; `shared` new chunks each, every one used by ten snapshots."""
     with Repository.create(folder) as repository:
         store, tables, names = repository.store, [], []
+        ids = [records.new_id() for _ in range(snapshots)]
         for number in range(snapshots):
             tables.append(chunk_table(shared, 1, seed=number))
             names.append(hashlib.sha256(f"pack {number}".encode()).hexdigest())
-            sparse_pack(folder / records.pack_key(names[-1]), tables[-1], number)
+            sparse_pack(folder / records.pack_key(names[-1]), tables[-1], ids[number])
             window = range(max(0, number - 9), number + 1)
             table = ChunkTable.concatenate([tables[i] for i in window])
             table.ref_packs = np.repeat(np.arange(len(window), dtype=np.uint32), shared)
             data = encode(
-                table, [names[i] for i in window], repository.config.digest_seed, save_id=number.to_bytes(16, "big")
+                table, [names[i] for i in window], repository.config.digest_seed, save_id=bytes.fromhex(ids[number])
             )  # fmt: skip
-            ref = ManifestRef(part="", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
-                              logical_bytes=len(table) * MiB)  # fmt: skip
+            ref = manifest.ref_of(data)
             store.put(ref.key, data)
             if number >= 9:
                 tables[number - 9] = ChunkTable.empty()  # no later snapshot has it
             snapshot = Snapshot(
-                id=records.new_id(), run="r", step=number, seq=number, state=records.COMMITTED,
+                id=ids[number], run="r", step=number, seq=number, state=records.COMMITTED,
                 write_id=records.new_id(), manifests=[ref], created=1e9 + number, logical_bytes=ref.logical_bytes,
                 stored_bytes=PACK_BYTES, chunks=len(table), new_chunks=shared,
             )  # fmt: skip

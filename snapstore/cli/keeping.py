@@ -179,6 +179,9 @@ def gc(
     fence_after: Annotated[
         str, typer.Option(metavar="DURATION", help="Give up a silent save of another machine after this.")
     ] = "1h",
+    unexplained: Annotated[
+        bool, typer.Option("--unexplained", help="Delete also objects whose records are gone for good.")
+    ] = False,
 ) -> int | None:
     """Delete what no committed snapshot needs.
 
@@ -188,7 +191,8 @@ def gc(
     if match is None:
         raise UsageError(f"--fence-after {fence_after!r}: expected a duration such as 90s, 30m, 1h or 2d")
     with shell.repository() as repository, spinner("collecting"):
-        result = repository.gc(dry_run=dry_run, fence_after_s=int(match[1]) * _UNIT_S[match[2]])
+        seconds = int(match[1]) * _UNIT_S[match[2]]
+        result = repository.gc(dry_run=dry_run, fence_after_s=seconds, unexplained=unexplained)
     from ..records import counted, human_bytes
 
     if shell.as_json:

@@ -340,7 +340,7 @@ def _holds_map(packed: bytes) -> bool:
     return False
 
 
-def unpack(packed: bytes) -> Node:
+def unpack_nodes(packed: bytes) -> Node:
     """Return the nodes that msgpack holds.
 
     Raises:

@@ -176,10 +176,7 @@ class World:
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
             self.store.put(records.manifest_key(name), data)
-            told = {"part": "", "rank": 0, "logical_bytes": 0}
-            with suppress(FormatError, IntegrityError):
-                told = {field: getattr(header_of(data), field) for field in told}
-            refs.append(ManifestRef(sha256=name, size_bytes=len(data), **told))
+            refs.append(ref_of(name, data))
         fields = {
             "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,
             "logical_bytes": sum(ref.logical_bytes for ref in changes.get("manifests", refs)),
@@ -194,6 +191,18 @@ class World:
     def restore(self):
         with self.open() as repo:
             return repo.restore("r@0")
+
+
+def ref_of(name, data):
+    """What a record says of a manifest, however hostile it is."""
+    head = data[: manifest.PREFIX.size + int.from_bytes(data[12:16], "little")]
+    header = None
+    with suppress(FormatError, IntegrityError):
+        header = header_of(data)
+    return ManifestRef(
+        part=header.part if header else "", rank=header.rank if header else 0, sha256=name,
+        header_sha256=hashlib.sha256(head).hexdigest(), size_bytes=len(data), logical_bytes=header.logical_bytes if header else 0,
+    )  # fmt: skip
 
 
 def header_of(data):

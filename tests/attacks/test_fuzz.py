@@ -57,10 +57,14 @@ OBJECTS = [
     Snapshot(
         id="a" * 32, run="r", step=1, seq=2, state="committed", write_id="b", tags=["t"], metrics={"m": 1.5},
         metadata_node=["dict", ["a"], [1]],
-        manifests=[records.ManifestRef(part="p", rank=0, sha256="0" * 64, size_bytes=1, logical_bytes=2)],
+        manifests=[
+            records.ManifestRef(
+                part="p", rank=0, sha256="0" * 64, header_sha256="0" * 64, size_bytes=1, logical_bytes=2
+            )
+        ],
     ),
     Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),
-    Policy(run="r", policies=[{"kind": "last", "n": 3}]),
+    Policy(run="r", revision=0, policies=[{"kind": "last", "n": 3}]),
     Mark(id="a", started=0.0, packs=bytes(32), manifests=b""),
 ]  # fmt: skip
 
@@ -77,7 +81,7 @@ def test_small_objects(value, changes, mended):
     else:
         data = mutate(data, changes)
     with little_memory(), suppress(*OURS):
-        assert isinstance(records.decode(data, type(value), "key"), type(value))
+        assert isinstance(records.unpack(data, type(value), "key"), type(value))
 
 
 @fuzz
@@ -88,7 +92,7 @@ def test_any_payload(payload, value):
     head = records.encode(value)[:8] + struct.pack("<Q", len(payload))
     data = head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload
     with little_memory(), suppress(*OURS):
-        records.decode(data, type(value), "key")
+        records.unpack(data, type(value), "key")
 
 
 def a_world():

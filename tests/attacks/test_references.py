@@ -76,7 +76,7 @@ def test_more_block_lengths_than_blocks():
 def test_huge_counts_in_a_pack_footer(start, count, name_bytes):
     """Mitigation: footer and trailer must fill the pack's end exactly, behind its header."""
     store = MemoryStore()
-    data = pack.HEADER.pack(pack.MAGIC, 1, 0, 0, bytes(16), 0)
+    data = pack.HEADER.pack(pack.MAGIC, 1, 0, 0, bytes(16), 0, bytes(16), 0)
     data += pack.TRAILER.pack(start, count, name_bytes, checksum(data), pack.FOOTER_MAGIC)
     store.put("packs/00/x", data)
     with little_memory(), pytest.raises(IntegrityError, match="damaged footer"):

@@ -127,7 +127,7 @@ ZEROS_DEFLATE = bytes.fromhex(
 )
 PACK = (
     bytes.fromhex("534e41505041434b" "0100" "0000" "01000000" "000102030405060708090a0b0c0d0e0f" "0200000000000000")
-    + bytes(24)
+    + bytes.fromhex("000102030405060708090a0b0c0d0e0f" "00000000" "00000000")
     + FULL
     + bytes.fromhex("4000000000000000" "58000000" "08000000" "00" "04" "000000000000" "0000000000000000")
     + bytes.fromhex("e1e4432a62217fe4cfd50c61c8bb98c1" "00000000000000000000000000000000")
@@ -186,13 +186,15 @@ def test_pack():
     store = MemoryStore()
     store.put("packs/00/x", PACK)
     listing = pack.read_listing(store, "packs/00/x", len(PACK))
-    assert (listing.header, listing.part) == (pack.PackHeader(1, bytes(range(16)), 2), "m")
+    save_id = bytes(range(16))
+    assert listing.header == pack.PackHeader(1, save_id, 2, records.MadeFor(save_id, 0))
+    assert listing.part == "m"
     assert [(at, header.digest) for at, header in pack.scan(memoryview(PACK), "x")] == [(64, digest(EIGHT))]
 
 
 def test_envelope():
     assert records.encode(Wait(id="ab", sessions=["cd"])) == ENVELOPE
-    assert records.decode(ENVELOPE, Wait, "x") == Wait(id="ab", sessions=["cd"])
+    assert records.unpack(ENVELOPE, Wait, "x") == Wait(id="ab", sessions=["cd"])
 
 
 def test_digests():

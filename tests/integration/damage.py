@@ -168,7 +168,7 @@ def _another(name: str, key: str) -> bytes:
         Repository.create(other, chunk_bytes=2048, options=OPTIONS).close()
         return other.get("config")
     if name.startswith("policy"):
-        return records.encode(records.Policy(run="another", policies=[]))
+        return records.encode(records.Policy(run="another", revision=0, policies=[]))
     if name == "session":
         return records.encode(records.this_session(records.new_id(), records.record_key("b", 1, records.new_id(), 0)))
     if name == "mark":

@@ -509,7 +509,8 @@ def test_damaged_policies(root, how):
 
 
 def test_policies_of_a_later_release(root):
-    LocalStore(root).put("policies/a.0", records.encode(Policy(run="a", policies=[{"kind": "KeepWhatever"}])))
+    policy = Policy(run="a", revision=0, policies=[{"kind": "KeepWhatever"}])
+    LocalStore(root).put("policies/a.0", records.encode(policy))
     with Repository.open(root, options=OPTIONS) as repository, pytest.raises(FormatError, match="KeepWhatever"):
         repository.policies("a")
 

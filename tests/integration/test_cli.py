@@ -543,7 +543,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
         assert f"left out: 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
         assert result.stdout
     series("repair", "--apply")  # a rebuild keeps what it alone knows of a record that it cannot read
-    assert records.decode(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
+    assert records.unpack(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
     record.write_bytes(data)
 
 

@@ -131,7 +131,7 @@ def test_small_objects_of_another_version_are_kept(kind):
     Repository.create(store).close()
     name = records.new_id()
     value, key = {
-        "policies": (records.Policy(run="a", policies=[]), "policies/a.0"),
+        "policies": (records.Policy(run="a", revision=0, policies=[]), "policies/a.0"),
         "gc": (records.Mark(id=name, started=0.0, packs=b"", manifests=b""), f"gc/{name}.mark"),
         "sessions": (records.this_session(name, records.record_key("a", 0, name, 0)), f"sessions/{name}"),
     }[kind]
@@ -155,6 +155,6 @@ def test_a_flipped_version_is_damage():
     value = records.encode(records.Wait(id="a" * 32, sessions=[]))
     flipped = value[:5] + bytes([value[5] ^ 2]) + value[6:]
     with pytest.raises(IntegrityError, match="checksum mismatch"):
-        records.decode(flipped, records.Wait, "key")
+        records.unpack(flipped, records.Wait, "key")
     with pytest.raises(FormatError, match="magic"):
-        records.decode(b"SNAQ" + value[4:], records.Wait, "key")
+        records.unpack(b"SNAQ" + value[4:], records.Wait, "key")

@@ -1,4 +1,4 @@
-"""The models of rewriting and of quarantine: their rules keep what they promise, and none of them can be spared."""
+"""The models of rewriting, quarantine and wrong answers: their rules keep what they promise; none can be spared."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from tally import tally
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import quarantine
+import wrong_answers
 from rewriting import RULES, explore
 
 THOROUGH = "SNAPSTORE_TEST_THOROUGH" in os.environ
@@ -39,4 +40,17 @@ def test_the_rules_of_quarantine_hold():
 @pytest.mark.parametrize("rule", quarantine.RULES)
 def test_no_rule_of_quarantine_can_be_spared(rule):
     broken, _ = quarantine.explore(frozenset([rule]))
+    assert broken is not None
+
+
+def test_the_rules_about_wrong_answers_hold():
+    broken, states = wrong_answers.explore()
+    tally("model states", states)
+    assert broken is None
+    assert states > 40_000
+
+
+@pytest.mark.parametrize("rule", wrong_answers.RULES)
+def test_no_rule_about_wrong_answers_can_be_spared(rule):
+    broken, _ = wrong_answers.explore(frozenset([rule]))
     assert broken is not None

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from snapstore import manifest
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.manifest import COLUMNS, Box, ChunkTable, ManifestHeader, TensorEntry
-from snapstore.records import ManifestRef
 from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
@@ -109,10 +108,7 @@ def test_concatenate_and_the_derived_columns(tables):
 
 def stored(data, logical_bytes=123):
     store = MemoryStore()
-    ref = ManifestRef(
-        part="model", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data), logical_bytes=logical_bytes
-    )
-    return store, ref
+    return store, manifest.ref_of(data)
 
 
 def tensor(name, shape, first, count, inline=None):
@@ -151,17 +147,17 @@ def test_sizes_that_disagree_are_refused_by_read(what):
     store, ref = stored(data, manifest.decode_header(data, "x").logical_bytes)
     store.put(ref.key, data)
     with pytest.raises(FormatError, match=message):
-        manifest.read(store, ref)
+        manifest.read(store, ref, None)
 
 
 def test_a_record_that_says_otherwise_than_the_manifest_is_refused():
     data = encode(**consistent())
     store, ref = stored(data, 2053)
     store.put(ref.key, data)
-    assert manifest.read(store, ref).header.logical_bytes == 2053
+    assert manifest.read(store, ref, None).header.logical_bytes == 2053
     for changes in ({"logical_bytes": 1000}, {"part": "other"}, {"rank": 1}):
-        with pytest.raises(FormatError, match=f"its record says {next(iter(changes.values()))!r}"):
-            manifest.read(store, msgspec.structs.replace(ref, **changes))
+        with pytest.raises(IntegrityError, match=f"the record says {next(iter(changes.values()))!r}"):
+            manifest.read(store, msgspec.structs.replace(ref, **changes), None)
 
 
 def test_every_truncation_and_every_flip_is_found_by_read():
@@ -205,13 +201,29 @@ def test_the_header_alone_is_read_in_one_or_two_reads(monkeypatch):
     data = encode(a_table([1] * 100))
     store, ref = stored(data)
     store.put(ref.key, data)
-    head = manifest.read_header(store, ref)
+    head = manifest.read_header(store, ref.key, len(data))
     assert head == manifest.header_bytes(data)
-    assert manifest.decode_header(head, "here").chunks == 100
+    assert manifest.proven_header(head, ref).chunks == 100
     monkeypatch.setattr(manifest, "HEADER_READ_BYTES", 64)
-    assert manifest.read_header(store, ref) == head
+    assert manifest.read_header(store, ref.key, len(data)) == head
     with pytest.raises(IntegrityError, match="header of"):
-        manifest.read_header(store, msgspec.structs.replace(ref, size_bytes=100))
+        manifest.read_header(store, ref.key, 100)
+
+
+def test_a_header_is_proven_before_it_is_believed():
+    """Another manifest's, valid in itself, told a gc that a live pack was needed by nobody."""
+    data, other = encode(a_table([1, 2])), encode(a_table([3]))
+    ref = manifest.ref_of(data)
+    with pytest.raises(IntegrityError, match="is not the one that the record names"):
+        manifest.proven_header(manifest.header_bytes(other), ref)
+    store = MemoryStore()
+    store.put(ref.key, data)
+    for field, said in (("part", "another"), ("rank", 7), ("size_bytes", len(data) + 1)):
+        wrong = msgspec.structs.replace(ref, **{field: said})
+        with pytest.raises(IntegrityError, match=f"the record says {said!r}"):
+            manifest.proven_header(manifest.header_bytes(data), wrong)
+        with pytest.raises(IntegrityError, match=f"the record says {said!r}"):
+            manifest.read(store, wrong, None)
 
 
 BAD = {

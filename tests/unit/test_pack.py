@@ -11,6 +11,7 @@ from snapstore import blob, pack, planes
 from snapstore import digest as hashing
 from snapstore.engine import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
+from snapstore.records import MadeFor
 from snapstore.storage.memory import MemoryStore
 
 SEED = 0xD1A5ED5EED
@@ -108,7 +109,7 @@ def test_listing_and_scan_give_what_was_appended(shapes, part):
     blobs = [a_blob(size, e, i, b"b" * 16 if delta else None) for i, (size, e, delta) in enumerate(shapes)]
     data, places = a_pack(blobs, part)
     found = listing(data)
-    assert found.header == pack.PackHeader(3, SAVE, 7)
+    assert found.header == pack.PackHeader(3, SAVE, 7, MadeFor(SAVE, 0))
     assert found.part == part
     assert [(int(e["offset"]), int(e["length"])) for e in found.entries] == places
     scanned = list(pack.scan(memoryview(data), "here"))

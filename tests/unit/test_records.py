@@ -14,7 +14,7 @@ from snapstore.records import Config, Done, ManifestRef, Mark, Policy, Session, 
 
 ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"").hexdigest()
-REF = ManifestRef(part="", rank=0, sha256=SHA, size_bytes=10, logical_bytes=20)
+REF = ManifestRef(part="", rank=0, sha256=SHA, header_sha256=SHA, size_bytes=10, logical_bytes=20)
 OBJECTS = [
     Config(
         uuid=ID,
@@ -30,7 +30,7 @@ OBJECTS = [
         logical_bytes=20,
     ),
     Session(id=ID, key="snapshots/a/b", host="h", boot_id="b", pid=1, started=2.0),
-    Policy(run="exp1", policies=[{"kind": "last", "n": 3}]),
+    Policy(run="exp1", revision=2, policies=[{"kind": "last", "n": 3}]),
     Mark(id=ID, started=1.0, packs=bytes(64), manifests=bytes(32)),
     Wait(id=ID, sessions=[ID]),
     Done(id=ID, deleted_objects=1, deleted_bytes=2),
@@ -40,7 +40,7 @@ kinds = pytest.mark.parametrize("value", OBJECTS, ids=lambda v: type(v).__name__
 
 @kinds
 def test_round_trip(value):
-    assert records.decode(records.encode(value), type(value), "key") == value
+    assert records.unpack(records.encode(value), type(value), "key") == value
 
 
 @kinds
@@ -51,11 +51,20 @@ def test_every_flip_and_truncation_is_found(value):
             bad = bytearray(good)
             bad[at] ^= mask
             with pytest.raises((FormatError, IntegrityError), match=r"^the key: "):
-                records.decode(bytes(bad), type(value), "the key")
+                records.unpack(bytes(bad), type(value), "the key")
         with pytest.raises(IntegrityError):
-            records.decode(good[:at], type(value), "the key")
+            records.unpack(good[:at], type(value), "the key")
     with pytest.raises(IntegrityError):
-        records.decode(good + b"\0", type(value), "the key")
+        records.unpack(good + b"\0", type(value), "the key")
+
+
+@kinds
+def test_an_object_is_believed_under_its_own_key_alone(value):
+    key, data = records.key_of(value), records.encode(value)
+    assert records.decode(data, type(value), key) == value
+    for other in {"config", f"sessions/{ID}", f"gc/{ID}.mark", "policies/exp1.3", f"{key}0"} - {key}:
+        with pytest.raises(IntegrityError, match=f"{other}: holds the object of {key}"):
+            records.decode(data, type(value), other)
 
 
 def sealed(kind, payload, version=1):
@@ -65,21 +74,21 @@ def sealed(kind, payload, version=1):
 
 def test_another_version_is_refused_by_name_whatever_it_holds():
     with pytest.raises(FormatError, match=r"config: format version 2, this snapstore \S+ reads version 1; use the"):
-        records.decode(sealed(1, b"\xc1", version=2), Config, "config")
+        records.unpack(sealed(1, b"\xc1", version=2), Config, "config")
 
 
 @kinds
 def test_an_object_of_another_kind_is_refused(value):
     for kind in {Config, Done} - {type(value)}:
         with pytest.raises(FormatError, match="object kind"):
-            records.decode(records.encode(value), kind, "key")
+            records.unpack(records.encode(value), kind, "key")
 
 
 def test_unknown_keys_are_ignored_and_missing_ones_are_not():
     payload = msgspec.to_builtins(OBJECTS[5])
-    assert records.decode(sealed(6, msgspec.msgpack.encode({**payload, "new": [1]})), Wait, "key") == OBJECTS[5]
+    assert records.unpack(sealed(6, msgspec.msgpack.encode({**payload, "new": [1]})), Wait, "key") == OBJECTS[5]
     with pytest.raises(FormatError, match="missing required field `sessions`"):
-        records.decode(sealed(6, msgspec.msgpack.encode({"id": ID})), Wait, "key")
+        records.unpack(sealed(6, msgspec.msgpack.encode({"id": ID})), Wait, "key")
 
 
 HOSTILE = {
@@ -96,7 +105,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_payloads_are_format_errors(what):
     with pytest.raises(FormatError, match="key: Wait does not decode"):
-        records.decode(sealed(6, HOSTILE[what]), Wait, "key")
+        records.unpack(sealed(6, HOSTILE[what]), Wait, "key")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_forged_names_are_refused_before_they_become_paths(value, changes):
     if isinstance(forged, ManifestRef):
         forged = msgspec.structs.replace(OBJECTS[1], manifests=[forged])
     with pytest.raises(FormatError):
-        records.decode(records.encode(forged), type(forged), "key")
+        records.unpack(records.encode(forged), type(forged), "key")
 
 
 GOOD_NAMES = ["a", "A", "0", "exp1", "a.b_c-d", "x" * 128]
@@ -219,10 +228,12 @@ def test_a_record_whose_sizes_disagree_is_not_read():
     """So `log` does not show a size that a restore does not have."""
     snapshot = msgspec.structs.replace(OBJECTS[1], logical_bytes=1000)
     with pytest.raises(FormatError, match="1000 bytes, its manifests are said to hold 20"):
-        records.decode(records.encode(snapshot), Snapshot, "key")
+        records.decode(records.encode(snapshot), Snapshot, snapshot.key)
     twice = msgspec.structs.replace(OBJECTS[1], manifests=[REF, REF], logical_bytes=40)
     with pytest.raises(FormatError, match="two manifests of one part and rank"):
-        records.decode(records.encode(twice), Snapshot, "key")
-    below = ManifestRef(part="o", rank=0, sha256=SHA, size_bytes=1, logical_bytes=-20)
+        records.decode(records.encode(twice), Snapshot, twice.key)
+    below = ManifestRef(part="o", rank=0, sha256=SHA, header_sha256=SHA, size_bytes=1, logical_bytes=-20)
     with pytest.raises(FormatError, match="Expected `int` >= 0"):
-        records.decode(records.encode(msgspec.structs.replace(snapshot, manifests=[REF, below])), Snapshot, "key")
+        records.decode(
+            records.encode(msgspec.structs.replace(snapshot, manifests=[REF, below])), Snapshot, snapshot.key
+        )

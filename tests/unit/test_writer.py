@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,10 @@ DATA = bytes(range(256)) * 40
 KEY = pack_key(hashlib.sha256(DATA).hexdigest())
 
 
+def claim_of(store):
+    return SimpleNamespace(store=store, wrote=False)
+
+
 # --- an object that is there already ---------------------------------------------------------------------------------
 
 
@@ -26,7 +31,7 @@ def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
     monkeypatch.setattr(packing, "COMPARED_BYTES", 1000)  # several pieces, the last one short
     store = MemoryStore()
     for data in (DATA, memoryview(DATA)):
-        packing.put_once(store, KEY, data)
+        packing.put_once(claim_of(store), KEY, data)
         assert store.get(KEY) == DATA
 
 
@@ -39,7 +44,7 @@ def test_an_object_that_is_not_what_its_name_says_ends_the_save(monkeypatch, the
     store = MemoryStore()
     store.put(KEY, there)
     with pytest.raises(IntegrityError, match=f"{KEY} in memory://.*{said}.*snapstore check"):
-        packing.put_once(store, KEY, DATA)
+        packing.put_once(claim_of(store), KEY, DATA)
 
 
 @pytest.mark.parametrize("times", [1, packing.PUT_ATTEMPTS - 1, packing.PUT_ATTEMPTS])
@@ -54,11 +59,11 @@ def test_an_object_that_is_deleted_meanwhile_is_put_again(monkeypatch, times):
 
     monkeypatch.setattr(MemoryStore, "put", put_and_lose)
     if times < packing.PUT_ATTEMPTS:
-        packing.put_once(store, KEY, DATA)
+        packing.put_once(claim_of(store), KEY, DATA)
         assert store.get(KEY) == DATA
     else:
         with pytest.raises(StorageError, match="reported as existing and then not found, 4 times"):
-            packing.put_once(store, KEY, DATA)
+            packing.put_once(claim_of(store), KEY, DATA)
 
 
 def test_a_save_whose_pack_is_taken_commits_nothing(monkeypatch):

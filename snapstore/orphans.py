@@ -1,0 +1,142 @@
+"""Orphans: packs and manifests that nothing committed needs, and whether a record explains that they lie there.
+
+A gc that sees no record of a snapshot must not take it for one that never was: a listing may lack it. So each object
+says for which record it was made (`MadeFor`), and it may be deleted only if a revision as high is listed, whatever its
+state: the ruling one then says what the snapshot needs. Every way to end without a record leaves one that says so: a
+save that fails creates its own as `aborted`, a rewrite that fails a copy of the revision before, and a gc does both for
+the dead. A session explains what is being written.
+
+Cost: one ranged read (64 bytes of a pack, of a manifest its header) for each candidate that neither a ruling record
+names nor a manifest that is explained: what dead or running saves have put, or a rewrite has replaced. Each once in a
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from . import manifest, pack, records
+from .errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, UnknownFormatError
+from .index import Index
+from .reads import read_twice
+from .records import FORGOTTEN, MadeFor, counted, some
+from .session import all_needed_keys
+from .storage import ObjectStore
+from .threads import Threads
+from .view import View
+
+#: On S3 each is a round trip.
+READ_THREADS = 16
+#: What to do about objects that nothing explains.
+GIVE_UP = "snapstore gc --unexplained"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a pack's or manifest's header says of who wrote it.
+
+    Attributes:
+        save_id: of the session.
+        packs: that a manifest names, by key.
+    """
+
+    save_id: str
+    made_for: MadeFor
+    packs: frozenset[str] = frozenset()
+
+
+#: Of a pack that does not say: nothing explains it.
+NOBODY = Origin("", MadeFor(bytes(16), 0))
+#: What was read of candidates that are still there, by key.
+_KNOWN: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
+
+
+def refuse(sizes: Mapping[str, int]) -> None:
+    """Raise IntegrityError for objects that nothing explains; none: nothing."""
+    if sizes:
+        raise IntegrityError(
+            f"gc: {counted(len(sizes), 'object')} that no record explains, of {sum(sizes.values())} bytes: "
+            f"{some(sorted(sizes), 1)}; nothing was deleted; the store may have listed too few records: run gc again; "
+            f"if their records are gone for good, and so are their snapshots, '{GIVE_UP}' deletes them"
+        )
+
+
+def unexplained(
+    store: ObjectStore, index: Index, view: View, sizes: Mapping[str, int], sessions: Collection[str]
+) -> set[str]:
+    """Those of some objects that nothing committed needs for which neither a record nor a session stands.
+
+    Args:
+        view: records, listed after the objects were.
+        sizes: of the objects, by key [bytes].
+        sessions: ids of those that were there after the objects were listed, and before the records.
+
+    Raises:
+        UnknownFormatError: a later release has written one.
+        StorageError: the store cannot be read.
+    """
+    known = _KNOWN.get(index, {})
+    _KNOWN[index] = {key: known[key] for key in known.keys() & sizes.keys()}
+    left = set(sizes)
+    left -= {ref.key for snapshot in view.snapshots(states=None) for ref in snapshot.manifests}
+    for _, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
+        if not isinstance(keys, SnapstoreError):
+            left -= keys
+    for kind in ("manifests/", "packs/"):  # the first explain most of the second
+        chosen = sorted(key for key in left if key.startswith(kind))
+        for key, origin in _origins(store, index, {key: sizes[key] for key in chosen}).items():
+            if origin is None or _explains(view, sessions, origin):
+                left -= {key, *(origin.packs if origin else ())}
+    return left
+
+
+def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:
+    snapshot_id, revision = origin.made_for.snapshot.hex(), origin.made_for.revision
+    record = view.get(snapshot_id)
+    if record is not None and record.revision >= revision:
+        return True
+    return origin.save_id in sessions or view.get(origin.save_id) is not None
+
+
+def _origins(store: ObjectStore, index: Index, sizes: Mapping[str, int]) -> dict[str, Origin | None]:
+    """What each object says of itself; None: it is gone, or a damaged manifest, which nothing can need."""
+    known = _KNOWN.setdefault(index, {})
+    unread = [key for key in sizes if key not in known]
+    found: dict[str, Origin | None] = {}
+    if unread:
+        with Threads(min(READ_THREADS, len(unread))) as threads:
+            origins = threads.start(lambda key: _origin(store, key, sizes[key]), unread)()
+        found = dict(zip(unread, origins, strict=True))
+        known.update({key: origin for key, origin in found.items() if origin is not None})
+    return {key: known.get(key) or found[key] for key in sizes}
+
+
+def _origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
+    """What one object says of itself; None: as above.
+
+    Raises:
+        UnknownFormatError: a later release has written it.
+        StorageError: the store cannot be read.
+    """
+    try:
+        if key.startswith("packs/"):
+            head = read_twice(store, partial(pack.read_header, store, key))
+            return Origin(head.save_id.hex(), head.made_for)
+        data = read_twice(store, partial(manifest.read_header, store, key, size_bytes))
+        header = manifest.decode_header(data, key)
+        return Origin(header.save_id.hex(), header.made_for, frozenset(map(records.pack_key, header.pack_names)))
+    except (NotFoundError, UnknownFormatError) as error:
+        if isinstance(error, UnknownFormatError):
+            raise
+        return None
+    except DAMAGE:
+        if key.startswith("manifests/"):
+            with suppress(*DAMAGE):
+                read_twice(store, partial(manifest.read_bytes, store, key[-64:], size_bytes))
+                raise  # these bytes have its name
+            return None
+        return NOBODY

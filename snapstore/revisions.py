@@ -1,0 +1,106 @@
+"""Revisions: the create-only records that follow a snapshot's first, and proof that they lie where they were put.
+
+In: a record as it was listed, and a change. Out: the next revision, read back from the store; or ConflictError, where
+another process has created it. Forgetting is such a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import records
+from .errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
+from .index import Index
+from .records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Snapshot
+from .storage import ObjectStore
+from .threads import Threads
+
+#: Each revision is one small durable put: they wait for the disk, not for a core.
+FORGET_THREADS = 8
+
+
+def put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
+    """Put a revision or a note of gc. On a full disk the index, where it is only a cache, makes room for it."""
+    try:
+        store.put(key, data)
+    except StorageFullError:
+        if not index.give_up():
+            raise
+        try:
+            store.put(key, data)
+        except AlreadyExistsError:
+            if store.get(key, limit_bytes=MAX_OBJECT_BYTES) != data:
+                raise
+            # else it was ours: its name was there, and the folder had no room to be synced
+
+
+def create(store: ObjectStore, index: Index, record: Snapshot) -> Snapshot:
+    """Create a record unless its key is taken; whatever the store has answered, what lies there then is returned.
+
+    Raises:
+        StorageError: the store failed, or gives nothing under that key, though it said that something is there, twice.
+        IntegrityError, FormatError: what lies there is damaged.
+    """
+    data = records.encode(record)
+    for again in (True, False):
+        said = "stored"
+        try:
+            put(store, index, record.key, data)
+        except AlreadyExistsError:
+            said = "reported as existing"
+        try:
+            got = store.get(record.key, limit_bytes=MAX_OBJECT_BYTES)
+            return record if got == data else records.decode(got, Snapshot, record.key)
+        except NotFoundError as error:
+            if not again:
+                raise StorageError(f"{record.key} in {store.url}: {said}, then not found; try again") from error
+        except (FormatError, IntegrityError):
+            if not again:
+                raise
+    raise AssertionError("unreachable")
+
+
+def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:
+    """Create the next revision of a record.
+
+    Raises:
+        ConflictError: somebody else created it; read again and decide again.
+        StorageError: the store failed, or has not kept it.
+    """
+    revision = snapshot.revised(**changes)
+    if create(store, index, revision).write_id != revision.write_id:
+        raise ConflictError(f"{snapshot.ref}: another process revised it first; try again")
+    index.add(revision)
+    return revision
+
+
+def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
+    """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
+
+    Returns:
+        The new revisions.
+    """
+    threads = Threads(min(FORGET_THREADS, max(1, len(chosen))))
+    try:
+        done = threads.start(lambda s: _forget_one(store, index, s, policy, reason), chosen)()
+    finally:
+        threads.close()
+    return [snapshot for snapshot in done if snapshot is not None]
+
+
+def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
+    current: Snapshot | None = snapshot
+    while current is not None and current.state == COMMITTED and not current.tags:
+        try:
+            return revise(store, index, current, state=FORGOTTEN, policy=policy, reason=reason)
+        except ConflictError:
+            current = index.refresh().get(snapshot.id)
+    return None

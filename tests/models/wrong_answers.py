@@ -1,0 +1,284 @@
+"""The rules that keep one wrong answer of a store from costing a snapshot, explored state by state.
+
+A small explicit-state model of docs/design/protocol.md, "One wrong answer", beside those of saves and gcs. B is
+committed and needs pack `b`; users forget it and bring it back. X is committed and needs `x`; nobody touches it. A save
+S builds on `b` and puts `s`. A gc marks and sweeps. Anybody may stall anywhere; the save may crash or fail anywhere;
+the gc may give it up at any time. And the store lies once, to whom and when it likes: an object that is there is not, a
+listing lacks a key, a put is not stored or was taken. Two lies last for the whole gc, as from a cache: a listing that
+never shows X, and the header of another manifest in place of X's.
+
+The invariant: what a committed record needs is there; a save that was told "committed" is; and, if nobody lied, each
+pack lies there by the word of a record or a session: else no gc could ever delete it. With a rule dropped there must be
+a counter-example, or the rule is not needed.
+
+    python tests/models/wrong_answers.py        every rule, kept and dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import exploring
+
+Names = frozenset[str]
+NONE: Names = frozenset()
+#: rule -> what it says; `explore` takes the names of those to drop.
+RULES = {
+    "marks twice": "a save lists marks twice",
+    "present": "a save looks whether the packs that it refers to are there, behind the marks",
+    "session again": "a save looks whether its session is still there, right before its record",
+    "record read back": "a save reads its record back",
+    "who fails says so": "a save that has put something and commits nothing creates its record as aborted",
+    "sessions twice": "a gc lists sessions twice behind its mark",
+    "ended": "a session has ended if a listing lacks it as well, not by one 404",
+    "fence read back": "a gc reads the fence back before it releases the session",
+    "records twice": "a gc lists records twice, each time it looks",
+    "explained": "a gc deletes nothing as long as no record or session explains some object that nothing needs",
+    "header proven": "a gc believes a manifest's header by the digest in the record",
+    "swept read back": "a gc reads `swept` back before it deletes",
+    "own mark": "a gc looks for its own mark before it deletes",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What some listings of records have shown together: records never go away."""
+
+    b: int = -1  # B's highest revision
+    x: bool = False
+    s: str = ""
+
+
+@dataclass(frozen=True)
+class Save:
+    at: str = "begin"
+    looks: int = 0  # listings of marks
+    marked: Names = NONE
+    uses: Names = NONE
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Gc:
+    at: str = "packs"
+    looks: int = 0
+    present: Names = NONE
+    seen: Seen = Seen()
+    again: bool = False  # sweeping
+    mark: Names = NONE
+    doomed: Names = NONE
+    waits: bool = False
+    blind: bool = False  # no listing of records shows it X
+    misled: bool = False  # it takes X's header for one that needs nothing
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that is stored, and where everybody is. B's revisions are committed, forgotten, committed, ..."""
+
+    packs: Names = frozenset("bx")
+    b: int = 0
+    swept: bool = False  # B's last revision
+    s: str = ""  # S's record: committed, aborted
+    session: bool = False
+    mark: Names = NONE
+    lied: bool = False
+    save: Save = Save()
+    gc: Gc = Gc()
+
+    @property
+    def b_needs(self) -> Names:
+        return NONE if self.swept or self.b % 2 else frozenset("b")
+
+
+Step = tuple[str, State]
+MOST_REVISIONS = 3
+
+
+def user_steps(state: State) -> Iterator[Step]:
+    if not state.swept and state.b < MOST_REVISIONS:
+        yield ("forget B", "un-forget B")[state.b % 2], replace(state, b=state.b + 1)
+
+
+def save_steps(state: State, dropped: Names) -> Iterator[Step]:
+    """The save: session, marks, records, packs of the base, its own, session, record, record, end."""
+    save = state.save
+
+    def to(lie: bool = False, **changes: object) -> State:
+        return replace(state, lied=state.lied or lie, save=replace(save, **changes))  # type: ignore[arg-type]
+
+    def lies() -> bool:
+        return not state.lied
+
+    if save.at in ("begin", "over", "dead"):
+        if save.at == "begin":
+            yield "save puts its session", replace(to(at="marks"), session=True)
+            if lies():
+                yield "save puts its session: a lie, it is not stored", to(lie=True, at="marks")
+        return
+    yield "save crashes", to(at="dead")
+    if save.at == "marks":
+        after = "records" if save.looks or "marks twice" in dropped else "marks"
+        yield f"save lists marks {sorted(state.mark)}", to(at=after, looks=1, marked=save.marked | state.mark)
+        if lies() and state.mark:
+            yield "save lists marks: a lie, none", to(lie=True, at=after, looks=1)
+    elif save.at == "records":
+        usable = state.b_needs - save.marked
+        yield f"save lists records, builds on {sorted(usable)}", to(at="present", uses=usable)
+        if lies() and not state.b_needs:
+            yield (
+                "save lists records: a lie, B as it was",
+                to(lie=True, at="present", uses=frozenset("b") - save.marked),
+            )
+    elif save.at == "present":
+        there = save.uses if "present" in dropped else save.uses & state.packs
+        yield f"save finds {sorted(there)} there", to(at="write", uses=there)
+    elif save.at == "write":
+        yield "save puts its pack", replace(to(at="session"), packs=state.packs | {"s"})
+    elif save.at == "session":
+        if state.session or "session again" in dropped:
+            yield "save finds its session", to(at="commit")
+        else:
+            yield "save finds its session gone", to(at="failed")
+        yield "save fails", to(at="failed")
+    elif save.at == "commit":
+        if state.s:
+            yield f"save finds its record {state.s}", to(at="end" if state.s == "committed" else "failed")
+        else:
+            read = "read" if "record read back" not in dropped else "told"
+            yield "save commits", replace(to(at=read), s="committed")
+            if lies():
+                yield "save commits: a lie, it is not stored", to(lie=True, at=read)
+    elif save.at == "read":
+        yield f"save reads its record: {state.s}", to(at="told" if state.s == "committed" else "commit")
+    elif save.at == "told":
+        yield "save is told: committed", to(at="end", told="committed")
+    elif save.at == "failed":
+        says = state.s or ("aborted" if "who fails says so" not in dropped else "")
+        yield "save has failed", replace(to(at="end"), s=says)
+    elif save.at == "end":
+        yield "save ends", replace(to(at="over"), session=False)
+
+
+def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
+    """A gc: packs, records, explained, mark, sessions, wait or fence; again; swept, its own mark, delete."""
+    gc = state.gc
+
+    def to(lie: bool = False, **changes: object) -> State:
+        return replace(state, lied=state.lied or lie, gc=replace(gc, **changes))  # type: ignore[arg-type]
+
+    def lies() -> bool:
+        return not state.lied
+
+    if gc.at == "packs":
+        yield f"gc lists packs {sorted(state.packs)}", to(at="records", looks=0, present=state.packs, seen=Seen())
+        if lies() and not gc.again:
+            yield "gc begins: no listing will show it X", to(lie=True, blind=True)
+            yield "gc begins: it will read another header for X's", to(lie=True, misled="header proven" in dropped)
+    elif gc.at == "records":
+        after = "live" if gc.looks or "records twice" in dropped else "records"
+        now = Seen(state.b + state.swept, not gc.blind, state.s)
+        both = Seen(max(now.b, gc.seen.b), now.x or gc.seen.x, now.s or gc.seen.s)
+        yield "gc lists records", to(at=after, looks=1, seen=both)
+        if lies():
+            for less in (replace(both, b=gc.seen.b), replace(both, x=gc.seen.x), replace(both, s=gc.seen.s)):
+                yield "gc lists records: a lie, one lacks", to(lie=True, at=after, looks=1, seen=less)
+    elif gc.at == "live":
+        yield from gc_decides(state, dropped)
+    elif gc.at == "mark":
+        yield f"gc marks {sorted(gc.doomed)}", replace(to(at="sessions", looks=0, mark=gc.doomed), mark=gc.doomed)
+        if lies():
+            yield "gc marks: a lie, it is not stored", to(lie=True, at="sessions", looks=0, mark=gc.doomed)
+    elif gc.at == "sessions":
+        after = "wait" if gc.looks or "sessions twice" in dropped else "sessions"
+        yield f"gc lists sessions: {state.session}", to(at=after, looks=1, waits=gc.waits or state.session)
+        if lies():
+            yield "gc lists sessions: a lie, none", to(lie=True, at=after, looks=1)
+    elif gc.at == "wait":
+        if not gc.waits or not state.session:
+            yield "gc has waited", to(at="packs", again=True)
+            return
+        yield "gc fences the save", replace(to(at="fenced"), s=state.s or "aborted")
+        if lies():
+            yield "gc fences the save: a lie, nothing is stored", to(lie=True, at="fenced")
+            ends = {"at": "packs", "again": True} if "ended" in dropped else {}
+            yield "gc looks for the session: a lie, 404", to(lie=True, **ends)
+    elif gc.at == "fenced":
+        if state.s or "fence read back" in dropped:
+            yield "gc releases the session", replace(to(at="packs", again=True), session=False)
+        else:
+            yield "gc stops: its fence is not there", to(at="over")
+    elif gc.at == "swept":
+        yield from gc_sweeps(state, dropped)
+    elif gc.at == "own mark":
+        if state.mark or "own mark" in dropped:
+            yield "gc finds its mark", to(at="delete")
+        else:
+            yield "gc stops: its mark is gone", to(at="over")
+    elif gc.at == "delete":
+        for pack in sorted(gc.doomed):
+            yield f"gc deletes {pack}", replace(to(doomed=gc.doomed - {pack}), packs=state.packs - {pack})
+        if not gc.doomed:
+            yield "gc is done", replace(to(at="over"), mark=NONE)
+
+
+def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
+    """What nothing needs, by the records that were seen; nothing at all, if one of these is not explained."""
+    gc, seen = state.gc, state.gc.seen
+    live = frozenset("b") if seen.b >= 0 and seen.b % 2 == 0 and not (state.swept and seen.b > state.b) else NONE
+    live |= frozenset("x") if seen.x and not gc.misled else NONE
+    live |= state.save.uses | {"s"} if seen.s == "committed" else NONE
+    unneeded = gc.present - live
+    # Of a session that has ended since, the record is there: the code looks at both again before it gives up.
+    explained = {"b": seen.b >= 0, "x": seen.x, "s": bool(seen.s or state.session or state.s)}
+    if "explained" not in dropped and not all(explained[pack] for pack in unneeded):
+        yield "gc stops: nothing explains a pack", replace(state, gc=replace(gc, at="over"))
+        return
+    if gc.again:
+        yield "gc computes live again", replace(state, gc=replace(gc, at="swept", doomed=gc.mark & unneeded))
+    elif unneeded:
+        yield "gc computes live", replace(state, gc=replace(gc, at="mark", doomed=unneeded))
+    else:
+        yield "gc has nothing to do", replace(state, gc=replace(gc, at="over"))
+
+
+def gc_sweeps(state: State, dropped: Names) -> Iterator[Step]:
+    """`swept`, for what loses bytes: the next revision of what was seen, created only if nobody has."""
+    gc = state.gc
+    if "b" not in gc.doomed or state.swept:
+        yield "gc need not write swept", replace(state, gc=replace(gc, at="own mark"))
+    elif gc.seen.b != state.b or state.b % 2 == 0:
+        yield "gc finds B revised, and looks again", replace(state, gc=replace(gc, at="packs"))
+    else:
+        yield "gc writes swept", replace(state, swept=True, gc=replace(gc, at="own mark"))
+        if not state.lied:
+            at = "own mark" if "swept read back" in dropped else "over"
+            yield "gc writes swept: a lie, it is not stored", replace(state, lied=True, gc=replace(gc, at=at))
+
+
+def holds(state: State) -> bool:
+    """See above."""
+    needed = state.b_needs | {"x"}
+    if state.s == "committed":
+        needed |= state.save.uses | {"s"}
+    explained = state.lied or "s" not in state.packs or bool(state.s) or state.session
+    return needed <= state.packs and (not state.save.told or state.s == "committed") and explained
+
+
+def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
+    """(a schedule that breaks the invariant, or None; states seen)."""
+
+    def steps(state: State) -> Iterator[Step]:
+        yield from user_steps(state)
+        yield from save_steps(state, dropped)
+        yield from gc_steps(state, dropped)
+
+    return exploring.explore(State(), steps, holds)
+
+
+if __name__ == "__main__":
+    for rule in ("", *RULES):
+        broken, count = explore(frozenset([rule]) - {""})
+        print(f"{'without: ' + RULES[rule] if rule else 'all rules'}: {count} states")
+        print(f"    {' | '.join(broken) if broken else 'the invariant holds'}")

@@ -1,0 +1,444 @@
+"""One wrong answer of a store costs no snapshot: every operation of every verb, every lie that fits it (faults.md, 43).
+
+Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave;
+then once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was
+committed, or that a verb has called committed, bit by bit; a save and a gc work, and nothing is left that nobody needs.
+A verb errs, or has done what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import foreign
+import pytest
+from faults import (
+    OPTIONS,
+    SEED,
+    THOROUGH,
+    Actor,
+    check_whole,
+    clone,
+    committed,
+    keys_of,
+    one_thread,
+    opened,
+    sampled,
+    save,
+    version_of,
+)
+from lies import LyingStore, every_lie
+from tally import tally
+from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
+
+from snapstore import (
+    ConflictError,
+    IntegrityError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    Snapshot,
+    SnapstoreError,
+    StorageError,
+    policies,
+)
+from snapstore.storage import ObjectInfo
+from snapstore.storage.memory import MemoryStore
+
+FULL = SaveOptions(pack_bytes=4096, threads=1, max_depth=3, verify_writes="full")
+#: One case in so many, beginning elsewhere in every run.
+EVERY = 1 if THOROUGH else 100
+
+
+@dataclass
+class World:
+    """One store and all that use it.
+
+    Attributes:
+        may_go: versions that a forget of the scenario may take.
+        told: snapshots that somebody was told are committed.
+        outcome: of the liar's verb.
+    """
+
+    store: MemoryStore
+    liar: LyingStore
+    actors: list[Actor]
+    may_go: set[tuple[str, int]] = field(default_factory=set)
+    told: list[Snapshot] = field(default_factory=list)
+    outcome: Any = None
+
+    def enter(self, name: str, body: Callable[[Any], Any], *, store: Any = None, seen_dead: bool = False) -> Actor:
+        actor = Actor(name, store or self.store, body, seen_dead=seen_dead)
+        self.actors.append(actor)
+        return actor
+
+    def end(self, actor: Actor) -> None:
+        """Let a save go on to its end: committed, or an honest error."""
+        with suppress(ConflictError, StorageError):
+            self.told.append(actor.finish())
+
+    def lying(self, act: Callable[[Repository], Any]) -> None:
+        """The liar's verb, in a fresh process."""
+        try:
+            with Repository.open(self.liar, options=FULL) as repository:
+                self.outcome = act(repository)
+        except SnapstoreError as error:
+            self.outcome = error
+
+
+def saving(run: str, step: int, version: int, **options: Any) -> Callable[[Any], Any]:
+    def body(store: Any) -> Any:
+        with Repository.open(store, options=FULL) as repository:
+            return save(repository, run, step, version, **options)
+
+    return body
+
+
+# --- scenarios -------------------------------------------------------------------------------------------------------
+
+
+def beside_a_save(operation: str, part: str, *, given_up: bool = False) -> Callable[[World], None]:
+    """A gc beside a live save of another process, which stands before an operation; or has slept for too long."""
+
+    def scenario(world: World) -> None:
+        other = world.enter("save", saving("a", 8, 8)).until(operation, part)
+        world.liar._seen_dead = given_up
+        world.lying(lambda r: r.gc(fence_after_s=0.0 if given_up else 3600.0))
+        world.end(other)
+
+    return scenario
+
+
+def beside_a_rewrite(verb: str, *, given_up: bool) -> Callable[[World], None]:
+    def scenario(world: World) -> None:
+        def body(store: Any) -> None:
+            with opened(store) as repository:
+                getattr(repository, verb)()
+
+        other = world.enter(verb, body).until("put", "snapshots/")
+        world.liar._seen_dead = given_up
+        world.lying(lambda r: r.gc(fence_after_s=0.0 if given_up else 3600.0))
+        with suppress(ConflictError):
+            other.finish()
+
+    return scenario
+
+
+def of_what_a_gc_wants(world: World) -> None:
+    """A save beside a gc that has listed sessions; its base is brought back, and forgotten once more."""
+    with opened(world.store) as repository:
+        repository.forget_snapshots(["a@3"], force=True)
+
+    def collecting(store: Any) -> None:
+        with opened(store) as repository:
+            repository.gc()
+
+    gc = world.enter("gc", collecting).until("put", ".wait")
+    gc.step()
+    with opened(world.store) as repository:
+        repository.unforget("a@3")
+    liar = world.enter("save", saving("a", 4, 4), store=world.liar)
+    while not liar.ended and liar.at[0:2] != ("put", _record_of(liar)):
+        liar.step()
+    with opened(world.store) as repository:
+        repository.forget_snapshots(["a@3"], force=True)
+    world.may_go.add(("a", 3))
+    gc.finish()
+    try:
+        world.outcome = liar.finish()
+    except SnapstoreError as error:
+        world.outcome = error
+
+
+def _record_of(actor: Actor) -> str:
+    return actor.at[1] if actor.at and actor.at[1].startswith("snapshots/") else "-"
+
+
+def verb(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = frozenset()) -> Callable[[World], None]:
+    def scenario(world: World) -> None:
+        world.may_go |= may_go
+        world.lying(act)
+
+    return scenario
+
+
+def warm(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = frozenset()) -> Callable[[World], None]:
+    """In a process that has saved before; the lie is told afterwards."""
+
+    def scenario(world: World) -> None:
+        world.may_go |= may_go
+        k, lie = world.liar.lie_at, world.liar.lie
+        world.liar.lie_at = None
+        with Repository.open(world.liar, options=FULL) as repository:
+            world.told.append(save(repository, "a", 4, 4))
+            world.liar.asked.clear()
+            if k is not None:
+                world.liar.lie_once(k, lie)
+            try:
+                world.outcome = act(repository)
+            except SnapstoreError as error:
+                world.outcome = error
+
+    return scenario
+
+
+OLD = {("a", 0), ("a", 2), ("a", 3), ("a", 4)}
+SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] = {
+    "gc beside a save that has begun": (forgotten, beside_a_save("list", "gc/")),
+    "gc beside a save that writes": (forgotten, beside_a_save("put", "manifests/")),
+    "gc beside a save that commits": (forgotten, beside_a_save("put", "snapshots/")),
+    "gc beside a save that ends": (forgotten, beside_a_save("release", "")),
+    "gc that gives a save up early": (forgotten, beside_a_save("put", "manifests/", given_up=True)),
+    "gc that gives a save up": (forgotten, beside_a_save("put", "snapshots/", given_up=True)),
+    "gc beside a compact": (hollow, beside_a_rewrite("compact", given_up=False)),
+    "gc that gives a compact up": (hollow, beside_a_rewrite("compact", given_up=True)),
+    "gc, marked": (marked, verb(lambda r: r.gc())),
+    "gc, half swept": (half_swept, verb(lambda r: r.gc())),
+    "gc, unmarked": (unmarked, verb(lambda r: r.gc())),
+    "gc, warm": (forgotten, warm(lambda r: r.gc())),
+    "first save": (lambda: _empty(), verb(lambda r: save(r, "a", 0, 0))),
+    "save": (history, verb(lambda r: save(r, "a", 4, 4))),
+    "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
+    "save, marked": (marked, verb(lambda r: save(r, "a", 4, 4))),
+    "save of what a gc wants": (history, of_what_a_gc_wants),
+    "forget and gc": (history, verb(lambda r: (r.forget([KeepLast(1)], run="a"), r.gc()), may_go=OLD - {("a", 3)})),
+    "forget and gc, warm": (
+        history, warm(lambda r: (r.forget([KeepLast(1)], run="a"), r.gc()), may_go=OLD - {("a", 4)}),
+    ),
+    "unforget": (forgotten, verb(lambda r: r.unforget("a@2"))),
+    "tag": (history, verb(lambda r: r.tag("a@3", "good"))),
+    "untag": (history, verb(lambda r: r.untag("a@1", "good"))),
+    "policies": (history, verb(lambda r: r.set_policies("a", [KeepLast(2)]))),
+    "recode and gc": (abroad, verb(lambda r: (r.recode(), r.gc()))),
+    "compact and gc": (hollow, verb(lambda r: (r.compact(), r.gc()))),
+    "repair": (forgotten, verb(lambda r: r.repair(apply=True))),
+}  # fmt: skip
+
+
+@cache
+def _empty() -> MemoryStore:
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    return store
+
+
+# --- what must hold --------------------------------------------------------------------------------------------------
+
+
+def play(name: str, k: int | None, lie: str, actors: list[Actor]) -> World:
+    """One run of a scenario; what must hold is looked at."""
+    prepare, scenario = SCENARIOS[name]
+    store = clone(prepare())
+    before = committed(store)
+    liar = LyingStore(store)
+    if k is not None:
+        liar.lie_once(k, lie)
+    world = World(store, liar, actors)
+    scenario(world)
+    about = f"{name}: {lie} at {k}: {liar.asked[k] if k is not None and k < len(liar.asked) else ''}; {world.outcome!r}"
+    liar.die()
+    store.drop_holds()
+    try:
+        _look(name, world, before)
+        if name == "repair":  # what it took for damaged is let out by the next one
+            with opened(store) as repository:
+                repository.repair(apply=True)
+        check_whole(store, about)
+    except BaseException as error:
+        error.add_note(about)
+        raise
+    finally:
+        for actor in actors:
+            actor.stop()
+        actors.clear()
+    return world
+
+
+def _look(name: str, world: World, before: dict[str, Any]) -> None:
+    after = committed(world.store)
+    gone = {before[i][1] for i in before.keys() - after.keys()}
+    assert gone <= world.may_go, f"lost {gone}"
+    wanted = [s for s in world.told if version_of(s) not in world.may_go]
+    if isinstance(world.outcome, Snapshot) and name != "unforget":
+        wanted.append(world.outcome)
+    for snapshot in wanted:
+        assert snapshot.id in after, f"{snapshot.ref} was called committed"
+    if isinstance(world.outcome, SnapstoreError):
+        new = after.keys() - before.keys() - {s.id for s in world.told}
+        assert not new or "save" not in name or "could not be taken back" in str(world.outcome)
+        return
+    if name.startswith(("save", "first save")):
+        with opened(world.store) as repository:
+            assert repository.snapshot("a@latest").id == world.outcome.id
+    tags = {(of[1], tag) for of in after.values() for tag in of[2]}
+    if name == "tag":
+        assert (("a", 3), "good") in tags
+    if name == "untag":
+        assert not tags
+    if name == "unforget":
+        assert world.outcome.id in after
+    if name == "policies":
+        assert policies.read(world.store, "a") == [KeepLast(2)]
+
+
+@cache
+def cases(name: str) -> list[tuple[int, str]]:
+    """Every operation of the liar and every lie, by an honest run."""
+    actors: list[Actor] = []
+    world = play(name, None, "", actors)
+    assert not isinstance(world.outcome, SnapstoreError), world.outcome
+    return every_lie(world.liar.asked)
+
+
+@pytest.mark.no_cover  # see test_crash_points.py
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_lie_costs_no_snapshot(name, actors, monkeypatch):
+    foreign.readable(monkeypatch)
+    one_thread(monkeypatch, index=False)
+    found = cases(name)
+    for k, lie in found[SEED % min(EVERY, len(found)) :: EVERY]:
+        tally("lies")
+        play(name, k, lie, actors)
+
+
+# --- lies that last --------------------------------------------------------------------------------------------------
+
+
+class Blind(LyingStore):
+    """Every listing of records lacks some: a cache in between, say, or a server that has lost part of its index."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([info for info in super().list(prefix) if info.key not in self.hidden])
+
+
+@cache
+def rewritten() -> MemoryStore:
+    """As `hollow`, compacted and collected; a@8 is forgotten and brought back, a@9 tagged."""
+    store = clone(hollow())
+    with opened(store) as repository:
+        repository.compact()
+        repository.gc()
+        repository.forget_snapshots(["a@8"])
+        repository.unforget("a@8")
+        repository.tag("a@9", "good")
+    return store
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten])
+def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepare, monkeypatch):
+    """Each one alone, each beginning of the listing, and none at all; the gc knows nothing from before."""
+    foreign.readable(monkeypatch)
+    one_thread(monkeypatch, index=False)
+    before = committed(clone(prepare()))
+    keys = keys_of(prepare(), "snapshots/")
+    hidden = [frozenset([key]) for key in keys] + [frozenset(keys[n:]) for n in range(len(keys))]
+    stopped = 0
+    for number in sampled(len(hidden), 4):
+        tally("lies")
+        store = clone(prepare())
+        blind = Blind(store)
+        blind.hidden = hidden[number]
+        about = f"without {sorted(hidden[number])}"
+        with Repository.open(blind, options=FULL) as repository:
+            try:
+                repository.gc()
+            except (IntegrityError, StorageError) as error:
+                stopped += "nothing was deleted" in str(error)
+        blind.die()
+        store.drop_holds()
+        assert committed(store) == before, about
+        check_whole(store, about)
+    assert stopped
+
+
+def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(monkeypatch):
+    """Records that were removed by hand: the gc cannot tell them from records that a listing lacks."""
+    one_thread(monkeypatch, index=False)
+    store = clone(history())
+    lost = [key for key in keys_of(store, "snapshots/") if "/000000000002-" in key]
+    store.delete(lost)
+    objects = keys_of(store, "packs/") + keys_of(store, "manifests/")
+    with opened(store) as repository:
+        for dry_run in (True, False):
+            with pytest.raises(IntegrityError, match=r"that no record explains.*nothing was deleted.*--unexplained"):
+                repository.gc(dry_run=dry_run)
+        assert keys_of(store, "packs/") + keys_of(store, "manifests/") == objects
+        assert keys_of(store, "gc/") == []  # no mark, which saves would not build on
+        assert repository.gc(dry_run=True, unexplained=True).deleted_objects
+        assert repository.gc(unexplained=True).deleted_objects
+    check_whole(store)
+
+
+# --- what a save asks ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
+    """On S3 each is a request: `tools/bench s3` counts them."""
+    one_thread(monkeypatch, index=False)
+    store = LyingStore(clone(history()))
+    with opened(store) as repository:
+        save(repository, "a", 4, 4)
+        store.asked.clear()
+        save(repository, "a", 5, 5)
+    asked = [(one.name, one.key.partition("/")[0]) for one in store.asked if one.name not in ("settle", "is_held")]
+    beside = [one for one in asked if one[1] not in ("packs", "manifests")]
+    session, record = "sessions", "snapshots"
+    assert beside == [
+        ("hold", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
+        ("get", session), ("put", record), ("get", record), ("release", session),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_a_pack_or_manifest_that_was_not_stored(monkeypatch, verify, kind):
+    """The default leaves it to the store's word; `verify_writes="full"` does not."""
+    one_thread(monkeypatch, index=False)
+    inner = clone(history())
+    store = LyingStore(inner)
+    with Repository.open(store, options=replace(FULL, verify_writes=verify)) as repository:
+        real = store._put
+
+        def losing(name: str, key: str, data: Any) -> None:
+            if not key.startswith(kind):
+                real(name, key, data)
+
+        store._put = losing
+        if verify == "sample":
+            save(repository, "a", 4, 4)
+            store._put = real
+            assert [s.ref for s in repository.check().damaged] == ["a@4"]
+            after = save(repository, "a", 5, 4)  # the same content: nothing is taken for stored that is not listed
+            assert [s.ref for s in repository.check("restore").damaged] == ["a@4"]
+            assert after.new_chunks or kind == "manifests/"
+            return
+        with pytest.raises(StorageError, match=r"was put and is not there.*nothing was committed"):
+            save(repository, "a", 4, 4)
+        store._put = real
+    assert {s.state for s in _states(inner, 4)} == {"aborted"}
+    check_whole(inner)
+
+
+def _states(store: MemoryStore, step: int) -> list[Snapshot]:
+    with opened(store) as repository:
+        return [s for s in repository.view().snapshots("a", states=None) if s.step == step]
+
+
+def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
+    """Whoever removed it, by hand or as a gc that saw none: what it wrote may be gone."""
+    store = clone(history())
+    actor = Actor("save", store, saving("a", 8, 8)).until("get", "sessions/")
+    actors.append(actor)
+    for key in keys_of(store, "sessions/"):
+        store.delete([key])
+    with pytest.raises(ConflictError, match=r"its session is gone.*nothing was committed; save again"):
+        actor.finish()
+    assert {s.state for s in _states(store, 8)} == {"aborted"}
+    check_whole(store)

@@ -43,6 +43,7 @@ from .errors import (
 from .findings import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, stand_in
 from .heal import Healer
 from .index import Index
+from .reads import listed
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
 from .salvage import Salvage, is_foreign
 from .session import all_needed_keys
@@ -263,12 +264,8 @@ class _Repair:
 
     def _put(self, record: Snapshot) -> None:
         """Create a record; one that is there already must be this one."""
-        try:
-            self._store.put(record.key, records.encode(record))
-        except AlreadyExistsError:
-            found = records.decode(self._store.get(record.key), Snapshot, record.key)
-            if found.write_id != record.write_id:
-                raise
+        if revisions.create(self._store, self._index, record).write_id != record.write_id:
+            raise ConflictError(f"{record.key}: another process has created it")
         self._index.add(record)
 
     # -- small objects, quarantine
@@ -343,6 +340,8 @@ class _Repair:
     def _put_note(self, note: Quarantine | Lost) -> None:
         with suppress(AlreadyExistsError):  # another repair has found the same
             self._store.put(note.key, records.encode(note))
+        if note.key not in listed(self._store, "gc/"):  # else saves would build on the pack, or policies count it
+            raise StorageError(f"{note.key} in {self._store.url}: was put and is not listed; repair again")
 
     def _renew(self, key: str, note: Quarantine) -> None:
         """Put a note beside those of its pack, and only then remove the ones that say no more.
@@ -350,7 +349,7 @@ class _Repair:
         A pack without any, were it for a moment, would be built upon by a save that begins then, and deleted by a gc.
         """
         note = msgspec.structs.replace(note, id=records.new_id())
-        self._store.put(note.key, records.encode(note))
+        self._put_note(note)
         for old in self._survey.notes:
             if records.quarantined([old]) == {key}:
                 with suppress(*DAMAGE, StorageError):  # a damaged one says nothing

@@ -82,6 +82,7 @@ class SaveOptions:
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own, for CUDA tensors: faster,
             but only a GPU with the same major release of nvCOMP reads it; `recode` leads out of it.
         verify_writes: "off", "sample" (one new chunk in 64) or "full": decode what was encoded, before the commit.
+            "full" also asks the store for every new pack and manifest by name and size.
     """
 
     max_depth: int = DEFAULT_MAX_DEPTH

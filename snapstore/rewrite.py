@@ -80,6 +80,7 @@ class Work:
         places: of blobs that were there already.
         new: blobs that this session has made: (number of its pack, offset, length).
         before: stored bytes of what each of them replaces.
+        there: whether a pack was there when it was first looked for: behind the marks, so it stays while we write.
         named: the same blobs by their names.
     """
 
@@ -91,6 +92,7 @@ class Work:
     places: dict[Key, Place] = field(default_factory=dict)
     new: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
     before: dict[Key, int] = field(default_factory=dict)
+    there: dict[str, bool] = field(default_factory=dict)
     named: dict[bytes, Key] = field(default_factory=dict)
 
     def has(self, key: Key) -> bool:
@@ -459,8 +461,10 @@ class Rewriting(ABC):
         if work.marked is None:
             return held
         packs = {name for name in packs if pack_key(name) not in work.marked | work.claim.quarantined}
-        there = self.store.sizes([pack_key(name) for name in packs]) if packs else {}
-        packs = {name for name in packs if pack_key(name) in there}
+        if unseen := packs - work.there.keys():
+            found = self.store.sizes([pack_key(name) for name in unseen])
+            work.there.update({name: pack_key(name) in found for name in unseen})
+        packs = {name for name in packs if work.there[name]}
         for snapshot in work.view.snapshots():
             for ref in snapshot.manifests:
                 if len(held) == len(packs):

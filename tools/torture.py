@@ -35,6 +35,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "crash points": (["tests/stateful", "-k", "crash_points or late_and_torn or repair_faults and not random"], 1),
     "power losses": (["tests/stateful/test_power_loss.py"], 1),
     "schedules": (["tests/stateful", "-k", "interleavings or repair_faults and random"], 20),
+    "lies": (["tests/stateful/test_lies.py"], 1),
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),

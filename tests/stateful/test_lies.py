@@ -147,7 +147,8 @@ def of_what_a_gc_wants(world: World) -> None:
     with opened(world.store) as repository:
         repository.forget_snapshots(["a@3"], force=True)
     world.may_go.add(("a", 3))
-    gc.finish()
+    with suppress(IntegrityError):  # the save's session was not stored, so nothing explains its packs
+        gc.finish()
     try:
         world.outcome = liar.finish()
     except SnapstoreError as error:

@@ -1,7 +1,6 @@
 """compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
 
 import dataclasses
-import hashlib
 
 import faults
 import foreign
@@ -415,9 +414,9 @@ def _with_manifest(store, was, m, **changes):
         "packs": header.pack_names, "pack_sizes": header.pack_size_list, "logical_bytes": header.logical_bytes,
     }  # fmt: skip
     data = manifest.encode(**arguments | changes)
-    name = hashlib.sha256(data).hexdigest()
-    store.put(records.manifest_key(name), data)
-    revision = was.revised(manifests=[msgspec.structs.replace(was.manifests[0], sha256=name, size_bytes=len(data))])
+    ref = manifest.ref_of(data)
+    store.put(ref.key, data)
+    revision = was.revised(manifests=[ref])
     store.put(revision.key, records.encode(revision))
 
 

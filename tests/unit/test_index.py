@@ -552,6 +552,17 @@ def test_a_known_repository_reads_no_record(root, monkeypatch):
     assert [key for key in read if key.startswith("snapshots/")] == []
 
 
+def test_a_cached_header_of_another_manifest_is_not_believed(root):
+    """However it got there: a gc deletes by it."""
+    with Repository.open(root, options=OPTIONS) as repository:
+        index, (ref, other) = repository._index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
+        right = index.header(ref)
+        wrong = index._cached(other)
+        index._environment.put(b"manifests", {ref.sha256: wrong})
+        assert index._cached(ref) is None
+        assert index.header(ref) == right
+
+
 def test_a_cache_of_the_schema_before_is_dropped(root):
     environment = lmdb.open(str(root / "index"), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:

@@ -173,6 +173,8 @@ class HostileS3:
         if "expect" in fields:
             sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.body = file.read(int(fields.get("content-length", 0)))
+        if len(request.body) < int(fields.get("content-length", 0)):
+            return False
         if rule is None:
             sock.sendall(self.answer_to(request))
             return True

@@ -244,7 +244,7 @@ _BROKEN = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError, OSError)
 _PASSING_STATUS = {302, 303, 408, 409, 425, 429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "InternalError", "SlowDown", "ServiceUnavailable", "Throttling", "OperationAborted"}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
-_CODE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
 
 
 class Failure(Exception):  # noqa: N818 - no error for users: the cause of one

@@ -152,5 +152,4 @@ class Requests:
 def _without_user(endpoint: str) -> str:
     """An endpoint without the user and the password that it may hold; nothing sends them."""
     scheme, separator, rest = endpoint.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -13,7 +13,7 @@ import torch  # noqa: F401  (before memory is measured: importing it takes much)
 from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
 from snapstore.digest import checksum, digest
 from snapstore.engine import EncodedChunk, HostEncoded
-from snapstore.errors import FormatError, IntegrityError
+from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
 from snapstore.manifest import Box, ChunkTable, TensorEntry
 from snapstore.records import ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
@@ -38,16 +38,32 @@ def little_time(limit_s=LIMIT_S):
 
 
 @contextmanager
-def little_memory(limit_bytes=8 * MIB):
+def little_memory(limit_bytes=8 * MIB, limit_s=LIMIT_S):
     """Nothing in the block may allocate more than this at once; nor take more than `little_time`."""
     tracemalloc.start()
     try:
-        with little_time():
+        with little_time(limit_s):
             yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < limit_bytes, f"{peak} bytes were allocated"
+
+
+@contextmanager
+def budget(world, *, decoded_bytes=0, fits=False):
+    """A block may take memory and time by the bytes that a forged repository stores, whatever it declares.
+
+    Args:
+        decoded_bytes: what it may decode, at half a gigabyte a second.
+        fits: what it declares and fits into memory may be allocated.
+    """
+    declared = 2 * 1024 * MIB if fits else 0
+    stored = world.stored_bytes
+    # A byte of a tree is at most 64 unpacked, each an object of some sixty; a chunk and what it is decoded by.
+    limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
+    with little_memory(32 * MIB + 4096 * stored + 8 * world.size + declared, limit_s):
+        yield
 
 
 def noise(seed, size=SIZE):
@@ -164,7 +180,8 @@ class World:
         refs = []
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
-            self.store.put(records.manifest_key(name), data)
+            with suppress(AlreadyExistsError):
+                self.store.put(records.manifest_key(name), data)
             told = {"part": "", "rank": 0, "logical_bytes": 0}
             with suppress(FormatError, IntegrityError):
                 told = {field: getattr(header_of(data), field) for field in told}

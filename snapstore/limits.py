@@ -23,8 +23,8 @@ MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
 SMALL_BYTES = 16 * 1024 * 1024
 #: A verb may always decode so much, ...
 MIN_DECODED_BYTES = 1024**3
-#: ... and beyond that so much of every stored byte. No codec here makes more than 3,300 bytes out of one (64 KiB of
-#: zeros take 16 in zstd and 4 in the list of lengths), and a chain is decoded for all its links at once.
+#: ... and beyond that so much of every stored byte. 64 KiB of zeros take 24 bytes, 15 if they are forged by hand; so no
+#: blob gives more than 4,400 times its size, and a chain is decoded for all its links at once.
 DECODED_RATIO = 8192
 #: A restore may decode each of its bytes so often whatever is stored: chains are eight deltas long by default.
 MAX_DEPTH_UNASKED = 16

@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 
 from snapstore import Repository, SaveOptions, cli, limits, manifest, records
 from snapstore.digest import digest
-from snapstore.errors import CapabilityError, FormatError, IntegrityError, SnapstoreError
+from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
 from snapstore.manifest import Box, TensorEntry
+from snapstore.state.tree import encode_plain
 
 GIB = 1024 * MIB
 TREE = ["dict", ["w"], [["tensor", 0, False]]]
@@ -410,3 +411,65 @@ def test_the_hostile_repositories_are_good_ones():
     with pytest.raises(AssertionError, match="were allocated"), little_memory(MIB):
         bytearray(2 * MIB)
     assert os.environ.get("SNAPSTORE_MAX_MEMORY") is None
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_path_that_is_long_and_full_of_dots():
+    """Every prefix of a path up to a dot is matched. Mitigation: by one expression, not by one match a dot."""
+    with Repository.open(World(8192).store, options=SaveOptions(threads=1)) as repo:
+        repo.save({"a" + "." * 200_000: np.arange(3), "b": 1}, run="r", step=0)
+        with little_time(2.0):
+            assert list(repo.restore("r@0", keys=["b*"])) == ["b"]
+            with pytest.raises(NotFoundError, match="matches nothing"):
+                repo.restore("r@0", keys="*x*y*")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("a", {"a.b.c", "a.d"}), ("a.b", {"a.b.c"}), ("a.*", {"a.b.c", "a.d"}), ("*.c", {"a.b.c"}),
+        ("*d", {"a.d", "d"}),
+        ("a.b.c", {"a.b.c"}), ("[ad]", {"a.b.c", "a.d", "d"}), ("?", {"a.b.c", "a.d", "d"}), ("*b*", {"a.b.c"}),
+        ("*", {"a.b.c", "a.d", "d"}), ("a*b*c", {"a.b.c"}), ("a.", set()), ("b", set()), ("A", set()), (".", set()),
+    ],
+)  # fmt: skip
+def test_patterns_match_a_path_or_what_is_above_it(pattern, expected):
+    from snapstore.state.selection import Selection
+
+    paths = {"a.b.c": ("a", "b", "c"), "a.d": ("a", "d"), "d": ("d",)}
+    assert {name for name, path in paths.items() if Selection(pattern).matches(path)} == expected
+
+
+def test_many_leaves_below_a_long_key_or_far_down():
+    """Every leaf has a path. Mitigation: paths share their beginnings, and are shown cut."""
+    deep = [0] * 50_000
+    for _ in range(150):
+        deep = [deep]
+    tree = ["dict", ["x" * 300_000, "deep"], [encode_plain([0] * 50_000), encode_plain(deep)]]
+    changed = ["dict", tree[1], [encode_plain([1] * 50_000), encode_plain(deep)]]
+    world = World()
+    for number, node in enumerate((tree, changed)):
+        made = world.manifest(tree=node, tensors=[])
+        world.commit(made, id=f"{number:032x}", step=number, seq=number)
+    with little_memory(128 * MIB), world.open() as repo:
+        assert len(repo.restore("r@0")["deep"]) == 1
+        found = repo.diff("r@0", "r@1").plain
+    assert len(found) == 50_000
+    assert max(len(path) for path, _, _ in found) <= 1000
+    assert found[7][0].endswith("....7")
+
+
+def test_a_long_cell_does_not_widen_every_row(tmp_path):
+    """A hundred rows beside a tag of 100 KB. Mitigation: nothing is padded beyond 200 characters."""
+    with Repository.create(tmp_path / "repo", options=SaveOptions(threads=1)) as repo:
+        good = repo.save({"n": 1}, run="r", step=0, metrics={"loss": 1.5})
+        for seq in range(1, 100):
+            tags = ["x" * 100_000] if seq == 7 else []
+            snapshot = msgspec.structs.replace(good, id=f"{seq:032x}", step=seq, seq=seq, tags=tags)
+            repo.store.put(snapshot.key, records.encode(snapshot))
+    result = CliRunner().invoke(cli.app, ["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+    assert result.exit_code == 0
+    assert 100_000 < len(result.stdout) < 200_000
+    assert result.stdout.count("loss=1.5") == 100

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .digest import Bytes
 from .manifest import ChunkTable, Manifest
-from .records import Snapshot
+from .records import MAX_COUNTED, Snapshot
 
 DEFAULT_MAX_DEPTH = 8
 #: A delta must be this much smaller than the full chunk, to pay for the extra read at every restore.
@@ -70,7 +70,7 @@ class Bases:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
         self.snapshot = bases[0].snapshot if bases else None
-        self.generation = self.snapshot.generation + 1 if self.snapshot else 0
+        self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
         self._places: dict[Place, tuple[int, bool]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []

@@ -370,11 +370,11 @@ def _as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None
 
 def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[str, str, str]]:
     """Plain values that differ, appeared ("" before) or went ("" after)."""
-    before, after = dict(_plain(_tree(a), ())), dict(_plain(_tree(b), ()))
+    before, after = dict(_plain(_tree(a), None)), dict(_plain(_tree(b), None))
     paths = [*before, *(path for path in after if path not in before)]
     gone = (b"", "")
     return [
-        (display(p), before.get(p, gone)[1], after.get(p, gone)[1])
+        (_dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
         for p in paths
         if before.get(p, gone)[0] != after.get(p, gone)[0]
     ]
@@ -384,14 +384,30 @@ def _tree(manifests: Sequence[Manifest]) -> Any:
     return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-def _plain(tree: Any, path: Path) -> Iterator[tuple[Path, tuple[bytes, str]]]:
+_Chained = tuple[Any, str | int] | None  # a path as (the one above, element): paths of a tree share what they have
+
+
+def _plain(tree: Any, path: _Chained) -> Iterator[tuple[_Chained, tuple[bytes, str]]]:
     """(path, (packed, shown)) of every plain leaf; what is shown is cut where it would drown the rest."""
     if type(tree) in CONTAINERS and tree:
         for element, _, child in children(tree):
-            yield from _plain(child, (*path, element))
+            yield from _plain(child, (path, element))
     elif not isinstance(tree, Slot):
         try:
             text = repr(tree)
         except ValueError:  # an int of more than 4,300 digits
             text = f"<{type(tree).__name__}>"
-        yield path, (msgspec.msgpack.encode(encode_plain(tree)), text if len(text) <= 200 else text[:197] + "...")
+        yield path, (msgspec.msgpack.encode(encode_plain(tree)), _cut(text))
+
+
+def _dotted(path: _Chained) -> str:
+    """The dotted path; long keys, and long paths, are cut."""
+    elements: list[str] = []
+    while path is not None:
+        path, element = path
+        elements.append(_cut(str(element)))
+    return _cut(".".join(reversed(elements)), 1000)
+
+
+def _cut(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

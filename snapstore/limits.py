@@ -23,13 +23,13 @@ MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
 SMALL_BYTES = 16 * 1024 * 1024
 #: A verb may always decode so much, ...
 MIN_DECODED_BYTES = 1024**3
-#: ... and beyond that so much of every stored byte. No codec here makes more than 3,300 bytes out of one (64 KiB of
-#: zeros take 16 in zstd and 4 in the list of lengths), and a chain is decoded for all its links at once.
+#: ... and beyond that so much of every stored byte. 64 KiB of zeros take 24 bytes, 15 if they are forged by hand; so no
+#: blob gives more than 4,400 times its size, and a chain is decoded for all its links at once.
 DECODED_RATIO = 8192
 #: A restore may decode each of its bytes so often whatever is stored: chains are eight deltas long by default.
 MAX_DEPTH_UNASKED = 16
 
-_SIZE = re.compile(r"(\d{1,15})([KMGTP]?)")
+_SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
 _UNLIMITED = 2**64  # as cgroups of version 1 and resource limits say it, and more
 
 
@@ -95,19 +95,19 @@ class Budget:
     limit_bytes: int | None = None
     spent_bytes: int = 0
 
-    def spend(self, nbytes: int, what: str, *, free_bytes: int = MIN_DECODED_BYTES) -> None:
+    def spend(self, nbytes: int, what: str, *, free_bytes: int = 0) -> None:
         """Count work before it is done.
 
         Args:
             nbytes: what will be decoded.
             what: the work, for the error.
-            free_bytes: no limit by what is stored is below this.
+            free_bytes: no limit by what is stored is below this, nor below MIN_DECODED_BYTES.
 
         Raises:
             CapabilityError: nothing that is stored explains so much work; it is not counted.
         """
         total = self.spent_bytes + nbytes
-        if self.limit_bytes is None and total > free_bytes:
+        if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES):
             self.limit_bytes = decodable_bytes(sum(info.size_bytes for info in self.store.list("packs/")))
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise CapabilityError(

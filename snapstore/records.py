@@ -39,6 +39,10 @@ Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Count  # a u64: msgpack has no larger integers
+#: What is counted on from: the number after it must be readable as well.
+MAX_COUNTED = 2**53
+Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
+MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
 
 #: The reason of a record that nothing told of.
@@ -110,11 +114,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     run: str
-    step: int
-    seq: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+    seq: Counted
     state: str
     write_id: str
-    revision: int = 0
+    revision: Annotated[int, msgspec.Meta(ge=0, le=MAX_REVISION)] = 0
     parent: str | None = None
     bases: list[str] = []
     manifests: list[ManifestRef] = []
@@ -122,7 +126,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # read when asked for
     created: float = 0.0
-    generation: int = 0
+    generation: Counted = 0
     depth: int = 0
     chunks: int = 0
     new_chunks: int = 0
@@ -166,7 +170,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def revised(self, **changes: Any) -> Snapshot:
-        """The next revision with `changes`, under a new write id."""
+        """The next revision with `changes`, under a new write id.
+
+        Raises:
+            InvalidInputError: there is none; no snapstore has revised a record so often.
+        """
+        if self.revision >= MAX_REVISION:
+            raise InvalidInputError(f"{self.key}: is the last revision that there can be; it stays as it is")
         return msgspec.structs.replace(self, revision=self.revision + 1, write_id=new_id(), **changes)
 
 

@@ -116,9 +116,7 @@ def require_decoding(store: ObjectStore, tensors: Sequence[tuple[Manifest, Tenso
     nbytes = sum(spec_of(entry).nbytes for _, entry in tensors)
     what = f"{what} {records.human_bytes(nbytes)}"
     log.info("%s: %s to decode", what, records.human_bytes(decoded))
-    limits.Budget(store).spend(
-        decoded, what, free_bytes=max(limits.MIN_DECODED_BYTES, limits.MAX_DEPTH_UNASKED * nbytes)
-    )
+    limits.Budget(store).spend(decoded, what, free_bytes=limits.MAX_DEPTH_UNASKED * nbytes)
 
 
 def decoded_bytes(table: ChunkTable, box: Box) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -133,8 +134,10 @@ class Survey:
         snapshots = View(self.ruling.values(), {}, []).snapshots(states=(COMMITTED, FORGOTTEN))
         needed = set(self.quarantined)
         seen: set[bytes] = set()
-        # What rebuilds the newest snapshot proves all that it builds on, so every blob is decoded about once.
-        for snapshot in snapshots if result.level != "restore" else reversed(snapshots):
+        if result.level == "restore":
+            for snapshot in reversed(snapshots):
+                self._prove(snapshot, seen)
+        for snapshot in snapshots:
             keys = self._snapshot(snapshot, seen)
             if snapshot.state == COMMITTED:
                 needed |= keys
@@ -383,7 +386,10 @@ class Survey:
     def _report_packs(self) -> None:
         """One finding a pack, whoever suffers by it."""
         misbuilt = {key: f"{key}: holds blobs that do not give their chunks" for key in self.packs.misbuilt}
-        known = {key: why for key, why in misbuilt.items() if key in self.quarantined}  # new ones: by their chunks
+        told = {name for problem in self.result.problems for name in problem.snapshots}  # of new ones, by their chunks
+        known = {
+            key: why for key, why in misbuilt.items() if key in self.quarantined or self._suffer.get(key, set()) - told
+        }
         for key, why in sorted((known | self.packs.why).items()):
             lost, need = sorted(self._suffer.get(key, ())), self.need.get(key, ())
             hurt = sorted((self.ruling[name] for name in lost), key=lambda s: (s.run, s.seq, s.id))
@@ -527,7 +533,18 @@ class Survey:
 
     # -- restore
 
-    def _unbuilt(self, snapshot: Snapshot, m: Manifest, seen: set[bytes]) -> dict[int, SnapstoreError]:
+    def _prove(self, snapshot: Snapshot, seen: set[bytes]) -> None:
+        """Rebuild a snapshot's chunks, and all that they build on; `seen` gets the chains that are good.
+
+        From the newest snapshot to the oldest, so that every blob is decoded about once. The others are found then.
+        """
+        for ref in snapshot.manifests:
+            with suppress(*DAMAGE):
+                self._unbuilt(snapshot, self._manifest(ref), seen, prove=True)
+
+    def _unbuilt(
+        self, snapshot: Snapshot, m: Manifest, seen: set[bytes], *, prove: bool = False
+    ) -> dict[int, SnapstoreError]:
         """Rebuild every chunk; chains that are known to be good are rebuilt no more, lost ones not at all."""
         names, links, starts = _chains(m), _links(m), m.table.starts.tolist()
         without = set(lost_rows(m, self.packs.lost(m)).tolist())
@@ -535,13 +552,14 @@ class Survey:
         rows = sorted(row for name, row in first.items() if name not in seen)
         decoded = int((m.table.lengths[rows].astype(np.int64) * m.table.ref_counts[rows]).sum())
         log.info("%s: %s to decode for level 'restore'", snapshot.ref, records.human_bytes(decoded))
-        proven: dict[int, list[bytes]] = {}
+        proven: dict[int, list[bytes]] | None = {} if prove else None
         try:
             self._budget.spend(decoded, f"{snapshot.ref}, and the snapshots that were looked at before")
             failed = unbuilt(self._store, self._engines, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)
-        for row, digests in proven.items():
+        seen.update(names[starts[row]] for row in rows if row not in failed)
+        for row, digests in (proven or {}).items():
             refs = range(starts[row], starts[row] + len(digests))
             seen.update(names[ref] for ref, digest in zip(refs, digests, strict=True) if links[ref].endswith(digest))
         bad = {name: failed[row] for name, row in first.items() if row in failed}

@@ -115,12 +115,18 @@ class View:
     def next_seq(self, run: str) -> int:
         """What comes behind every snapshot of a run, those included whose records cannot be read: where nobody knows
         their seq, a save that took the same would tie with them, or stand before them, once they are repaired.
+
+        Raises:
+            InvalidInputError: a forged record leaves no number.
         """
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
         seqs = [s.seq for s in self.snapshots(run, states=None)]
         seqs += [self._seqs[name] for name in names & self._seqs.keys()]
         # Each of the others may have been saved beside the rest, and have left room for them.
-        return 1 + len(names - self._seqs.keys()) ** 2 + max(seqs, default=-1)
+        number = 1 + len(names - self._seqs.keys()) ** 2 + max(seqs, default=-1)
+        if number > records.MAX_COUNTED:
+            raise InvalidInputError(f"run {run!r}: a record of it has the last number that there is; save another run")
+        return number
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
         """Committed snapshots whose parent this is."""

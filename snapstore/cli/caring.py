@@ -55,7 +55,7 @@ def check(
 ) -> int | None:
     """Verify the repository and say which snapshots stay restorable."""
     share, subset = _portion(ALL if read_data is None else read_data)
-    most = None if max_decoded is None else _size("--max-decoded", max_decoded)
+    most = None if max_decoded is None else _size(max_decoded, "--max-decoded")
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
@@ -205,7 +205,7 @@ def compact(
 
     Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
     """
-    limit = None if max_repack_size is None else _size("--max-repack-size", max_repack_size)
+    limit = None if max_repack_size is None else _size(max_repack_size)
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
     if shell.as_json:
@@ -220,7 +220,7 @@ def compact(
     return PARTIAL if report.failed else None
 
 
-def _size(option: str, text: str) -> int:
+def _size(text: str, option: str = "--max-repack-size") -> int:
     """Bytes of `10G`; K, M, G, T and P are powers of 1024."""
     from ..errors import InvalidInputError
     from ..limits import parse_size

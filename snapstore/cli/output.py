@@ -27,6 +27,9 @@ SPINNER_AFTER_S = 1.0
 #: Longer tables are printed without rich, which takes more than a second for a thousand rows.
 RICH_ROWS = 200
 
+#: Shorter cells are padded up to this; longer ones are printed whole, and push the rest of their row.
+MAX_PADDED = 200
+
 #: Longer integers are shown in hexadecimal.
 MAX_BITS = 4096
 
@@ -131,10 +134,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     cells = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in rows]
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
-    if sys.stdout.isatty() and len(cells) <= RICH_ROWS:
+    longest = max((len(cell) for row in cells for cell in row), default=0)
+    if sys.stdout.isatty() and len(cells) <= RICH_ROWS and longest <= MAX_PADDED:
         _rich_table(names, right, cells)
         return
-    widths = [max(len(row[i]) for row in [names, *cells]) for i in range(len(names))]
+    widths = [min(MAX_PADDED, max(len(row[i]) for row in [names, *cells])) for i in range(len(names))]
     for row in [names, *cells]:
         padded = (
             cell.rjust(width) if flush else cell.ljust(width)

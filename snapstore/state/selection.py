@@ -9,8 +9,11 @@ so it serves one decoded tree, which must outlive it, and one thread.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from ..errors import InvalidInputError, NotFoundError
@@ -49,11 +52,15 @@ class Selection:
 
     def require_matches(self, tree: Any) -> None:
         """Refuse a pattern that selects nothing."""
-        paths = [path for path, _ in leaves(tree, ())]
-        for pattern in self.patterns or ():
-            if not any(_pattern_matches(pattern, path) for path in paths):
-                some = ", ".join(shown(path) for path in paths[:5])
-                raise NotFoundError(f"keys {pattern!r}: matches nothing in this snapshot, which holds e.g. {some}")
+        left = dict.fromkeys(self.patterns or ())
+        for path, _ in leaves(tree, ()) if left else ():
+            for pattern in [pattern for pattern in left if _pattern_matches(pattern, path)]:
+                del left[pattern]
+            if not left:
+                return
+        for pattern in left:
+            some = ", ".join(shown(path) for path, _ in itertools.islice(leaves(tree, ()), 5))
+            raise NotFoundError(f"keys {pattern!r}: matches nothing in this snapshot, which holds e.g. {some}")
 
     def prune(self, tree: Any, path: Path) -> Any:
         """Return the selected part of a decoded tree."""
@@ -68,10 +75,13 @@ class Selection:
 
 
 def _pattern_matches(pattern: str, path: Path) -> bool:
-    text = display(path)
-    if fnmatchcase(text, pattern):
-        return True
-    return any(fnmatchcase(text[:at], pattern) for at, letter in enumerate(text) if letter == ".")
+    return _compiled(pattern).match(display(path)) is not None
+
+
+@functools.lru_cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """What matches a dotted path, or any part of it up to a dot, at once."""
+    return re.compile(translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") + r"(?=\.|\Z)")
 
 
 def parts_needed(part_names: Iterable[str], keys: str | Sequence[str] | None) -> list[str]:

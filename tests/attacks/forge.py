@@ -14,7 +14,7 @@ from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, rec
 from snapstore import digest as digests
 from snapstore.digest import checksum
 from snapstore.engine import EncodedChunk, HostEncoded
-from snapstore.errors import FormatError, IntegrityError
+from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
 from snapstore.manifest import Box, ChunkTable, TensorEntry
 from snapstore.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
@@ -40,16 +40,32 @@ def little_time(limit_s=LIMIT_S):
 
 
 @contextmanager
-def little_memory(limit_bytes=8 * MIB):
+def little_memory(limit_bytes=8 * MIB, limit_s=LIMIT_S):
     """Nothing in the block may allocate more than this at once; nor take more than `little_time`."""
     tracemalloc.start()
     try:
-        with little_time():
+        with little_time(limit_s):
             yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < limit_bytes, f"{peak} bytes were allocated"
+
+
+@contextmanager
+def budget(world, *, decoded_bytes=0, fits=False):
+    """A block may take memory and time by the bytes that a forged repository stores, whatever it declares.
+
+    Args:
+        decoded_bytes: what it may decode, at half a gigabyte a second.
+        fits: what it declares and fits into memory may be allocated.
+    """
+    declared = 2 * 1024 * MIB if fits else 0
+    stored = world.stored_bytes
+    # A byte of a tree is at most 64 unpacked, each an object of some sixty; a chunk and what it is decoded by.
+    limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
+    with little_memory(32 * MIB + 4096 * stored + 8 * world.size + declared, limit_s):
+        yield
 
 
 def noise(seed, size=SIZE):
@@ -175,7 +191,8 @@ class World:
         refs = []
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
-            self.store.put(records.manifest_key(name), data)
+            with suppress(AlreadyExistsError):
+                self.store.put(records.manifest_key(name), data)
             refs.append(ref_of(name, data))
         fields = {
             "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,
@@ -199,10 +216,11 @@ def ref_of(name, data):
     header = None
     with suppress(FormatError, IntegrityError):
         header = header_of(data)
-    return ManifestRef(
-        part=header.part if header else "", rank=header.rank if header else 0, sha256=name,
-        header_sha256=hashlib.sha256(head).hexdigest(), size_bytes=len(data), logical_bytes=header.logical_bytes if header else 0,
-    )  # fmt: skip
+    told = {
+        field: getattr(header, field, other) for field, other in {"part": "", "rank": 0, "logical_bytes": 0}.items()
+    }
+    header_sha256 = hashlib.sha256(head).hexdigest()
+    return ManifestRef(sha256=name, header_sha256=header_sha256, size_bytes=len(data), **told)
 
 
 def header_of(data):

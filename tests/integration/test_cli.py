@@ -815,7 +815,17 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
-        assert set(document) == {"ok", "problems", "notes", "restorable", "damaged", "unknown", "packs", "packs_read"}
+        assert set(document) == {
+            "ok",
+            "problems",
+            "notes",
+            "restorable",
+            "damaged",
+            "unknown",
+            "packs",
+            "packs_read",
+            "decoded_bytes",
+        }
         assert (document["ok"], document["problems"], len(document["restorable"])) == (True, [], 4)
         assert document["packs"] == 4
         assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)

@@ -1,0 +1,134 @@
+"""Records of any numbers, times and names, in every verb of the shell: an answer or an error, soon, and never a bug."""
+
+import contextlib
+import shutil
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+from faults import SEED, THOROUGH
+from forge import little_memory, little_time
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tally import EXAMPLES, tally
+from typer.testing import CliRunner
+
+from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, policies, records, retention
+from snapstore.errors import SnapstoreError
+from snapstore.records import Policy, Snapshot
+from snapstore.state.tree import encode_plain
+
+MIB = 1024 * 1024
+TIMES = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 253402300800.0, -62135596801.0, 0.0])
+NUMBERS = st.sampled_from([0, 1, -1, 2**31, 2**53 - 1, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 10**12])
+TEXTS = st.sampled_from(
+    ["", "x", "\x1b[31m", "\u202e", "ü" * 1000, "@", "r@0", "a.b", "\0", "latest", "7", "x" * 10**5]
+)
+METADATA = st.sampled_from([None, 10**5000, [[[1]]], {"a": 1}, {(10**5000,): 2}, "x" * 10_000, float("nan"), "\udc80"])
+FIELDS = {
+    "step": st.sampled_from([5, 7, 10**12 - 1]), "seq": NUMBERS, "revision": st.sampled_from([0, 1, 10**9 - 1]),
+    "state": st.sampled_from(["committed", "forgotten", "aborted", "swept", "novel"]), "write_id": TEXTS,
+    "parent": st.none() | TEXTS | st.sampled_from(["a" * 32, "b" * 32]),
+    "bases": st.lists(TEXTS | st.sampled_from(["a" * 32, "b" * 32]), max_size=3), "tags": st.lists(TEXTS, max_size=3),
+    "metrics": st.dictionaries(TEXTS, TIMES, max_size=3), "metadata_node": METADATA, "created": TIMES,
+    "generation": NUMBERS, "depth": NUMBERS, "chunks": NUMBERS, "new_chunks": NUMBERS, "stored_bytes": NUMBERS,
+    "stall_s": TIMES, "total_s": TIMES, "policy": TEXTS, "reason": TEXTS,
+}  # fmt: skip
+VERBS = (
+    ["log"], ["log", "--all", "--json"], ["log", "-n", "1"], ["show", "id:b"], ["show", "id:b", "--json"],
+    ["stats"], ["check"], ["check", "--restore", "--json"], ["gc", "-n"], ["gc"], ["compact", "-n"], ["repair"],
+    ["repair", "--apply"], ["tag", "id:b", "t"], ["untag", "id:b", "x"], ["diff", "r@0", "id:b"], ["unforget", "id:b"],
+    ["forget", "--run", "r", "--keep-last", "1", "-n"], ["forget", "--run", "r", "--keep-within", "1d"],
+    ["forget", "--run", "r", "--keep-best", "x"], ["forget", "id:b", "--force"], ["index", "rebuild"],
+    ["restore", "id:b", "-o", "out.pt", "--force"], ["recode", "--all", "-n"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A repository of one snapshot, and its record."""
+    folder = tmp_path_factory.mktemp("records") / "repo"
+    with Repository.create(folder, chunk_bytes=1024, options=SaveOptions(threads=1)) as repository:
+        repository.save({"w": np.arange(2000), "n": 1}, run="r", step=0)
+        return folder, repository.snapshot("r@0")
+
+
+@settings(max_examples=10 * EXAMPLES, deadline=None)
+@given(st.fixed_dictionaries({}, optional=FIELDS), st.lists(st.sampled_from(VERBS), min_size=1, max_size=5))
+@example({"created": 1e300, "stall_s": float("nan")}, [["log"], ["show", "id:b"], ["show", "id:b", "--json"]])
+@example({"metadata_node": 10**5000}, [["show", "id:b"], ["show", "id:b", "--json"]])
+@example({"seq": 2**64 - 1}, [["log"], ["tag", "id:b", "t"]])
+@example({"seq": 2**53}, [["log"], ["tag", "id:b", "t"]])
+@example({"seq": 2, "generation": 2**53}, [["log"]])
+@example({"revision": 10**9 - 1}, [["tag", "id:b", "t"], ["forget", "id:b", "--force"], ["repair", "--apply"]])
+def test_any_record(made, tmp_path_factory, changes, verbs):
+    """Mitigation: fields are typed, and what a type does not bound, each verb takes as it is."""
+    tally("fuzz inputs")
+    folder, good = made
+    place = tmp_path_factory.mktemp("place")
+    shutil.copytree(folder, place / "repo")
+    if "metadata_node" in changes:
+        changes["metadata_node"] = msgspec.Raw(msgspec.msgpack.encode(encode_plain(changes["metadata_node"])))
+    forged = msgspec.structs.replace(good, **{"id": "b" * 32, "step": 5, "seq": 1} | changes)
+    key = records.record_key("r", forged.step, forged.id, forged.revision)
+    (place / "repo" / key).write_bytes(records.encode(forged))
+    with contextlib.chdir(place):
+        for args in verbs:
+            traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
+            with little_memory(128 * MIB) if traced else little_time():
+                result = CliRunner().invoke(cli.app, args, env={"SNAPSTORE_REPO": str(place / "repo")})
+            said = (args, result.exit_code, result.output[-2000:], result.exception)
+            assert result.exception is None or isinstance(result.exception, SystemExit), said
+            assert "this is a bug" not in result.output, said
+        with Repository.open(place / "repo", options=SaveOptions(threads=1)) as repository:
+            with contextlib.suppress(SnapstoreError):
+                saved = repository.save({"w": np.arange(2000) + 1}, run="r", step=9)
+                assert repository.restore(f"id:{saved.id}")["w"][0] == 1
+            assert (repository.restore(f"id:{good.id}")["w"] == np.arange(2000)).all()
+    shutil.rmtree(place)
+
+
+POLICIES = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["KeepLast", "KeepEvery", "KeepBest", "KeepWithin", "KeepSteps", "KeepDaily", "x"])},
+    optional={
+        name: NUMBERS | TIMES | TEXTS | st.none() | st.lists(NUMBERS | TEXTS, max_size=3)
+        for name in ("n", "steps", "metric", "mode", "duration", "period", "y")
+    },
+)
+
+
+@settings(max_examples=40 * EXAMPLES, deadline=None)
+@given(st.lists(POLICIES, max_size=4))
+def test_any_policy(made, stored):
+    """Mitigation: policies are made of what is stored by their own constructors, which check it."""
+    tally("fuzz inputs")
+    data = records.encode(Policy(run="r", policies=stored))
+    with little_memory(), contextlib.suppress(SnapstoreError):
+        found = policies.decode(data, "r", "key")
+        made_of = [retention.from_dict(policy) for policy in found]
+        retention.apply(made_of, [made[1]], force=True)
+        assert retention.describe(made_of)
+
+
+def test_policies_of_every_kind_are_stored_and_read():
+    from snapstore import retention
+
+    keep = [
+        KeepLast(3),
+        KeepEvery(steps=7),
+        KeepWithin("3d"),
+        retention.KeepSteps((1, 2)),
+        retention.KeepBest("x", n=2),
+    ]
+    data = records.encode(Policy(run="r", policies=[retention.to_dict(policy) for policy in keep]))
+    assert [retention.from_dict(policy) for policy in policies.decode(data, "r", "key")] == keep
+
+
+def test_a_record_of_a_hundred_thousand_tags():
+    """As many as bytes hold; they are strings, once each."""
+    snapshot = Snapshot(
+        id="b" * 32, run="r", step=5, seq=1, state="committed", write_id="", tags=[f"t{i}" for i in range(100_000)]
+    )
+    with little_memory(32 * MIB):
+        assert len(records.decode(records.encode(snapshot), Snapshot, "key").tags) == 100_000

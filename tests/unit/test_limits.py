@@ -1,0 +1,129 @@
+"""Limits: how much memory there is, by machines, control groups and resource limits that were made up."""
+
+import resource
+
+import pytest
+
+from snapstore import limits
+from snapstore.errors import CapabilityError, InvalidInputError
+from snapstore.storage.memory import MemoryStore
+
+GIB = 1024**3
+MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\nSwapFree: 2097152 kB\n"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A root with files of /proc and /sys; a function that makes them, and gives what is available [GiB]."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def available(files):
+        for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(str(text))
+        found = limits.available_bytes(tmp_path)
+        return None if found is None else found / GIB
+
+    return available
+
+
+def test_a_machine_gives_what_it_calls_available_and_its_swap(machine):
+    assert machine({}) == 10
+    assert machine({"proc/spl/kstat/zfs/arcstats": f"13 1 0x01\nc_min 4 {GIB}\nsize 4 {4 * GIB}\n"}) == 13
+
+
+def test_no_machine_that_says(machine):
+    assert machine({"proc/meminfo": ""}) is None
+
+
+GROUP = {"proc/self/cgroup": "0::/a.slice/b.scope\n"}
+
+
+def test_a_control_group_and_those_above_it(machine):
+    at = "sys/fs/cgroup/a.slice/"
+    own = {f"{at}b.scope/memory.max": "max\n", f"{at}b.scope/memory.current": GIB}
+    assert machine(GROUP | own) == 10
+    above = {f"{at}memory.max": 4 * GIB, f"{at}memory.current": 3 * GIB, f"{at}memory.swap.max": 0}
+    assert machine(GROUP | own | above) == 1
+    cache = {
+        f"{at}memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {GIB}\nslab_reclaimable 0\nfile {9 * GIB}\n"
+    }
+    assert machine(GROUP | own | above | cache) == 3
+    swap = {f"{at}memory.swap.max": GIB, f"{at}memory.swap.current": GIB // 2}
+    assert machine(GROUP | own | above | cache | swap) == 3.5
+
+
+def test_a_container_whose_group_is_at_the_top(machine):
+    own = {"sys/fs/cgroup/memory.max": 2 * GIB, "sys/fs/cgroup/memory.current": GIB, "sys/fs/cgroup/memory.swap.max": 0}
+    assert machine({"proc/self/cgroup": "0::/../elsewhere\n", **own}) == 1
+
+
+def test_control_groups_of_version_1(machine):
+    at = "sys/fs/cgroup/memory/docker/x/"
+    listed = {"proc/self/cgroup": "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n"}
+    unlimited = {f"{at}memory.limit_in_bytes": 2**63 - 4096, f"{at}memory.usage_in_bytes": GIB}
+    assert machine(listed | unlimited) == 10
+    assert machine(listed | {f"{at}memory.limit_in_bytes": 3 * GIB, f"{at}memory.usage_in_bytes": GIB}) == 4
+
+
+def test_resource_limits(machine, monkeypatch):
+    pages = 2 * GIB // resource.getpagesize()
+    files = {"proc/self/statm": f"{pages} 5 5 5 0 {pages // 2} 0"}
+    for which, room in ((resource.RLIMIT_AS, 1), (resource.RLIMIT_DATA, 2)):
+        soft = {which: 3 * GIB}
+        monkeypatch.setattr(resource, "getrlimit", lambda name, soft=soft: (soft.get(name, resource.RLIM_INFINITY), 0))
+        assert machine(files) == room
+    monkeypatch.setattr(resource, "getrlimit", lambda name: (GIB, GIB))
+    assert machine(files) == 0
+
+
+def test_this_machine_has_some():
+    assert limits.available_bytes() is None or limits.available_bytes() > 16 * 1024 * 1024
+
+
+def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2 * GIB)
+    limits.require_memory(2 * GIB, "x")
+    with pytest.raises(CapabilityError) as caught:
+        limits.require_memory(2 * GIB + 1, "r@7: restoring 3 tensors")
+    said = str(caught.value)
+    assert said.startswith(
+        "r@7: restoring 3 tensors: needs 2.1GB (2147483649 bytes) of memory, 2.1GB are available here"
+    )
+    for word in ("keys", "device", "tensors of your own", "SNAPSTORE_MAX_MEMORY=2147483649"):
+        assert word in said
+    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "1T")
+    limits.require_memory(1024 * GIB, "x")
+    monkeypatch.setattr(limits, "available_bytes", lambda: None)
+    monkeypatch.delenv("SNAPSTORE_MAX_MEMORY")
+    limits.require_memory(2**62, "a system that does not say")
+
+
+SIZES = {"0": 0, "17": 17, "10K": 10240, "5mib": 5 << 20, "3GB": 3 << 30, "2T": 2 << 40, "1P": 1 << 50}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_sizes(text, size):
+    assert limits.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5G", "10E", "9" * 16, "1 G", "\u0661"])
+def test_no_sizes(text):
+    with pytest.raises(InvalidInputError, match="expected a number of bytes, or one such as 500M"):
+        limits.parse_size(text)
+
+
+def test_a_budget_counts_what_it_lets_pass(monkeypatch):
+    monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 100)
+    store = MemoryStore()
+    store.put("packs/00/x", bytes(10))
+    budget = limits.Budget(store)
+    budget.spend(100, "a")
+    budget.spend(10 * limits.DECODED_RATIO, "b")
+    with pytest.raises(CapabilityError, match=r"c: has to decode 82.0kB \(82021 bytes\), more than the 82.0kB"):
+        budget.spend(1, "c")
+    assert budget.spent_bytes == 82020
+    limits.Budget(store).spend(10**6, "d", free_bytes=10**6)
+    with pytest.raises(CapabilityError, match="e: has to decode 11B"):
+        limits.Budget(store, 10).spend(11, "e")

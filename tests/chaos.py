@@ -33,9 +33,11 @@ from typing import Any
 import chaos_worker
 from chaos_worker import ALLOWED, CHURNED, KEPT, SHARED_TAG, STEPS
 from faults import check_clean, check_restores, same, version_of
+from lying_proxy import SORTS
 from tally import tally
 
 from snapstore import KeepLast, Repository
+from snapstore.errors import SnapstoreError
 from snapstore.storage import ObjectStore
 
 #: What a class of chaos does to the processes, beside running them.
@@ -44,11 +46,14 @@ KINDS: dict[str, frozenset[str]] = {
     "links": frozenset({"kill", "links"}),
     "mounts": frozenset({"kill", "stop", "mounts"}),
     "renames": frozenset({"kill", "stop", "renames"}),
+    "lies": frozenset({"reads", "writes"}),
+    "lies about reads": frozenset({"reads"}),
+    "lies about writes": frozenset({"writes"}),
+    "slow lies": frozenset({"slow"}),
     "everything": frozenset({"kill", "stop", "caches", "clocks", "links", "renames"}),
 }
 #: Deeds that make verbs fail in ways that they otherwise must not.
-ROUGH = {"links", "mounts", "renames"}
-WORKERS = 3
+ROUGH = {"links", "mounts", "renames", *SORTS}
 #: A verb, or a process that was told to end, that takes longer hangs.
 HANGS_AFTER_S = 180.0
 YEAR_S = 365 * 86_400.0
@@ -101,6 +106,7 @@ class Chaos:
     kinds: frozenset[str]
     seed: int
     fence_s: float = 0.0
+    workers: int = 3
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -184,14 +190,19 @@ class Chaos:
     def run(self, seconds: float) -> None:
         """Chaos for so long; then all processes end."""
         ends = time.monotonic() + seconds
+        for _ in range(10 if "links" in self.kinds else 0):
+            self.plant_link()
         deeds = [deed for kind, deed in DEEDS.items() if kind in self.kinds]
         while time.monotonic() < ends and not self.wrong:
-            while sum(child.shell is None for child in self.children.values()) < WORKERS:
+            while sum(child.shell is None for child in self.children.values()) < self.workers:
                 self._start_worker()
-            if all(child.shell is None for child in self.children.values()) and self.random.random() < 0.5:
+            shells = sum(child.shell is not None for child in self.children.values())
+            if not self.kinds & SORTS and not shells and self.random.random() < 0.5:
                 self._start_shell()
-            if self.random.random() < 0.3:
+            if deeds and self.random.random() < 0.3:
                 self.random.choice(deeds)(self)
+            if "links" in self.kinds:
+                self.plant_link()
             self._watch(self.random.uniform(0.01, 0.1))
         self._end_all()
 
@@ -253,6 +264,7 @@ class Chaos:
             "url": self.url, "seed": self.random.randrange(2**32), "journal": str(journal), "calm": self.calm,
             "stop": str(self.folder / "stop"), "clock_off_s": self._clock(), "environment": self._environment(),
             "output": str(self.folder / "output" / f"worker{self._number}"), "fence_s": self.fence_s,
+            "lies": sorted(self.kinds & SORTS),
         }  # fmt: skip
         self._ask(**request)
         pid = self._answer("started")["started"]
@@ -407,14 +419,15 @@ class Chaos:
         place = root / random.choice([
             f"packs/{two}", f"packs/{two}/{name}{name}", f"manifests/{two}", f"manifests/{two}/{name}{name}",
             f"snapshots/linked-{name}", f"snapshots/{run}",
-            f"snapshots/{run}/{random.randrange(100):012}-{name}.0", f"sessions/{name}", f"gc/{name}.mark", f"gc/{name}.wait", f"tmp/{name}", "tmp", "index", "index/data.mdb",
-            "index/lock.mdb", "index/used", "policies", "gc", f"policies/{run}.{random.randrange(20)}",
+            f"snapshots/{run}/{random.randrange(100):012}-{name}.0", f"policies/{run}.{random.randrange(20)}",
+            f"sessions/{name}", f"gc/{name}.mark", f"gc/{name}.wait", f"tmp/{name}", "tmp", "policies", "gc",
+            "index", "index/data.mdb", "index/lock.mdb", "index/used",
         ])  # fmt: skip
         target = random.choice([self.folder / "canary", self.folder / "canary" / "file", root, root / "config",
                                 self.folder / "canary" / "missing"])  # fmt: skip
         with suppress(OSError):
             place.symlink_to(target)  # never replaces anything
-            self._links.append((time.monotonic() + random.uniform(0.2, 2.0), place))
+            self._links.append((time.monotonic() + random.uniform(0.2, 4.0), place))
             self.log("link", place=str(place), target=str(target))
             self._count("links planted")
 
@@ -473,7 +486,7 @@ class Chaos:
 
 
 DEEDS: dict[str, Callable[[Chaos], None]] = {
-    "kill": Chaos.kill, "stop": Chaos.stop, "caches": Chaos.lose_cache, "links": Chaos.plant_link,
+    "kill": Chaos.kill, "stop": Chaos.stop, "caches": Chaos.lose_cache,
     "mounts": Chaos.swap_volume, "renames": Chaos.swap_volume,
 }  # fmt: skip
 
@@ -504,6 +517,8 @@ def calls(folder: Path) -> tuple[list[Entry], list[str]]:
     for name, line in journals(folder):
         if "wrong" in line:
             wrong.append(f"{name}: {line['wrong']}\n{line.get('trace', '')}")
+        elif "lie" in line:
+            continue
         elif "begin" in line:
             found[name, line["begin"]] = Entry(line)
         else:
@@ -519,6 +534,8 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
     """
     entries, wrong = calls(chaos.folder)
     chaos._count("verbs", len(entries))
+    told = Counter(f"{line['verb']} {line['lie']}" for _, line in journals(chaos.folder) if "lie" in line)
+    chaos._count("lies told", told.total())
     wrong += chaos.wrong
     now = chaos.canary_now()
     changed = {name for name in now.keys() | chaos.canary.keys() if now.get(name) != chaos.canary.get(name)}
@@ -527,7 +544,7 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
         view = repository.view()
         states = {s.id: s for s in view.snapshots(states=None)}
         wrong += [f"record damaged: {key}: {why}" for key, why in (*view.damaged.items(), *view.unread.items())]
-    wrong += lost(entries, states)
+        wrong += lost(entries, states) + damaged(repository)
     about = f"seed {chaos.seed}, {dict(chaos.counts)}, see {chaos.folder}"
     assert not wrong, f"{about}: {len(wrong)} wrong:\n" + "\n".join(wrong[:12])
     with Repository.open(store, options=chaos_worker.OPTIONS) as repository:
@@ -574,6 +591,19 @@ def lost(entries: list[Entry], states: dict[str, Any]) -> list[str]:
                 wrong.append(
                     f"lost: {about}: is {snapshot.state} ({snapshot.reason}), and nobody can have asked for it"
                 )
+    return wrong
+
+
+def damaged(repository: Repository) -> list[str]:
+    """Committed and forgotten snapshots that do not restore, and why."""
+    wrong: list[str] = []
+    for snapshot in repository.view().snapshots(states=("committed", "forgotten")):
+        about = f"{snapshot.state} {snapshot.ref} id:{snapshot.id}, created at {snapshot.created:.1f}"
+        try:
+            if not same(repository.restore(f"id:{snapshot.id}"), chaos_worker.expected(*version_of(snapshot))):
+                wrong.append(f"lost: {about}: other bytes")
+        except SnapstoreError as error:
+            wrong.append(f"lost: {about}: {type(error).__name__}: {error}")
     return wrong
 
 

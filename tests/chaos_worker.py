@@ -18,17 +18,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import botocore.session  # noqa: F401  with all that follows imported once, not in every child
 import hosts
 import safetensors.torch
 import torch
 from faults import same, version_of
+from lying_proxy import LyingProxy, Memory, Told
 
 import snapstore.cli
 import snapstore.compact
@@ -37,9 +39,10 @@ import snapstore.inspection
 import snapstore.recode
 import snapstore.repair
 import snapstore.save
-import snapstore.storage.s3
+import snapstore.session
 from snapstore import KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.errors import SnapstoreError
+from snapstore.storage.s3 import S3Store
 
 #: Runs of which nobody forgets anything, and runs of which everybody does.
 KEPT, CHURNED = ("kept-a", "kept-b"), ("churned-a", "churned-b")
@@ -108,7 +111,7 @@ class Worker:
 
     Args:
         settings: seed; url; journal; stop, a file that says so; clock_off_s; calm: nothing but processes die, so no
-            verb may fail in other ways than `ALLOWED`; fence_s: what `gc` is given now and then.
+            verb may fail in other ways than `ALLOWED`; fence_s: what `gc` is given now and then; lies: their sorts.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -117,25 +120,32 @@ class Worker:
         self.journal = Journal(Path(settings["journal"]))
         self.repository: Repository | None = None
 
+    #: How often each verb is called.
+    weights: ClassVar[dict[str, int]] = {
+        "save": 30, "manager": 12, "restore": 20, "restore_into": 5, "forget": 10, "unforget": 4, "tag": 5, "untag": 2,
+        "gc": 12, "compact": 4, "recode": 2, "check": 4, "repair": 2, "rebuild_index": 2, "look": 5, "diff": 3,
+    }  # fmt: skip
+    #: How often the repository is closed after a verb.
+    closes = 0.1
+
     def main(self) -> None:
         """Until the end."""
-        verbs: list[tuple[Callable[[Repository], None], int]] = [
-            (self.save, 30), (self.manager, 12), (self.restore, 20), (self.restore_into, 5), (self.forget, 10),
-            (self.unforget, 4), (self.tag, 5), (self.untag, 2), (self.gc, 12), (self.compact, 4), (self.recode, 2),
-            (self.check, 4), (self.repair, 2), (self.rebuild_index, 2), (self.look, 5), (self.diff, 3),
-        ]  # fmt: skip
+        names, weights = list(self.weights), list(self.weights.values())
         while not Path(self.settings["stop"]).exists():
-            (verb,) = self.random.choices([verb for verb, _ in verbs], [weight for _, weight in verbs])
             if self.repository is None:
                 with self.call("open"):
-                    self.repository = Repository.open(self.settings["url"], options=OPTIONS)
-                if self.repository is None:
-                    time.sleep(0.02)
-                    continue
-            verb(self.repository)
-            if self.random.random() < 0.1:
+                    self.repository = self.open()
+            if self.repository is None:
+                time.sleep(0.02)
+                continue
+            getattr(self, self.random.choices(names, weights)[0])(self.repository)
+            if self.random.random() < self.closes:
                 self.repository.close()
                 self.repository = None
+
+    def open(self) -> Repository:
+        """As every script does."""
+        return Repository.open(self.settings["url"], options=OPTIONS)
 
     @contextmanager
     def call(self, verb: str, *, may_fail: bool = True, **about: Any) -> Iterator[dict[str, Any]]:
@@ -315,9 +325,66 @@ class Worker:
     def diff(self, repository: Repository) -> None:
         """Two of any runs."""
         one, other = self.some(repository), self.some(repository)
-        if one is not None:
+        if one is not None and other is not None:
             with self.call("diff"):
                 repository.diff(f"id:{one.id}", f"id:{other.id}")
+
+
+class LiedTo(Worker):
+    """A worker whose server lies: to most of its calls once, each time by another request, and in another way."""
+
+    weights: ClassVar[dict[str, int]] = Worker.weights | {"gc": 40, "forget": 15, "compact": 8, "restore": 8, "look": 2}
+    closes = 0.3
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._server = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
+        self._memory, self._proxy, self._inside = Memory(), None, False
+        self._confirms = self.random.random() < 0.5
+        snapstore.session.HEARTBEAT_S = 0.2
+
+    def open(self) -> Repository:
+        """With the index that there is, or through another proxy, whose client knows nothing."""
+        if self._proxy is None or self.random.random() < 0.5:
+            if self._proxy is not None:
+                self._proxy.__exit__()
+            self._proxy = LyingProxy(
+                self._server, random=self.random, memory=self._memory, tell=self._tell, confirmed=self._confirms,
+                sorts=frozenset(self.settings["lies"]),
+            ).__enter__()  # fmt: skip
+            os.environ["AWS_ENDPOINT_URL_S3"] = self._proxy.url
+        store = S3Store(self.settings["url"], connect_timeout_s=1.0, read_timeout_s=1.0, attempts=3)
+        put = store.put
+
+        def put_slowly(key: str, data: Any) -> None:
+            """Others meet this save when all is written but its record."""
+            if key.startswith("snapshots/") and key.endswith(".0") and self.random.random() < 0.4:
+                time.sleep(self.random.uniform(0.0, 3.0))
+            put(key, data)
+
+        store.put = put_slowly  # type: ignore[method-assign]
+        options = replace(OPTIONS, verify_writes="full" if self._confirms else "sample")
+        return Repository.open(store, options=options)
+
+    def _tell(self, told: Told) -> None:
+        self.journal.write(lie=told.lie, verb=told.verb, kind=told.kind, target=told.target)
+        if told.hung:
+            self.wrong(f"hangs: {told.verb} {told.target}: {told.lie}")
+
+    @contextmanager
+    def call(self, verb: str, *, may_fail: bool = True, **about: Any) -> Iterator[dict[str, Any]]:
+        """One lie at most in all that it does."""
+        outermost = not self._inside and self._proxy is not None
+        if outermost:
+            self._inside = True
+            self._proxy.arm(self.random.choice([4, 16, 64]))
+        try:
+            with super().call(verb, may_fail=may_fail, **about) as result:
+                yield result
+        finally:
+            if outermost:
+                self._inside = False
+                self._proxy.disarm()
 
 
 # --- the launcher ----------------------------------------------------------------------------------------------------
@@ -344,7 +411,7 @@ def _child(request: dict[str, Any]) -> None:
         snapstore.cli.main()
     else:
         os.dup2(output, 1)
-        Worker(request).main()
+        (LiedTo if request["lies"] else Worker)(request).main()
 
 
 def launcher() -> None:

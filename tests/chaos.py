@@ -221,7 +221,8 @@ class Chaos:
             for entry in [entry for entry in self._links if entry[0] < now]:
                 self._links.remove(entry)
                 with suppress(FileNotFoundError):
-                    entry[1].unlink()
+                    if entry[1].is_symlink():
+                        entry[1].unlink()
             if self._swapped_until and self._swapped_until < now:
                 self._swap_back()
             if now >= until:
@@ -366,7 +367,7 @@ class Chaos:
 
     def _count(self, what: str, count: int = 1) -> None:
         self.counts[what] += count
-        tally(f"chaos: {what}", count)
+        tally(f"{'lying S3' if self.kinds & SORTS else 'chaos'}: {what}", count)
 
     # -- deeds
 
@@ -553,7 +554,7 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
         before = {s.id for s in repository.snapshots()}
         assert {s.id for s in found} == before, about
         repository.save(chaos_worker.hosts.values("kept-a", 1), run="kept-a", step=STEPS, metadata=["kept-a", 1])
-        repository.forget([KeepLast(3)], run="churned-a")
+        repository.forget([KeepLast(3)], run="kept-a")
         while (result := repository.gc(fence_after_s=0.0)).fenced:
             pass
         assert result.waiting_for == [], about

@@ -466,6 +466,7 @@ class LyingProxy(Proxy):
         super().__post_init__()
         self._wait: int | None = None
         self._class: tuple[str, str] | None = None
+        self._forced: tuple[str, str] | None = None
         self._pages: dict[str, Callable[[], Answer]] = {}
 
     def arm(self, one_in: int = 16) -> None:
@@ -476,6 +477,11 @@ class LyingProxy(Proxy):
             if self.memory.classes and self.random.random() < 0.7:
                 self._class = self.random.choice(sorted(self.memory.classes))
                 self._wait = self.random.choice([0, 0, 1, 2, 3])
+
+    def force(self, verb: str, lie: str) -> None:
+        """The next request of a verb that this lie fits is told it, whatever `arm` has chosen."""
+        with self._lock:
+            self._forced = verb, lie
 
     def disarm(self) -> None:
         """The truth from now on."""
@@ -522,22 +528,26 @@ class LyingProxy(Proxy):
     def _lie_to(self, talk: Talk) -> tuple[Told, Answer | Iterator[bytes]] | None:
         with self._lock:
             self.memory.classes.add((talk.verb, talk.kind))
-            if self._wait is None or self._class not in (None, (talk.verb, talk.kind)):
-                return None
-            if self._wait > 0:
-                self._wait -= 1
-                return None
-            lies = LIES.get(talk.verb, {})
-            for name in self.random.sample(sorted(lies), len(lies)):
-                excluded = (talk.verb, name, talk.kind) in EXCLUDED and not self.confirmed
-                if excluded or _sort_of(talk.verb, name) not in self.sorts:
-                    continue
+            for name in self._choices(talk):
                 talk.closes = False
-                given = lies[name](talk)
+                given = LIES[talk.verb][name](talk)
                 if given is not None:
-                    self._wait = None
+                    self._wait = self._forced = None
                     return Told(talk.verb, name, talk.kind, talk.target), given
         return None
+
+    def _choices(self, talk: Talk) -> list[str]:
+        """Lies that may be told to a request, in the order in which they are tried."""
+        if self._forced is not None:
+            return [self._forced[1]] if self._forced[0] == talk.verb else []
+        if self._wait is None or self._class not in (None, (talk.verb, talk.kind)):
+            return []
+        if self._wait > 0:
+            self._wait -= 1
+            return []
+        names = [name for name in sorted(LIES.get(talk.verb, {})) if _sort_of(talk.verb, name) in self.sorts]
+        names = [name for name in names if self.confirmed or (talk.verb, name, talk.kind) not in EXCLUDED]
+        return self.random.sample(names, len(names))
 
     def _drop(self, client: socket.socket, told: Told, pieces: Iterator[bytes]) -> None:
         """Piece by piece, until the client has had enough."""

@@ -6,12 +6,18 @@ the server, must find every snapshot that was called committed. `SNAPSTORE_TEST_
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from random import Random
+
 import pytest
 from chaos import KINDS, Chaos, judge
 from faults import SEED, THOROUGH
-from s3_stores import fresh_url, needs_server
+from lying_proxy import DRAGGING, LIES, LyingProxy, Told
+from s3_stores import fresh_url, impatient, needs_server
 from tally import EXAMPLES
 
+from snapstore.errors import SnapstoreError
 from snapstore.storage.s3 import S3Store
 
 pytestmark = needs_server
@@ -28,3 +34,36 @@ def test_one_lie_costs_no_snapshot(tmp_path, monkeypatch, kind):
         chaos.run(SECONDS * EXAMPLES)
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
     judge(chaos, S3Store(url))
+
+
+def test_every_lie_is_told(monkeypatch):
+    """Else a table of lies would promise more than was tried. Whether a client believes it is judged above."""
+    url, told = fresh_url(), list[Told]()
+    straight = S3Store(url)
+    with LyingProxy(os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://"), random=Random(SEED)) as proxy:
+        proxy.tell = told.append
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        store = impatient(url, attempts=2)
+        table = [(verb, lie) for verb, lies in LIES.items() for lie in lies if lie not in DRAGGING]
+        for number, (verb, lie) in enumerate(table):
+            keys = [f"packs/{number}-{i}" for i in range(4)]
+            for key in keys[:3]:
+                straight.put(key, key.encode() * 10)
+                store.get(key)
+            list(store.list("packs/"))
+            straight.put(keys[3], b"later")
+            if lie == "still there":
+                straight.delete(keys[:1])
+            proxy.force(verb, lie)
+            with suppress(SnapstoreError):
+                {
+                    "GET": lambda keys=keys: store.get(keys[0]), "HEAD": lambda keys=keys: store.stat(keys[0]),
+                    "LIST": lambda: list(store.list("packs/")), "COPY": lambda keys=keys: store.touch(keys[0]),
+                    "PUT": lambda number=number: store.put(f"packs/{number}", b"new"),
+                    "DELETE": lambda keys=keys: store.delete(keys[:1]),
+                    "BATCH": lambda keys=keys: store.delete(keys[:2]),
+                }[verb]()  # fmt: skip
+            proxy._forced = None
+            assert [(one.verb, one.lie) for one in told] == [(verb, lie)]
+            told.clear()
+            straight.delete([*keys, f"packs/{number}"])

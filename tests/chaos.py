@@ -190,8 +190,8 @@ class Chaos:
     def run(self, seconds: float) -> None:
         """Chaos for so long; then all processes end."""
         ends = time.monotonic() + seconds
-        for _ in range(10 if "links" in self.kinds else 0):
-            self.plant_link()
+        if "links" in self.kinds:
+            self._unpack_links()
         deeds = [deed for kind, deed in DEEDS.items() if kind in self.kinds]
         while time.monotonic() < ends and not self.wrong:
             while sum(child.shell is None for child in self.children.values()) < self.workers:
@@ -201,8 +201,8 @@ class Chaos:
                 self._start_shell()
             if deeds and self.random.random() < 0.3:
                 self.random.choice(deeds)(self)
-            if "links" in self.kinds:
-                self.plant_link()
+            if "links" in self.kinds and self.random.random() < 0.1:
+                self._plant(Path(self.truth) / self._free_name())
             self._watch(self.random.uniform(0.01, 0.1))
         self._end_all()
 
@@ -412,23 +412,37 @@ class Chaos:
                 shutil.copytree(kept, cache, ignore=shutil.ignore_patterns("held"))
         self._count("caches lost")
 
-    def plant_link(self) -> None:
-        """At a name that nobody has, to what is not ours; for a while."""
-        root, random = Path(self.truth), self.random
+    def _unpack_links(self) -> None:
+        """As an archive does that somebody else has made: links where a repository has folders of its own."""
+        root = Path(self.truth)
+        for name in self.random.sample(["index", "tmp", "gc", "sessions", "policies"], 2):
+            shutil.rmtree(root / name, ignore_errors=True)
+            self._plant(root / name)
+
+    def _free_name(self) -> str:
+        """A name of ours that nobody has, most likely."""
+        random = self.random
         name, two = random.randbytes(16).hex(), f"{random.randrange(256):02x}"
         run = random.choice(KEPT + CHURNED)
-        place = root / random.choice([
+        return random.choice([
             f"packs/{two}", f"packs/{two}/{name}{name}", f"manifests/{two}", f"manifests/{two}/{name}{name}",
             f"snapshots/linked-{name}", f"snapshots/{run}",
             f"snapshots/{run}/{random.randrange(100):012}-{name}.0", f"policies/{run}.{random.randrange(20)}",
             f"sessions/{name}", f"gc/{name}.mark", f"gc/{name}.wait", f"tmp/{name}", "tmp", "policies", "gc",
             "index", "index/data.mdb", "index/lock.mdb", "index/used",
         ])  # fmt: skip
-        target = random.choice([self.folder / "canary", self.folder / "canary" / "file", root, root / "config",
-                                self.folder / "canary" / "missing"])  # fmt: skip
+
+    def _plant(self, place: Path) -> None:
+        """A link at a free name, to what is not ours or to what is; for a while."""
+        root, canary = Path(self.truth), self.folder / "canary"
+        if place.parent.resolve() != root.resolve() / place.parent.relative_to(root):  # beneath a link of ours
+            return
+        like = canary / place.name
+        targets = [canary, canary / "file", canary / "missing", root, root / "config"]
+        target = like if like.exists() else self.random.choice(targets)
         with suppress(OSError):
             place.symlink_to(target)  # never replaces anything
-            self._links.append((time.monotonic() + random.uniform(0.2, 4.0), place))
+            self._links.append((time.monotonic() + self.random.uniform(0.1, 2.0), place))
             self.log("link", place=str(place), target=str(target))
             self._count("links planted")
 

@@ -293,9 +293,11 @@ def save(repository: Repository, run: str, step: int, version: int, **options: A
 
 def version_of(snapshot: Snapshot) -> tuple[str, int]:
     """(run, version) whose `values` a snapshot must hold."""
-
-    run, version = snapshot.metadata
-    return run, version
+    metadata: Any = snapshot.metadata
+    if isinstance(metadata, dict):  # of a file that the shell has saved (chaos_worker.py)
+        metadata = metadata["safetensors"]["origin"].split(":")
+    run, version = metadata
+    return run, int(version)
 
 
 def same(a: Any, b: Any) -> bool:

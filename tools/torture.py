@@ -2,6 +2,7 @@
 
     tools/torture --hours 8            go on where the last run stopped; a round is every harness once
     tools/torture --only kills,fuzz    some of them
+    tools/torture --only chaos-s3,lying-s3    those that want an S3 server: eval "$(tools/s3-server start)"
     tools/torture --fresh              forget what was tried before
 
 The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. It adds up all runs,
@@ -44,7 +45,12 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "full disks": (["tests/integration/test_full_disk.py"], 1),
     "figures": (["tests/integration/test_figures.py"], 1),
     "leaks": (["tests/integration/test_leaks.py"], 20),
+    "chaos": (["tests/integration/test_chaos.py", "-k", "disk"], 24),  # of 5 s for each class
+    "chaos-s3": (["tests/integration/test_chaos.py", "-k", "s3"], 60),
+    "lying-s3": (["tests/integration/test_lying_s3.py"], 15),  # of 12 s for each sort of lies
 }
+#: These want the server of `tools/s3-server start`; without one they are left out.
+NEED_S3 = {"chaos-s3", "lying-s3"}
 FAILURES_KEPT = 100
 
 
@@ -54,7 +60,12 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0, help="begin no harness after so long (default 1)")
     parser.add_argument("--rounds", type=int, help="end after so many rounds")
     parser.add_argument("--only", help=f"comma-separated: {', '.join(HARNESSES)}")
-    parser.add_argument("--examples", type=float, default=1.0, help="factor on fuzz inputs, random schedules and kills")
+    parser.add_argument(
+        "--examples",
+        type=float,
+        default=1.0,
+        help="factor on fuzz inputs, random schedules, kills, and seconds of chaos",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON")
     parser.add_argument("--fresh", action="store_true", help="begin anew")
@@ -62,6 +73,11 @@ def main() -> None:
     chosen = [name.strip() for name in args.only.split(",")] if args.only else list(HARNESSES)
     if unknown := sorted(set(chosen) - HARNESSES.keys()):
         parser.error(f"no harness {unknown[0]!r}; there are {', '.join(HARNESSES)}")
+    if not os.environ.get("SNAPSTORE_TEST_S3") and (lacking := sorted(NEED_S3.intersection(chosen))):
+        if args.only:
+            parser.error(f'{lacking[0]} needs an S3 server: eval "$(tools/s3-server start)"')
+        print(f'left out: {", ".join(lacking)}, for want of an S3 server: eval "$(tools/s3-server start)"', flush=True)
+        chosen = [name for name in chosen if name not in NEED_S3]
     report = new_report() if args.fresh or not args.out.exists() else json.loads(args.out.read_text())
     ends, rounds = time.monotonic() + 3600 * args.hours, 0
     while args.rounds is None or rounds < args.rounds:

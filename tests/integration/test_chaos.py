@@ -1,0 +1,44 @@
+"""Real processes, all verbs, killed, stopped and robbed at random: see tests/chaos.py. By seed, and for some seconds.
+
+`SNAPSTORE_TEST_EXAMPLES` multiplies the seconds; `tools/torture --only chaos` runs each class for minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+from chaos import KINDS, Chaos, judge, may_mount
+from faults import SEED, THOROUGH
+from s3_stores import fresh_url, needs_server
+from tally import EXAMPLES
+
+from snapstore.storage.local import LocalStore
+from snapstore.storage.s3 import S3Store
+
+#: Of each class, in CI.
+SECONDS = 5.0
+ROUGH = ["links", "mounts", "renames", "everything"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200 + 20 * EXAMPLES)
+@pytest.mark.parametrize("kind", ["processes", *(ROUGH if THOROUGH else [ROUGH[SEED % len(ROUGH)]])])
+def test_chaos_on_disk(tmp_path, monkeypatch, kind):
+    """Whatever happens to its processes, its links and its volume: what was called committed restores."""
+    if kind == "mounts" and not may_mount(tmp_path):
+        pytest.skip("mounts of one's own need the right to unshare")
+    with Chaos(tmp_path / "chaos", str(tmp_path / "repository"), KINDS[kind], SEED) as chaos:
+        chaos.run(SECONDS * EXAMPLES)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
+    judge(chaos, LocalStore(chaos.truth))
+
+
+@needs_server
+@pytest.mark.slow
+@pytest.mark.timeout(1200 + 20 * EXAMPLES)
+def test_chaos_on_s3(tmp_path, monkeypatch):
+    """A save of which a gc knows nothing, its host's cache being lost, may be given up, and then fails."""
+    url = fresh_url()
+    with Chaos(tmp_path / "chaos", url, KINDS["processes"], SEED) as chaos:
+        chaos.run(SECONDS * EXAMPLES)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
+    judge(chaos, S3Store(url))

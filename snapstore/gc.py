@@ -97,7 +97,7 @@ def collect(
     if mark_now is not None:
         _sweep(store, index, mark_now, fence_after_s, result)
     else:
-        _fence_dead(store, index, fence_after_s, result)
+        _fence_dead(store, fence_after_s, result)
     _forget_done(store, index)
     result.waiting_for = sorted(set(result.waiting_for))
     result.stored_bytes = sum(_sizes(store).values())
@@ -193,19 +193,19 @@ def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence
     return found
 
 
-def _put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
-    """Put a revision or a note of gc. On a full disk the index, where it is only a cache, makes room for it."""
+def _put(store: ObjectStore, key: str, data: bytes) -> None:
+    """Put a revision or a note of gc.
+
+    Raises:
+        StorageFullError: not even these few kilobytes fit.
+    """
     try:
         store.put(key, data)
-    except StorageFullError:
-        if not index.give_up():
-            raise
-        try:
-            store.put(key, data)
-        except AlreadyExistsError:
-            if store.get(key, limit_bytes=MARK_LIMIT_BYTES) != data:
-                raise
-            # else it was ours: its name was there, and the folder had no room to be synced
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{str(error).partition(';')[0]}; forget and gc write a few kilobytes before they delete: "
+            "free so much, then try again"
+        ) from error
 
 
 def _exists(store: ObjectStore, key: str) -> bool:
@@ -262,17 +262,17 @@ def _mark(store: ObjectStore, index: Index, pending: set[str]) -> Mark | None:
     mark = Mark(
         id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
     )
-    _put(store, index, f"gc/{mark.id}.mark", records.encode(mark))
+    _put(store, f"gc/{mark.id}.mark", records.encode(mark))
     return mark
 
 
-def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
+def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     """Step 4: the sessions listed after the mark was put; the first such list stands."""
     key = f"gc/{mark.id}.wait"
     sessions = [info.key.split("/")[1] for info in store.list("sessions/")]
     wait = Wait(id=mark.id, sessions=sessions)
     try:
-        _put(store, index, key, records.encode(wait))
+        _put(store, key, records.encode(wait))
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
@@ -285,8 +285,8 @@ def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
 
 def _sweep(store: ObjectStore, index: Index, mark: Mark, fence_after_s: float, result: GcResult) -> bool:
     """Complete a mark; False when it must wait."""
-    wait = _wait_list(store, index, mark)
-    waiting = [session for session in wait.sessions if not _ended(store, index, session, fence_after_s, result)]
+    wait = _wait_list(store, mark)
+    waiting = [session for session in wait.sessions if not _ended(store, session, fence_after_s, result)]
     if waiting:
         result.waiting_for.extend(waiting)
         return False
@@ -327,11 +327,11 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
     return True
 
 
-def _ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: float, result: GcResult) -> bool:
+def _ended(store: ObjectStore, session_id: str, fence_after_s: float, result: GcResult) -> bool:
     """Whether a session has ended, by itself or because we fence it now."""
     over, dead = _is_over(store, session_id, fence_after_s)
     if dead is not None:
-        _fence(store, index, f"sessions/{session_id}", dead)
+        _fence(store, f"sessions/{session_id}", dead)
         LEFT_OVER.discard(session_id)
         result.fenced.append(session_id)
     return over
@@ -356,12 +356,12 @@ def _is_over(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple
     return True, session
 
 
-def _fence(store: ObjectStore, index: Index, key: str, session: Session) -> None:
+def _fence(store: ObjectStore, key: str, session: Session) -> None:
     """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
     fence = _fence_of(store, session)
     if fence is not None:
         with suppress(AlreadyExistsError):
-            _put(store, index, fence.key, records.encode(fence))
+            _put(store, fence.key, records.encode(fence))
     store.release(key)  # the key that was listed, not what the object says of itself
 
 
@@ -389,10 +389,10 @@ def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
     return found.revised()
 
 
-def _fence_dead(store: ObjectStore, index: Index, fence_after_s: float, result: GcResult) -> None:
+def _fence_dead(store: ObjectStore, fence_after_s: float, result: GcResult) -> None:
     """Tidy up sessions of the dead when there is nothing to sweep."""
     for info in list(store.list("sessions/")):
-        _ended(store, index, info.key.split("/")[1], fence_after_s, result)
+        _ended(store, info.key.split("/")[1], fence_after_s, result)
 
 
 def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:
@@ -418,7 +418,7 @@ def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: obje
     """
     revision = snapshot.revised(**changes)
     try:
-        _put(store, index, revision.key, records.encode(revision))
+        _put(store, revision.key, records.encode(revision))
     except AlreadyExistsError as error:
         found = records.decode(store.get(revision.key), Snapshot, revision.key)
         if found.write_id != revision.write_id:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import chunking, gc, index, policies, records, retention, tagging
-from .cache import cache_folder, shrink
+from .cache import shrink
 from .delta import DEFAULT_MAX_DEPTH
 from .engine import CODECS, Engines
 from .errors import (
@@ -127,9 +127,8 @@ class Repository:
         folder, temporary = index.folder_for(store, config.uuid)
         if config_problem:  # its uuid is made up: the index that is there stays as it is
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        cached = cache_folder() in folder.parents
-        self._index = Index(store, config.uuid, folder, limit_bytes=index.CACHED_BYTES if cached else index.MAP_BYTES)
-        if cached:
+        self._index = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES)
+        if temporary is None:
             shrink()
         self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())
         self._lock = threading.RLock()

@@ -199,7 +199,7 @@ def drop_hold(inner: ObjectStore, key: str) -> None:
         with inner._lock:
             inner._held.discard(key)
     elif isinstance(inner, LocalStore) and str(inner.root / key) in _HELD_FDS:
-        let_go(inner.root / key)
+        let_go(str(inner.root / key))
 
 
 def clone(store: MemoryStore) -> MemoryStore:
@@ -254,6 +254,12 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     if not index:
         monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
         monkeypatch.setattr("snapstore.index.folder_for", lambda *_: (Path("nowhere"), None))
+
+
+def index_of(root: Path) -> Path:
+    """The folder of a local repository's index: in the cache."""
+    store = LocalStore(root)
+    return index.folder_for(store, records.decode(store.get("config"), records.Config, "config").uuid)[0]
 
 
 def index_in_place(monkeypatch: Any) -> None:

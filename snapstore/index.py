@@ -99,7 +99,7 @@ class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
     def __init__(self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES) -> None:
-        self._store, self._uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
+        self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
@@ -324,7 +324,7 @@ class Index:
             self._resting.clear()
             try:
                 if self._environment is None:
-                    self._environment = Environment.open(self.folder, self._uuid, self._limit_bytes)
+                    self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)

@@ -19,9 +19,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from . import records
+from .confirm import confirmed
 from .errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -73,7 +75,8 @@ class Claim:
     """A record to be: announced to gcs before anything is read, created at the end, or given up for good.
 
     Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
-    another record under its key first, so exactly one of the two wins.
+    another record under its key first, so exactly one of the two wins. And the store keeps to the place that held the
+    repository, by its uuid, when this began (confirm.py): nothing is put where another volume is mounted since.
 
     Attributes:
         id: of the session; names what is put meanwhile.
@@ -82,8 +85,9 @@ class Claim:
         verb: what it is for, in errors.
     """
 
-    def __init__(self, store: ObjectStore, key: str, verb: str) -> None:
+    def __init__(self, store: ObjectStore, uuid: str, key: str, verb: str) -> None:
         self.store, self.key, self.verb = store, key, verb
+        self._place = ExitStack()
         parsed = records.parse_record_key(key)
         assert parsed is not None
         self.run, self.step, name, revision = parsed
@@ -92,6 +96,7 @@ class Claim:
         self._last_beat = time.monotonic()
         self._unclear = False
         self.quarantined: set[str] = set()
+        self._place.enter_context(confirmed(store, uuid))
         try:
             store.hold(self._session_key, records.encode(records.this_session(self.id, key)))
         except BaseException:
@@ -119,6 +124,7 @@ class Claim:
     def __exit__(self, *exc: object) -> None:
         if self._unclear:  # the session keeps our packs safe until a gc has fenced us
             LEFT_OVER.add(self.id)
+            self._place.close()
         else:
             self._release()
 
@@ -129,6 +135,8 @@ class Claim:
         except StorageError as error:
             LEFT_OVER.add(self.id)
             log.warning("session %s could not be removed: %s", self.id, error)
+        finally:
+            self._place.close()
 
     def heartbeat(self) -> None:
         """Tell gc that this save lives; cheap to call often."""
@@ -232,7 +240,7 @@ class Session(Claim):
     def __init__(
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
-        super().__init__(store, records.record_key(run, step, records.new_id(), 0), "save")
+        super().__init__(store, index.uuid, records.record_key(run, step, records.new_id(), 0), "save")
         self._index = index
         try:
             marked = self.marked()

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -172,6 +172,9 @@ class FaultStore:
 
     def is_held(self, key: str) -> bool | None:
         return self._act("is_held", key, lambda: self.inner.is_held(key))
+
+    def pinned(self) -> AbstractContextManager[None]:
+        return self.inner.pinned()
 
     def clean(self) -> int:
         return self._act("clean", "", self.inner.clean)
@@ -573,6 +576,9 @@ class SteppingStore:
     def is_held(self, key: str) -> bool | None:
         self._actor.pause("is_held", key)
         return None if self._seen_dead else self._inner.is_held(key)
+
+    def pinned(self) -> AbstractContextManager[None]:
+        return self._inner.pinned()
 
     def clean(self) -> int:
         self._actor.pause("clean", "")

@@ -42,7 +42,10 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "r"))
+    """A copy, with an index."""
+    with Repository.open(shutil.copytree(made, tmp_path / "r")) as repository:
+        repository.view()
+    return tmp_path / "r"
 
 
 @pytest.fixture

@@ -86,9 +86,12 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def series(made, tmp_path):
-    """Four steps, copied: a test may do with them what it likes."""
+    """Four steps, copied, with an index: a test may do with them what it likes."""
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
-    return Shell(tmp_path)
+    copy = Shell(tmp_path)
+    with Repository.open(copy.url) as repository:
+        repository.view()
+    return copy
 
 
 # --- the shell itself
@@ -157,10 +160,7 @@ def test_invalid_environment_values(sh, name, value):
     assert value.partition(":")[0] in sh.fails("log", **{name: value})
 
 
-def test_a_relative_cache_folder_is_refused(sh, monkeypatch):
-    from snapstore.storage.local import LocalStore
-
-    monkeypatch.setattr(LocalStore, "writable", lambda self: False)  # so the index must go to the cache
+def test_a_relative_cache_folder_is_refused(sh):
     assert "SNAPSTORE_CACHE_DIR" in sh.fails("log", SNAPSTORE_CACHE_DIR="relative")
 
 

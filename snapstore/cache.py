@@ -1,7 +1,8 @@
-"""Cache: the folder of this machine where indexes of remote repositories and signs of life of held objects lie.
+"""Cache: the user's own folder on this machine, where indexes and signs of life of held objects lie.
 
-Nothing in it is the truth, and any of it may be deleted at any time. It must lie on a local disk: LMDB and flock both
-fail in silence on network file systems. It is bounded: `shrink` removes the indexes that were used longest ago.
+Nothing in it is the truth, and any of it may be deleted at any time. But what it says is believed, and LMDB maps its
+file, so it must be the user's alone. It must lie on a local disk: LMDB and flock both fail in silence on network file
+systems. It is bounded: `shrink` removes the indexes that were used longest ago.
 
 A folder in use is locked (flock, shared) from before anything in it is read. Who removes one locks it alone and renames
 it first, so a folder under its own name is always whole, and whoever waited for the lock sees that the name is gone.
@@ -13,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +28,7 @@ _NETWORK_FILE_SYSTEMS = (
 #: All indexes in the cache together take so many bytes, but for those in use.
 CACHE_BYTES = 4 * 1024 * 1024 * 1024
 #: What `shrink` may remove: indexes (`index.folder_for`), and what it was removing when it was killed. Nothing else.
-_INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}"), re.compile(r"evicted-[0-9a-f]{16}")
+_INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}"), re.compile(r"evicted-[0-9a-f]{16}")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in /proc/mounts, say
 _IN_USE = "used"  # its time is that of the last use
 
@@ -39,19 +41,26 @@ def cache_folder() -> Path:
     """
     import platformdirs
 
-    return chosen_cache() or Path(platformdirs.user_cache_dir("snapstore"))
-
-
-def chosen_cache() -> Path | None:
-    """SNAPSTORE_CACHE_DIR, if it is set.
-
-    Raises:
-        InvalidInputError: it is no absolute path.
-    """
     chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
     if chosen is not None and not Path(chosen).is_absolute():
         raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
-    return Path(chosen) if chosen else None
+    return Path(chosen or platformdirs.user_cache_dir("snapstore"))
+
+
+def refusal(cache: Path) -> str:
+    """Why a folder, which is made if it is missing, cannot be the cache; empty if it can."""
+    if on_network(cache):
+        return "lies on a network file system, where LMDB and file locks fail"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = cache.stat()
+    except OSError as error:
+        return f"cannot be made: {error.strerror}"
+    if status.st_uid != os.geteuid():
+        return f"belongs to another user ({status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by others; run 'chmod go-w' on it"
+    return ""
 
 
 def mount_of(folder: Path) -> tuple[str, str]:
@@ -82,13 +91,13 @@ def begin_use(folder: Path) -> int:
     """
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:  # it was there, and gone when pathlib looked whether it is a directory; or it is a file
             if folder.is_file():
                 raise
             continue
         with suppress(FileNotFoundError):  # removed meanwhile: again
-            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 if is_used(fd, folder):
@@ -117,6 +126,8 @@ def shrink(limit_bytes: int = CACHE_BYTES) -> None:
     found: list[tuple[float, int, Path]] = []
     with suppress(OSError):  # a cache that cannot be tidied is no failure
         for folder in cache_folder().iterdir():
+            if folder.is_symlink():
+                continue  # nothing of ours
             if _EVICTED.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
             elif _INDEX.fullmatch(folder.name):
@@ -142,7 +153,7 @@ def _use_of(folder: Path) -> tuple[float, int, Path]:
 
 def _removed(folder: Path) -> bool:
     """Remove a folder that nobody uses; False if somebody does."""
-    fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_used(fd, folder):  # somebody else was faster

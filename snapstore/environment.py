@@ -104,20 +104,12 @@ class Environment:
         self._seal()
 
     def _file_now(self) -> tuple[int, int]:
-        """Which file lies there.
-
-        Raises:
-            FileNotFoundError: none: it was discarded.
-        """
+        """Which file lies there."""
         status = (self._folder / "data.mdb").stat()
         return status.st_dev, status.st_ino
 
     def _follow(self) -> None:
-        """Go on with the file that another process has begun in place of ours: a seal of ours would be no seal of it.
-
-        Raises:
-            FileNotFoundError: there is none: it was discarded, and whoever opens the repository next begins it anew.
-        """
+        """Go on with the file that another process has begun in place of ours, of which our seal would be none."""
         if self._users and self._file_now() != self._file:  # without users there may be another one in this process
             self._env.close()
             if not self._seal_holds():
@@ -130,7 +122,7 @@ class Environment:
 
         Raises:
             TimeoutError: somebody keeps it.
-            FileNotFoundError: another folder has taken the place of ours: the index of a repository that was made anew.
+            FileNotFoundError: another folder has taken the place of ours: the cache was removed by hand.
         """
         with self._lock:
             patience_s, self._patience_s = self._patience_s, 0.0  # none is left for who has waited in vain before
@@ -163,24 +155,16 @@ class Environment:
         try:
             seal = (self._folder / "verified").read_text()
             used_bytes, status = int(seal.split()[0]), data.stat()
-            if status.st_nlink > 1:  # after `cp -al` it is the index of two repositories: neither believes it any more
-                (self._folder / "verified").write_text(seal := "")
             holds = status.st_size >= used_bytes and self._digest(used_bytes) == seal
         except (OSError, ValueError, IndexError):
             holds = False
         if not holds:
-            log.warning("index %s is shared, damaged or unfinished; it is built anew from the objects", self._folder)
+            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
         return holds
 
     def _remove(self) -> None:
         for name in ("data.mdb", "lock.mdb", "verified"):
             (self._folder / name).unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Free the disk that it takes. Whoever still uses it gets lmdb.Error."""
-        with self._locked():
-            self._env.close()
-            self._remove()
 
     def wipe(self) -> None:
         """Start again with an empty index."""

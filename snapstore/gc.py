@@ -131,7 +131,7 @@ class _Gc:
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
         """Those that have not ended, by themselves or because they are given up now."""
         ended, fenced = liveness.ended, self.result.fenced
-        return [s for s in sessions if not ended(self.store, self.index, s, self.fence_after_s, fenced)]
+        return [s for s in sessions if not ended(self.store, s, self.fence_after_s, fenced)]
 
     def _candidates(self) -> tuple[View, set[str], dict[str, int]]:
         """(the records, keys that nothing live needs and something explains, sizes of all): objects are listed first.
@@ -171,12 +171,12 @@ class _Gc:
         mark = Mark(
             id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
         )
-        revisions.put(self.store, self.index, records.key_of(mark), records.encode(mark))
+        revisions.put(self.store, records.key_of(mark), records.encode(mark))
         return mark
 
     def _sweep(self, mark: Mark) -> bool:
         """Complete a mark; False when it must wait."""
-        store, waited = self.store, _wait_list(self.store, self.index, mark).sessions
+        store, waited = self.store, _wait_list(self.store, mark).sessions
         left = self._still_running(sorted(set(waited).intersection(liveness.there(store)))) if waited else []
         if left:
             self.result.waiting_for.extend(left)
@@ -324,12 +324,12 @@ def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[Vie
                 raise
 
 
-def _wait_list(store: ObjectStore, index: Index, mark: Mark) -> Wait:
+def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     """Step 4: the sessions listed after the mark was put; the first such list stands."""
     key = f"gc/{mark.id}.wait"
     wait = Wait(id=mark.id, sessions=liveness.there(store))
     try:
-        revisions.put(store, index, key, records.encode(wait))
+        revisions.put(store, key, records.encode(wait))
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)

@@ -4,7 +4,8 @@ Never the truth: the objects are. Records never change, so they are cached by ke
 reads only what is new and rules, and answers from memory. A bucket that was restored from a backup, or another one by
 the same name, may show another record under a known key: so each is cached with the size, time and tag that the listing
 gave it, and read again when they differ. An index that is missing, foreign, damaged, full or unwritable costs time,
-nothing else. It is LMDB (environment.py), in a local repository, else in this machine's cache, where it is bounded.
+nothing else. It is LMDB (environment.py), in the user's own cache, where it is bounded: never in the repository, since
+what is read from it is believed, and an index that came with an archive would be a stranger's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import TypeVar
 import lmdb
 
 from . import manifest, records
-from .cache import cache_folder, chosen_cache, on_network
+from .cache import cache_folder, refusal
 from .environment import Environment
 from .errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError
 from .manifest import ManifestHeader
@@ -39,10 +40,9 @@ from .view import View
 
 log = logging.getLogger("snapstore")
 
-#: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB.
-MAP_BYTES = 64 * 1024 * 1024 * 1024
-#: The same of an index in the cache: a hundred thousand snapshots. One that does not fit is dropped and begun anew.
-CACHED_BYTES = 1024 * 1024 * 1024
+#: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB, so
+#: this is enough for a hundred thousand; an index that does not fit is dropped and built again.
+MAP_BYTES = 1024 * 1024 * 1024
 #: Records or headers that are read at once: on S3 each is a round trip, and a thousand are 20 s one after the other.
 READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so of those fewer are held.
@@ -101,13 +101,12 @@ class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
     def __init__(self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES) -> None:
-        self._store, self._uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
+        self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._resting: dict[str, _Rest] = {}
         self._environment: Environment | None = None
-        self._given_up = False
         self._is_new = True  # nobody has looked yet
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
@@ -312,7 +311,7 @@ class Index:
 
     def _cached(self, ref: ManifestRef) -> bytes | None:
         """A manifest's header from the cache, if it proves to be that; a cache that cannot be read has none."""
-        environment = self._environment  # another thread may give it up
+        environment = self._environment  # another thread may close it
         try:
             data = environment.get(b"manifests", ref.sha256) if environment else None
             return data if data is not None and manifest.is_header_of(data, ref) else None
@@ -332,7 +331,7 @@ class Index:
             self._resting.clear()
             try:
                 if self._environment is None:
-                    self._environment = Environment.open(self.folder, self._uuid, self._limit_bytes)
+                    self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
                 self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
@@ -346,36 +345,9 @@ class Index:
                 )
             return view
 
-    def give_up(self) -> bool:
-        """Free the disk that the index takes of the store's own: whoever opens the repository next builds it anew.
-
-        Not as long as the store lacks a record that it may know: it keeps gc from what that one needs, and `repair`
-        puts it back from here.
-
-        Returns:
-            Whether it has been given up, now or before.
-        """
-        with self._lock:
-            local = isinstance(self._store, LocalStore) and self.folder.is_relative_to(self._store.root)
-            if self._environment is not None and local and self._is_only_a_cache():
-                log.warning("no space is left in %s: the index is given up, it will be built anew", self._store.url)
-                with suppress(lmdb.Error, OSError):
-                    self._environment.discard()
-                    self._given_up = True
-                self._release()
-            return self._given_up
-
-    def _is_only_a_cache(self) -> bool:
-        """Whether the store shows every record that is known here."""
-        try:
-            view = self.refresh()
-        except SnapstoreError:
-            return False
-        return not (view.damaged or view.unread or view.vanished)
-
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
         """Cache; a cache that cannot be written is no failure."""
-        environment = self._environment  # another thread may give it up
+        environment = self._environment  # another thread may close it
         if not items or environment is None:
             return
         try:
@@ -445,13 +417,14 @@ def remove(folder: Path) -> None:
 
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
-    """Where the index lies: in a local repository, else in the user's cache; and what to remove on closing."""
-    chosen_cache()  # a bad setting is an error wherever the index will lie
-    if isinstance(store, LocalStore) and store.writable() and not on_network(store.root):
-        return store.root / "index", None
+    """Where the index lies: in the user's own cache; and what to remove on closing, if that cannot be used."""
     lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
-    if lasts and not on_network(cache_folder()):
+    cache = cache_folder()  # a bad setting is an error for every store
+    why = refusal(cache) if lasts else "is not for stores that end with this process"
+    if not why:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache_folder() / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:16]}", None
+        return cache / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:32]}", None
+    if lasts:
+        log.warning("the cache %s %s; until it is closed %s has a temporary index", cache, why, store.url)
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary

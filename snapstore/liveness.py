@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from . import records, revisions
 from .errors import FormatError, IntegrityError, NotFoundError, StorageError, without_advice
-from .index import Index
 from .reads import listed
 from .records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from .session import LEFT_OVER
@@ -51,7 +50,7 @@ def dead(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[boo
     return True, session
 
 
-def ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
+def ended(store: ObjectStore, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
     """Whether a session has ended, by itself or because it is given up now: then `fenced` gets its id.
 
     Raises:
@@ -59,18 +58,18 @@ def ended(store: ObjectStore, index: Index, session_id: str, fence_after_s: floa
     """
     over, session = dead(store, session_id, fence_after_s)
     if session is not None:
-        _fence(store, index, session)
+        _fence(store, session)
         LEFT_OVER.discard(session_id)
         fenced.append(session_id)
     return over
 
 
-def _fence(store: ObjectStore, index: Index, session: Session) -> None:
+def _fence(store: ObjectStore, session: Session) -> None:
     """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
     fence = _fence_of(store, session)
     if fence is not None:
         with suppress(IntegrityError, FormatError):  # a damaged object is in the way as well
-            revisions.create(store, index, fence)
+            revisions.create(store, fence)
     store.release(records.key_of(session))
 
 

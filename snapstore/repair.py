@@ -264,7 +264,7 @@ class _Repair:
 
     def _put(self, record: Snapshot) -> None:
         """Create a record; one that is there already must be this one."""
-        if revisions.create(self._store, self._index, record).write_id != record.write_id:
+        if revisions.create(self._store, record).write_id != record.write_id:
             raise ConflictError(f"{record.key}: another process has created it")
         self._index.add(record)
 
@@ -298,7 +298,7 @@ class _Repair:
         name = key.removeprefix("sessions/")
         if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
             record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")
-            revisions.create(self._store, self._index, record)
+            revisions.create(self._store, record)
         self._store.delete([key])
 
     def _note(self, key: str, why: str) -> Quarantine:

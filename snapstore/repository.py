@@ -5,6 +5,7 @@ A Repository may be used from several threads, also for several saves at once. I
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -16,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import chunking, gc, index, policies, records, retention, revisions, tagging
-from .cache import cache_folder, shrink
+from .cache import shrink
+from .confirm import confirmed
 from .delta import DEFAULT_MAX_DEPTH
 from .digest import new_seed
 from .engine import CODECS, Engines
@@ -117,6 +119,23 @@ class _Lineage:
     restored_for: set[str] = field(default_factory=set)  # runs that have saved since
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_one_place(
+    verb: Callable[Concatenate[Repository, P], T],
+) -> Callable[Concatenate[Repository, P], T]:
+    """A verb that decides by what it lists, and writes or deletes: all of it in the place of this repository."""
+
+    @functools.wraps(verb)
+    def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with confirmed(self.store, "" if self.config_problem else self.config.uuid):
+            return verb(self, *args, **kwargs)
+
+    return call
+
+
 class Repository:
     """All data under one URL. Make one with `create` or `open`, close it with `close` or a `with` block."""
 
@@ -130,9 +149,8 @@ class Repository:
         folder, temporary = index.folder_for(store, config.uuid)
         if config_problem:  # its uuid is made up: the index that is there stays as it is
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        cached = cache_folder() in folder.parents
-        self._index = Index(store, config.uuid, folder, limit_bytes=index.CACHED_BYTES if cached else index.MAP_BYTES)
-        if cached:
+        self._index = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES)
+        if temporary is None:
             shrink()
         self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())
         self._lock = threading.RLock()
@@ -402,6 +420,7 @@ class Repository:
 
     # -- tags
 
+    @_in_one_place
     def tag(self, ref: str, name: str) -> Snapshot:
         """Put a tag on a committed snapshot; it is never forgotten from then on.
 
@@ -419,6 +438,7 @@ class Repository:
         before, tagged = self._revise(ref, add)
         return tagging.take(self.store, self._index, [name], tagged, before)
 
+    @_in_one_place
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
 
@@ -449,6 +469,7 @@ class Repository:
 
     # -- forget and gc
 
+    @_in_one_place
     def forget(
         self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
@@ -487,6 +508,7 @@ class Repository:
                 forgotten += revisions.forget(self.store, self._index, group, policy=policy, reason=reason)
         return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
 
+    @_in_one_place
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the snapshots named.
 
@@ -505,6 +527,7 @@ class Repository:
             chosen = revisions.forget(self.store, self._index, chosen, policy="", reason="named by the user")
         return ForgetResult([], chosen, dry_run)
 
+    @_in_one_place
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 
@@ -523,6 +546,7 @@ class Repository:
             raise NotFoundError(f"{ref}: was forgotten and a gc has collected its bytes; it cannot come back")
         return revisions.revise(self.store, self._index, snapshot, state=COMMITTED, policy="", reason="")
 
+    @_in_one_place
     def gc(
         self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
     ) -> GcResult:
@@ -542,6 +566,7 @@ class Repository:
             self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained
         )  # fmt: skip
 
+    @_in_one_place
     def recode(
         self, refs: Sequence[str] | None = None, *, codec: Literal["portable", "ans"] = "portable",
         dry_run: bool = False,
@@ -571,6 +596,7 @@ class Repository:
             states=states, dry_run=dry_run,
         )  # fmt: skip
 
+    @_in_one_place
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactReport:
@@ -614,6 +640,7 @@ class Repository:
         """The retention policies stored for a run, newest revision."""
         return policies.read(self.store, run)
 
+    @_in_one_place
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
         """Store the retention policies of a run, so that `forget` needs none named."""
         policies.store(self.store, check_name("run", run), keep)
@@ -647,6 +674,7 @@ class Repository:
         """
         return gc.in_need_of_quarantined(self.store, self._index, snapshots)
 
+    @_in_one_place
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
     ) -> RepairReport:  # fmt: skip

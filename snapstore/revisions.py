@@ -27,22 +27,22 @@ from .threads import Threads
 FORGET_THREADS = 8
 
 
-def put(store: ObjectStore, index: Index, key: str, data: bytes) -> None:
-    """Put a revision or a note of gc. On a full disk the index, where it is only a cache, makes room for it."""
+def put(store: ObjectStore, key: str, data: bytes) -> None:
+    """Put a revision or a note of gc.
+
+    Raises:
+        StorageFullError: not even these few kilobytes fit.
+    """
     try:
         store.put(key, data)
-    except StorageFullError:
-        if not index.give_up():
-            raise
-        try:
-            store.put(key, data)
-        except AlreadyExistsError:
-            if store.get(key, limit_bytes=MAX_OBJECT_BYTES) != data:
-                raise
-            # else it was ours: its name was there, and the folder had no room to be synced
+    except StorageFullError as error:
+        raise StorageFullError(
+            f"{str(error).partition(';')[0]}; forget and gc write a few kilobytes before they delete: "
+            "free so much, then try again"
+        ) from error
 
 
-def create(store: ObjectStore, index: Index, record: Snapshot) -> Snapshot:
+def create(store: ObjectStore, record: Snapshot) -> Snapshot:
     """Create a record unless its key is taken; whatever the store has answered, what lies there then is returned.
 
     Raises:
@@ -53,7 +53,7 @@ def create(store: ObjectStore, index: Index, record: Snapshot) -> Snapshot:
     for again in (True, False):
         said = "stored"
         try:
-            put(store, index, record.key, data)
+            put(store, record.key, data)
         except AlreadyExistsError:
             said = "reported as existing"
         try:
@@ -76,7 +76,7 @@ def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: obje
         StorageError: the store failed, or has not kept it.
     """
     revision = snapshot.revised(**changes)
-    if create(store, index, revision).write_id != revision.write_id:
+    if create(store, revision).write_id != revision.write_id:
         raise ConflictError(f"{snapshot.ref}: another process revised it first; try again")
     index.add(revision)
     return revision

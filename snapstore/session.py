@@ -21,10 +21,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from . import records
+from .confirm import confirmed
 from .errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -79,7 +80,8 @@ class Claim:
     """A record to be: announced to gcs before anything is read, created at the end, or given up for good.
 
     Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
-    another record under its key first, so exactly one of the two wins.
+    another record under its key first, so exactly one of the two wins. And the store keeps to the place that held the
+    repository, by its uuid, when this began (confirm.py): nothing is put where another volume is mounted since.
 
     Args:
         instead: from the reason of a failure, the record that takes the place of the one to be: it can never appear
@@ -94,8 +96,11 @@ class Claim:
         verb: what it is for, in errors.
     """
 
-    def __init__(self, store: ObjectStore, key: str, verb: str, instead: Callable[[str], Snapshot]) -> None:
+    def __init__(
+        self, store: ObjectStore, uuid: str, key: str, verb: str, instead: Callable[[str], Snapshot]
+    ) -> None:  # fmt: skip
         self.store, self.key, self.verb, self._instead = store, key, verb, instead
+        self._place = ExitStack()
         parsed = records.parse_record_key(key)
         assert parsed is not None
         self.run, self.step, name, revision = parsed
@@ -108,6 +113,7 @@ class Claim:
         self._unclear = False
         self._decided = False  # a record lies under the key, whosoever
         self.quarantined: set[str] = set()
+        self._place.enter_context(confirmed(store, uuid))
         try:
             store.hold(self._session_key, self._announced)
         except BaseException:
@@ -138,7 +144,9 @@ class Claim:
             if not self._unclear:  # else it was tried
                 with suppress(SnapstoreError):
                     self._create(self._instead(f"{self.verb} failed: {exc[1]}"[:500]))
-        if self._decided or not self.wrote:
+        if self.wrote and not self._decided:
+            self._place.close()
+        else:
             LEFT_OVER.discard(self.id)
             self._release()
 
@@ -149,6 +157,8 @@ class Claim:
         except StorageError as error:
             LEFT_OVER.add(self.id)
             log.warning("session %s could not be removed: %s", self.id, error)
+        finally:
+            self._place.close()
 
     def heartbeat(self) -> None:
         """Tell gc that this save lives; cheap to call often."""
@@ -295,7 +305,9 @@ class Session(Claim):
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
         self.seq = 0
-        super().__init__(store, records.record_key(run, step, records.new_id(), 0), "save", self._aborted)
+        super().__init__(
+            store, index.uuid, records.record_key(run, step, records.new_id(), 0), "save", self._aborted
+        )  # fmt: skip
         self._index = index
         try:
             marked = self.marked()

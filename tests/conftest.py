@@ -2,12 +2,22 @@
 
 A time limit in a test judges a hang, never speed: other processes may be busy. So hypothesis judges no example by its
 time, whatever profile the environment suggests.
+
+Every test has a cache of its own, so that none sees another's indexes, and none writes to the user's.
 """
 
+import itertools
 import os
 import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import hypothesis
+import pytest
+
+_CACHES = pytest.StashKey[Path]()
+_NUMBERS = itertools.count()
 
 hypothesis.settings.register_profile(
     "snapstore", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -18,6 +28,21 @@ hypothesis.settings.load_profile("snapstore")
 def pytest_configure(config):
     """Workers of xdist inherit it."""
     os.environ.setdefault("SNAPSTORE_TEST_SEED", str(random.randrange(1_000_000)))
+    config.stash[_CACHES] = Path(tempfile.mkdtemp(prefix="snapstore-test-caches-"))
+    os.environ["SNAPSTORE_CACHE_DIR"] = str(config.stash[_CACHES] / "fixtures")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.stash[_CACHES], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(request, monkeypatch):
+    """The test's own cache folder, which is not there yet. Fixtures of modules have one together."""
+    folder = request.config.stash[_CACHES] / str(next(_NUMBERS))
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):

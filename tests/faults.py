@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -173,6 +173,9 @@ class FaultStore:
     def is_held(self, key: str) -> bool | None:
         return self._act("is_held", key, lambda: self.inner.is_held(key))
 
+    def pinned(self) -> AbstractContextManager[None]:
+        return self.inner.pinned()
+
     def clean(self) -> int:
         return self._act("clean", "", self.inner.clean)
 
@@ -199,7 +202,7 @@ def drop_hold(inner: ObjectStore, key: str) -> None:
         with inner._lock:
             inner._held.discard(key)
     elif isinstance(inner, LocalStore) and str(inner.root / key) in _HELD_FDS:
-        let_go(inner.root / key)
+        let_go(str(inner.root / key))
 
 
 def clone(store: MemoryStore) -> MemoryStore:
@@ -254,6 +257,12 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     if not index:
         monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
         monkeypatch.setattr("snapstore.index.folder_for", lambda *_: (Path("nowhere"), None))
+
+
+def index_of(root: Path) -> Path:
+    """The folder of a local repository's index: in the cache."""
+    store = LocalStore(root)
+    return index.folder_for(store, records.decode(store.get("config"), records.Config, "config").uuid)[0]
 
 
 def index_in_place(monkeypatch: Any) -> None:
@@ -569,6 +578,9 @@ class SteppingStore:
     def is_held(self, key: str) -> bool | None:
         self._actor.pause("is_held", key)
         return None if self._seen_dead else self._inner.is_held(key)
+
+    def pinned(self) -> AbstractContextManager[None]:
+        return self._inner.pinned()
 
     def clean(self) -> int:
         self._actor.pause("clean", "")

@@ -35,7 +35,7 @@ class Recorder:
 
         def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
             fd: int = real["open"](path, flags, *rest, **options)
-            if flags & os.O_CREAT and (name := self._name(path)) is not None:
+            if flags & os.O_CREAT and (name := self._name(path, options.get("dir_fd"))) is not None:
                 number = self._numbers[self._inode(fd)] = len(self.events)
                 self.events.append(("create", name, number))
             return fd
@@ -56,16 +56,19 @@ class Recorder:
 
         def link(source: Any, target: Any, **options: Any) -> None:
             real["link"](source, target, **options)
-            self.events.append(("link", self._name(target), self._numbers[self._inode(target)]))
+            folder = options["dst_dir_fd"]
+            status = os.stat(target, dir_fd=folder)
+            number = self._numbers[status.st_dev, status.st_ino]
+            self.events.append(("link", self._name(target, folder), number))
 
         def unlink(path: Any, **options: Any) -> None:
             real["unlink"](path, **options)
-            if (name := self._name(path)) is not None:
+            if (name := self._name(path, options.get("dir_fd"))) is not None:
                 self.events.append(("unlink", name, None))
 
         def mkdir(path: Any, *rest: Any, **options: Any) -> None:
             real["mkdir"](path, *rest, **options)
-            if (name := self._name(path)) is not None:
+            if (name := self._name(path, options.get("dir_fd"))) is not None:
                 self.events.append(("mkdir", name, None))
 
         with pytest.MonkeyPatch.context() as patch:
@@ -74,17 +77,17 @@ class Recorder:
                 patch.setattr(os, name, ours)
             yield
 
-    def _name(self, path: Any) -> str | None:
-        """Below the root, "" for itself; None elsewhere, and of the index: LMDB's own writes are not seen here."""
+    def _name(self, path: Any, folder: int | None = None) -> str | None:
+        """Below the root, "" for itself; None elsewhere."""
+        above = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
         try:
-            name = str(Path(path).relative_to(self.root)).removeprefix(".")
-            return None if name.partition("/")[0] == "index" else name
+            return str((above / path).relative_to(self.root)).removeprefix(".")
         except ValueError:
             return None
 
     @staticmethod
-    def _inode(file: Any) -> tuple[int, int]:
-        status = os.fstat(file) if isinstance(file, int) else Path(file).stat()
+    def _inode(fd: int) -> tuple[int, int]:
+        status = os.fstat(fd)
         return status.st_dev, status.st_ino
 
 

@@ -176,8 +176,7 @@ def main() -> int:
         shutil.rmtree(FOLDER)
     write(FOLDER)
     expected = expectations(FOLDER)
-    for cache in ("index", "tmp"):
-        shutil.rmtree(FOLDER / cache, ignore_errors=True)
+    shutil.rmtree(FOLDER / "tmp", ignore_errors=True)
     (FOLDER / "expected.json").write_text(json.dumps(expected, indent=0) + "\n")
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     print(f"{FOLDER}: {size} bytes, {len(expected['snapshots'])} snapshots")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import records
-from ..cache import cache_folder, mount_of, on_network
+from ..cache import cache_folder, mount_of, on_network, refusal
 from ..engine import default_threads
 from ..errors import InvalidInputError, NotFoundError, SnapstoreError
 from ..index import folder_for
@@ -111,14 +111,14 @@ def _trial(store: ObjectStore) -> list[Finding]:
 
 
 def _cache() -> Finding:
-    """Where the index of a remote repository lies."""
+    """Where indexes lie."""
     try:
         cache = cache_folder()
     except SnapstoreError as error:
         return Finding("index", False, str(error))
-    if on_network(cache):
-        cost = "LMDB cannot be used there, so every start reads all records; set SNAPSTORE_CACHE_DIR to a local disk"
-        return Finding("index", False, f"{cache} lies on a network file system: {cost}")
+    if why := refusal(cache):
+        cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder of yours on a local disk"
+        return Finding("index", False, f"{cache} {why}: {cost}")
     return Finding("index", True, f"in {cache}, {mount_of(cache)[1] or 'an unknown file system'}")
 
 
@@ -144,7 +144,7 @@ def _repository(store: ObjectStore) -> Finding:
 def _folder(folder: Path) -> list[Finding]:
     """File system and space."""
     point, kind = mount_of(folder)
-    where = "over the network, so the index lies in the cache folder" if on_network(folder) else "local"
+    where = "over the network" if on_network(folder) else "local"
     return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), _space(folder)]
 
 

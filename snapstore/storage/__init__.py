@@ -1,9 +1,9 @@
 """Object stores: key -> bytes, and nothing about snapshots.
 
 A store holds immutable objects under keys such as `packs/7f/7f3a...`: `/`-joined components that match
-`[A-Za-z0-9][A-Za-z0-9._-]*`, at most 255 bytes each, so that no key leaves the repository's folder. `tmp/` and `index/`
-are no keys: locally they hold files being written and the index. What every backend must give (docs/format.md,
-"Backends"):
+`[A-Za-z0-9][A-Za-z0-9._-]*`, at most 255 bytes each and 16 of them, so that no key leaves the repository's folder.
+`tmp/` and `index/` are no keys: locally the one holds files being written, the other is left alone. What every backend
+must give (docs/format.md, "Backends"):
 
 - `put` is create-only and atomic: an object appears whole or not at all, never replaces another, and once `put`
   has returned it survives a crash of the machine. Two racing puts of one key: exactly one returns.
@@ -39,6 +39,8 @@ Buffer = bytes | bytearray | memoryview
 #: Objects read whole (`get`) are refused above this size unless the caller allows more [bytes].
 GET_LIMIT_BYTES = 1024 * 1024 * 1024
 
+#: Components of a key at most: what lies deeper in a folder is no object, and nobody looks for it.
+MAX_LEVELS = 16
 #: First components that no key may have.
 RESERVED = frozenset({"tmp", "index"})
 
@@ -153,6 +155,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def pinned(self) -> AbstractContextManager[None]:
+        """Keep to the place that lies under the name now: while it lasts, every operation on another one raises.
+
+        A local root is another place when its volume was unmounted, another one was mounted over it, or its folder was
+        renamed. A store whose name cannot come to mean another place has nothing to do.
+        """
+        ...
+
     def trial(self) -> AbstractContextManager[ObjectStore]:
         """An empty store in this place, which no listing shows and which is removed at the end: to try things out."""
         ...
@@ -230,16 +240,20 @@ def is_component(name: str) -> bool:
 def is_key(key: str) -> bool:
     """Whether `key` is one."""
     components = key.split("/")
-    return all(map(is_component, components)) and components[0] not in RESERVED
+    return _are_components(components) and components[0] not in RESERVED
+
+
+def _are_components(names: Sequence[str]) -> bool:
+    return len(names) <= MAX_LEVELS and all(map(is_component, names))
 
 
 def check_key(key: str) -> None:
     """Raise InvalidInputError unless `key` is one; every backend calls this before anything else."""
     components = key.split("/")
-    if not all(map(is_component, components)):
+    if not _are_components(components):
         raise InvalidInputError(
-            f"{key!r}: not a key, expected '/'-joined names of at most 255 letters, digits, '.', '_' and '-' "
-            "that start with a letter or digit"
+            f"{key!r}: not a key, expected at most {MAX_LEVELS} '/'-joined names of at most 255 letters, digits, '.', "
+            "'_' and '-' that start with a letter or digit"
         )
     if components[0] in RESERVED:
         raise InvalidInputError(f"{key!r}: not a key, {components[0]!r} is reserved")

@@ -1,6 +1,7 @@
 """Locked files: who is writing a temporary file, and who holds an object.
 
-In: paths. Out: descriptors with a flock on them, which ends when they are closed or the process dies, however it dies.
+In: names in open folders (folders.py). Out: descriptors with a flock on them, which ends when they are closed or the
+process dies, however it dies.
 
 Invariant: a flock belongs to the open file, which a forked child shares, so a DataLoader worker would keep a dead
 trainer's session alive. Hence every locked descriptor is listed here, and closed in the child. Opening and listing
@@ -19,12 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from . import folders
+
 _TEMP_TRIES = 16  # a cleaner steals a new name only between two of our system calls
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 _FORK_LOCK = threading.RLock()
 _LOCKED_FDS: set[int] = set()
-_HELD_FDS: dict[str, int] = {}  # path -> descriptor, which is in _LOCKED_FDS too
+_HELD_FDS: dict[str, int] = {}  # what its holder calls it -> descriptor, which is in _LOCKED_FDS too
 
 
 def _forget_in_child() -> None:
@@ -39,17 +42,15 @@ def _forget_in_child() -> None:
 os.register_at_fork(before=_FORK_LOCK.acquire, after_in_parent=_FORK_LOCK.release, after_in_child=_forget_in_child)
 
 
-def open_temp(folder: Path) -> tuple[int, Path]:
-    """A new locked file in `folder`, for certain not one that a cleaner has just unlinked."""
-    with suppress(FileExistsError):
-        folder.mkdir()
+def open_temp(folder: int) -> tuple[int, str]:
+    """A new locked file in a folder, and its name; for certain not one that a cleaner has just unlinked."""
     for _ in range(_TEMP_TRIES):
-        temp = folder / os.urandom(16).hex()
-        fd = _open_listed(temp, os.O_EXCL)
+        temp = os.urandom(16).hex()
+        fd = _open_listed(temp, os.O_EXCL, folder)
         try:
             ours = _lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
         except OSError:
-            drop_temp(fd, temp)
+            drop_temp(fd, folder, temp)
             raise
         if ours:
             return fd, temp
@@ -57,25 +58,31 @@ def open_temp(folder: Path) -> tuple[int, Path]:
     raise BlockingIOError(errno.EWOULDBLOCK, f"{_TEMP_TRIES} new temporary files were locked by somebody else")
 
 
-def drop_temp(fd: int | None, temp: Path) -> None:
+def drop_temp(fd: int | None, folder: int, temp: str) -> None:
     """Unlink a temporary file, and close its descriptor unless it is None."""
     with suppress(OSError):  # `clean` takes what stays behind
-        temp.unlink()
+        os.unlink(temp, dir_fd=folder)
     if fd is not None:
         _close(fd)
 
 
-def clean_temp(path: Path) -> int:
-    """Unlink a temporary file unless its writer lives; bytes freed."""
+def clean_temp(folder: int, name: str) -> int:
+    """Unlink a temporary file unless its writer lives, or it is no file; bytes freed.
+
+    Raises:
+        SymbolicLinkError: it is a link.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        fd = folders.open_file(folder, name, os.O_RDWR, f"tmp/{name}")
     except FileNotFoundError:
+        return 0
+    if fd is None:
         return 0
     try:
         if not _lock(fd, fcntl.LOCK_EX):
             return 0
         status = os.fstat(fd)
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
         return status.st_size if status.st_nlink == 1 else 0  # two names: the object itself stays
     except FileNotFoundError:
         return 0
@@ -83,29 +90,38 @@ def clean_temp(path: Path) -> int:
         os.close(fd)
 
 
-def keep(fd: int, path: Path) -> None:
-    """Leave the descriptor of a temporary file, now known as `path`, open until `let_go`."""
+def keep(fd: int, name: str) -> None:
+    """Leave the descriptor of a temporary file, now known by another name, open until `let_go`."""
     with _FORK_LOCK:
-        let_go(path)  # an earlier holder of a name that somebody else has deleted since
-        _HELD_FDS[str(path)] = fd
+        let_go(name)  # an earlier holder of a name that somebody else has deleted since
+        _HELD_FDS[name] = fd
 
 
-def let_go(path: Path) -> None:
-    """Close what `keep` kept; nothing for a path that this process does not hold."""
+def let_go(name: str) -> None:
+    """Close what `keep` kept; nothing for a name that this process does not hold."""
     with _FORK_LOCK:
-        fd = _HELD_FDS.pop(str(path), None)
+        fd = _HELD_FDS.pop(name, None)
         if fd is not None:
             _close(fd)
 
 
-def is_locked(path: Path) -> bool | None:
-    """Whether a live process has the lock; False for a missing file, None on a file system without locks.
+def is_locked(folder: int, name: str, shown: str = "") -> bool | None:
+    """Whether a live process has the lock; None on a file system without locks.
 
     A shared lock asks: probes do not block each other, and it needs no write permission (on NFS, LOCK_EX does).
+
+    Args:
+        shown: what errors call it.
+
+    Returns:
+        False as well for what is no regular file.
+
+    Raises:
+        SymbolicLinkError: it is a link.
+        FileNotFoundError: there is none.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
+    fd = folders.open_file(folder, name, os.O_RDONLY, shown or name)
+    if fd is None:
         return False
     try:
         free = _lock(fd, fcntl.LOCK_SH)
@@ -131,10 +147,10 @@ def locked(path: Path, patience_s: float) -> Iterator[None]:
         _close(fd)
 
 
-def _open_listed(path: Path, flags: int = 0) -> int:
-    """Open or create `path`; a child that is forked from now on closes the descriptor."""
+def _open_listed(path: str | Path, flags: int = 0, folder: int | None = None) -> int:
+    """Open or create a file, never through a link; a child that is forked from now on closes the descriptor."""
     with _FORK_LOCK:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666, dir_fd=folder)
         _LOCKED_FDS.add(fd)
     return fd
 

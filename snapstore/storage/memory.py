@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from ..errors import InvalidInputError
@@ -131,6 +131,10 @@ class MemoryStore:
         check_key(key)
         with self._lock:
             return key in self._held
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Nothing to do: a dictionary is always the same."""
+        return nullcontext()
 
     def clean(self) -> int:
         """Nothing to do: a put leaves nothing behind."""

@@ -27,7 +27,7 @@ import time
 import weakref
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
 from itertools import islice
@@ -272,6 +272,10 @@ class S3Store:
     def settle(self, prefix: str) -> None:
         """Nothing to do: what a server lists is durable."""
         check_prefix(prefix)
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Nothing to do: a bucket's name means one bucket."""
+        return nullcontext()
 
     def clean(self) -> int:
         """Nothing to do: a put that died leaves nothing."""

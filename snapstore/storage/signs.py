@@ -1,17 +1,19 @@
 """Signs of life of held objects whose store has no locks: a locked file in this machine's cache folder for each.
 
 In: keys of objects, with what tells their store from others. A sign ends with `end` or with its process, however that
-dies, so a gc on this machine knows the dead without a clock. Where there can be no sign (a read-only or network cache),
-nothing is known, and heartbeats alone decide. A file without its object does no harm.
+dies, so a gc on this machine knows the dead without a clock. Where there can be no sign (a cache that is read-only, on
+a network, or not the user's alone), nothing is known, and heartbeats alone decide. A file without its object does no
+harm.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import suppress
-from pathlib import Path
 
-from ..cache import cache_folder, on_network
+from ..cache import cache_folder, refusal
+from .folders import closing, open_root
 from .locks import drop_temp, is_locked, keep, let_go, open_temp
 
 
@@ -21,44 +23,47 @@ class Signs:
     def __init__(self, place: str) -> None:
         cache = cache_folder()
         self._place = place
-        self._folder = None if on_network(cache) else cache / "held"  # flock means nothing there
+        self._folder = None if refusal(cache) else cache / "held"
 
     def begin(self, key: str) -> bool:
         """Give a sign; False if there is one already, or none can be given."""
-        file = self._file(key)
-        if file is None:
+        if self._folder is None:
             return False
+        name = self._name(key)
         try:
-            if is_locked(file):
-                return False
-            file.parent.mkdir(parents=True, exist_ok=True)
-            fd, temp = open_temp(file.parent)
-            try:
-                temp.rename(file)
-            except OSError:
-                drop_temp(fd, temp)
-                raise
-            keep(fd, file)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with closing(open_root(self._folder)) as folder:
+                with suppress(FileNotFoundError):
+                    if is_locked(folder, name):
+                        return False
+                fd, temp = open_temp(folder)
+                try:
+                    os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError:
+                    drop_temp(fd, folder, temp)
+                    raise
+                keep(fd, f"{self._folder}/{name}")
         except OSError:
             return False
         return True
 
     def end(self, key: str) -> None:
         """Take the sign away, whoever gave it."""
-        file = self._file(key)
-        if file is not None:
+        if self._folder is not None:
+            file = self._folder / self._name(key)
             with suppress(OSError):
                 file.unlink(missing_ok=True)
-            let_go(file)
+            let_go(str(file))
 
     def alive(self, key: str) -> bool | None:
         """Whether a live process of this machine gives a sign; None if none ever has."""
-        file = self._file(key)
+        if self._folder is None:
+            return None
         try:
-            return is_locked(file) if file is not None and file.exists() else None
+            with closing(open_root(self._folder)) as folder:
+                return is_locked(folder, self._name(key))
         except OSError:
             return None
 
-    def _file(self, key: str) -> Path | None:
-        name = hashlib.sha256(f"{self._place} {key}".encode()).hexdigest()
-        return self._folder / name if self._folder is not None else None
+    def _name(self, key: str) -> str:
+        return hashlib.sha256(f"{self._place} {key}".encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Records and headers of another repository, or of another key, in an index whose seal holds: none is believed."""
 
 import pytest
-from faults import OPTIONS, check_restores, same, save, values, version_of
+from faults import OPTIONS, check_restores, index_of, same, save, values, version_of
 
 from snapstore import KeepLast, Repository
 from snapstore.environment import Environment
@@ -13,7 +13,7 @@ def planted(root, other, how):
     found = []
     for place in (other, root):
         with Repository.open(place) as repository:
-            found.append(Environment.open(place / "index", repository.config.uuid, MAP_BYTES))
+            found.append(Environment.open(index_of(place), repository.config.uuid, MAP_BYTES))
     theirs, ours = found
     for database in (b"records", b"manifests"):
         with theirs._env.begin() as transaction:
@@ -58,7 +58,7 @@ def test_a_header_under_the_key_of_another_manifest(tmp_path):
         for step in range(3):
             save(repository, "a", step, step)
     with Repository.open(tmp_path / "r") as repository:
-        environment = Environment.open(tmp_path / "r" / "index", repository.config.uuid, MAP_BYTES)
+        environment = Environment.open(index_of(tmp_path / "r"), repository.config.uuid, MAP_BYTES)
         with environment._env.begin(write=True) as transaction:
             database = environment._databases[b"manifests"]
             values = list(transaction.cursor(db=database))

@@ -113,9 +113,8 @@ def test_names_that_are_no_records_are_passed_over():
 
 
 def test_a_config_cannot_choose_where_the_index_lies(tmp_path, monkeypatch):
-    """A repository that cannot be written keeps its index under <cache>/<uuid>. Mitigation: a uuid is 32 hex digits."""
+    """An index lies under <cache>/<uuid>-<hash of the place>. Mitigation: a uuid is 32 hex digits."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(LocalStore, "writable", lambda self: False)
     for uuid in ("../../owned", str(tmp_path / "owned"), "x" * 32, ""):
         root = tmp_path / hashlib.sha256(uuid.encode()).hexdigest()[:8]
         store = LocalStore(root, create=True)

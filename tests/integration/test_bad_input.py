@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from faults import OPTIONS, check_clean, check_restores, check_whole, keys_of, save
+from faults import OPTIONS, check_clean, check_restores, check_whole, index_of, keys_of, save
 
 from snapstore import (
     AlreadyExistsError,
@@ -42,7 +42,10 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "r"))
+    """A copy, with an index."""
+    with Repository.open(shutil.copytree(made, tmp_path / "r")) as repository:
+        repository.view()
+    return tmp_path / "r"
 
 
 @pytest.fixture
@@ -400,7 +403,7 @@ def test_damaged_packs_and_manifests(root, kind, how):
     with Repository.open(root, options=OPTIONS) as repository:
         key = own_objects(repository, "b@0")[kind][0]
         damage(root / key, how)
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     with Repository.open(root, options=OPTIONS) as repository:
         with pytest.raises((IntegrityError, FormatError)) as caught:
             repository.restore("b@0")
@@ -445,7 +448,7 @@ def test_a_damaged_record_loses_no_other(root, how):
     with Repository.open(root, options=OPTIONS) as repository:
         key = repository.snapshot("b@0").key
     damage(root / key, how)
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     with Repository.open(root, options=OPTIONS) as repository:
         with pytest.raises(NotFoundError if how == "deleted" else IntegrityError):
             repository.restore("b@0")

@@ -16,9 +16,11 @@ from pathlib import Path
 import foreign
 import pytest
 import torch
+from faults import index_of
 from typer.testing import CliRunner
 
 from snapstore import KeepLast, NotFoundError, Repository, cli, records, tagging
+from snapstore import cache as cache_module
 from snapstore.cache import mount_of, on_network
 from snapstore.cli import caring, doctor, files, output, shell
 from snapstore.digest import checksum
@@ -84,9 +86,12 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def series(made, tmp_path):
-    """Four steps, copied: a test may do with them what it likes."""
+    """Four steps, copied, with an index: a test may do with them what it likes."""
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
-    return Shell(tmp_path)
+    copy = Shell(tmp_path)
+    with Repository.open(copy.url) as repository:
+        repository.view()
+    return copy
 
 
 # --- the shell itself
@@ -155,10 +160,7 @@ def test_invalid_environment_values(sh, name, value):
     assert value.partition(":")[0] in sh.fails("log", **{name: value})
 
 
-def test_a_relative_cache_folder_is_refused(sh, monkeypatch):
-    from snapstore.storage.local import LocalStore
-
-    monkeypatch.setattr(LocalStore, "writable", lambda self: False)  # so the index must go to the cache
+def test_a_relative_cache_folder_is_refused(sh):
     assert "SNAPSTORE_CACHE_DIR" in sh.fails("log", SNAPSTORE_CACHE_DIR="relative")
 
 
@@ -482,7 +484,7 @@ def test_log_of_nothing(sh):
 
 def test_log_with_a_damaged_record_is_partial(series):
     next(Path(series.url).rglob("snapshots/exp/000000000002-*")).write_bytes(b"rubbish of some length, no envelope")
-    for path in Path(series.url, "index").iterdir():
+    for path in index_of(Path(series.url)).iterdir():
         path.unlink()
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
@@ -550,7 +552,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
 def test_what_a_repair_has_made_up_is_marked(series):
     record = record_of(series, 1)
     record.write_bytes(b"SNAP and no more")
-    shutil.rmtree(Path(series.url, "index"))
+    shutil.rmtree(index_of(Path(series.url)))
     assert "when it was created and its stored size are guessed" in series("repair", "--apply").stdout
     (name,) = series.json("log")["made_up"]
     assert series.json("log", "--all")["made_up"] == [name]
@@ -995,7 +997,7 @@ def test_an_error_names_a_thing_and_an_advice_once(series):
     data = bytearray(record.read_bytes())
     data[60] ^= 1
     record.write_bytes(data)
-    shutil.rmtree(Path(series.url, "index"))
+    shutil.rmtree(index_of(Path(series.url)))
     wrong = r": checksum mismatch: expected [0-9a-f]{16}, got [0-9a-f]{16}: "
     for args in (["gc"], ["compact"], ["show", "exp@2"]):
         assert re.search(wrong, once(series.fails(*args, code=20), f"{record.relative_to(series.url)}"))
@@ -1034,7 +1036,7 @@ def test_doctor(series):
     found = {finding["name"]: finding for finding in document["findings"]}
     assert document["ok"], found
     assert "4 snapshots" in found["repository"]["message"]
-    assert found["repository"]["message"].endswith("repo/index")
+    assert found["repository"]["message"].endswith(str(index_of(Path(series.url))))
     assert {"writing", "create-only", "signs of life", "clock", "throughput", "free space", "file system"} <= set(found)
     assert sorted(Path(series.url).rglob("*")) == before
     assert "torch" in series("doctor").stdout
@@ -1114,7 +1116,7 @@ def test_doctor_sees_odd_stores(tmp_path):
 def test_doctor_of_a_cache_on_a_network(monkeypatch, tmp_path):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     assert doctor._cache().ok
-    monkeypatch.setattr(doctor, "on_network", lambda folder: True)
+    monkeypatch.setattr(cache_module, "on_network", lambda folder: True)
     assert "every start reads all records" in doctor._cache().message
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
     assert doctor._cache().ok is False

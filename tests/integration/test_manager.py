@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import OPTIONS, FaultStore, keys_of, same
+from faults import OPTIONS, FaultStore, index_of, keys_of, same
 
 from snapstore import (
     AlreadyExistsError,
@@ -975,7 +975,7 @@ def test_two_opens_in_one_process_share_the_environment(root):
             assert [s.step for s in one.snapshots("a")] == [0, 5]
         one.save({"n": 6, "w": weights(6)}, run="a", step=6)
         assert one._index._environment._users == 1
-    assert str(root / "index") not in {path for _, path in Environment._open}
+    assert str(index_of(root)) not in {path for _, path in Environment._open}
     check_after(root, [0, 5, 6])
 
 

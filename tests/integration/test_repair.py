@@ -17,6 +17,7 @@ from faults import (
     Unreadable,
     check_restores,
     clone,
+    index_of,
     keys_of,
     one_thread,
     opened,
@@ -485,7 +486,7 @@ def test_a_record_comes_back_from_the_index_as_it_was(disk, index, monkeypatch):
         before = found.snapshot("a@1")
     break_record(disk, "a@1")
     if not index:
-        shutil.rmtree(disk.root / "index")
+        shutil.rmtree(index_of(disk.root))
     with opened(disk) as found:
         found.repair(apply=True)
         after = found.snapshot(f"id:{before.id}")

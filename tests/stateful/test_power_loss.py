@@ -232,10 +232,12 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
         store = LocalStore(tmp_path / str(moment), create=True)
         sealed = [(data, seal) for number, data, seal in history(which).index if number <= moment]
         if sealed:
-            (store.root / "index").mkdir()
             data, seal = left_of_an_index(sealed, random)
-            (store.root / "index" / "data.mdb").write_bytes(data)
-            (store.root / "index" / "verified").write_bytes(seal)
+            folder = tmp_path / f"index of {moment}"
+            folder.mkdir()
+            (folder / "data.mdb").write_bytes(data)
+            (folder / "verified").write_bytes(seal)
+            monkeypatch.setattr("snapstore.index.folder_for", lambda *_, folder=folder: (folder, None))
         check(which, moment, disk, power.nothing_unsynced, "with an index", store)
 
 
@@ -257,7 +259,7 @@ def _check_all(moments):
 
 def test_the_model_finds_a_put_without_fsync(monkeypatch):
     """Or else none of this says anything: a store that does not sync its files, or its directories, is caught."""
-    monkeypatch.setattr("snapstore.storage.local._fsync_directory", lambda directory: None)
+    monkeypatch.setattr("snapstore.storage.local._fsync_directory", lambda *_: None)
     history.cache_clear()
     try:
         total = len(history("verbs").events)

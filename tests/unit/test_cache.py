@@ -14,7 +14,6 @@ from faults import OPTIONS, check_restores, save
 
 from snapstore import Repository, cache
 from snapstore.cache import begin_use, end_use, shrink
-from snapstore.storage.local import LocalStore
 
 KiB = 1024
 
@@ -27,7 +26,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def index_of(folder: Path, number: int, used_s: float | None = None, size_bytes: int = 64 * KiB) -> Path:
     """A closed index of that size, last used then."""
-    path = folder / f"{number:032x}-{number:016x}"
+    path = folder / f"{number:032x}-{number:032x}"
     end_use(begin_use(path))
     (path / "data.mdb").write_bytes(os.urandom(size_bytes))
     if used_s is not None:
@@ -64,7 +63,7 @@ def test_a_sparse_map_counts_by_what_it_takes(folder):
 
 def test_what_is_no_index_of_ours_is_left_alone(folder):
     path = index_of(folder, 1)
-    others = ["held", "0" * 32, f"{'0' * 32}-{'0' * 15}", f"{'0' * 32}-{'0' * 16}.bak", "photos", f"x{path.name}"]
+    others = ["held", "0" * 32, f"{'0' * 32}-{'0' * 31}", f"{'0' * 32}-{'0' * 32}.bak", "photos", f"x{path.name}"]
     for name in others:
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(bytes(8 * KiB))
@@ -106,7 +105,7 @@ def test_what_is_in_use_stays_however_old_it_is(folder):
 
 def test_users_beside_those_who_remove(folder):
     """A folder in use is there and whole, however often others remove it; six threads, each with locks of its own."""
-    path = folder / f"{'a' * 32}-{'b' * 16}"
+    path = folder / f"{'a' * 32}-{'b' * 32}"
     begun_s, failures, removed = time.monotonic(), [], []
 
     def goes_on() -> bool:
@@ -165,7 +164,6 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
             for step in range(2):
                 save(repository, "a", step, n + step)
-    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
     monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
     with Repository.open(roots[0], options=OPTIONS) as first:
         with Repository.open(roots[1]) as second:
@@ -181,7 +179,6 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
 
 
 def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
     monkeypatch.setattr(cache.shrink, "__defaults__", (100 * KiB,))
     old = [index_of(folder, n, used_s=n + 1.0) for n in range(4)]
     Repository.create(tmp_path / "r").close()

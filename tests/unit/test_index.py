@@ -20,10 +20,11 @@ import lmdb
 import msgspec
 import pytest
 import xxhash
-from faults import OPTIONS, SEED, check_restores, clone, keys_of, save
+from faults import OPTIONS, SEED, check_restores, clone, index_of, keys_of, save
 from s3_stores import fresh_url, moto_bucket, needs_server
 
 from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError, gc
+from snapstore import cache as cache_module
 from snapstore import index as index_module
 from snapstore.environment import Environment
 from snapstore.errors import SnapstoreError
@@ -48,7 +49,9 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "r"))
+    """A copy, with an index of its own."""
+    Repository.open(shutil.copytree(made, tmp_path / "r")).close()
+    return tmp_path / "r"
 
 
 def check_works(root: Path) -> None:
@@ -75,7 +78,7 @@ def test_an_index_is_used_again(root, monkeypatch):
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "verified", "lock"])
 @pytest.mark.parametrize("how", ["deleted", "empty", "cut", "garbage", "longer"])
 def test_files_of_the_index(root, name, how):
-    path = root / "index" / name
+    path = index_of(root) / name
     data = path.read_bytes()
     if how == "deleted":
         path.unlink()
@@ -87,13 +90,13 @@ def test_files_of_the_index(root, name, how):
 
 
 def test_a_deleted_folder(root):
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     check_works(root)
 
 
 def test_a_folder_in_the_way_of_a_file(root):
-    (root / "index" / "data.mdb").unlink()
-    (root / "index" / "data.mdb").mkdir()
+    (index_of(root) / "data.mdb").unlink()
+    (index_of(root) / "data.mdb").mkdir()
     with Repository.open(root, options=OPTIONS) as repository:
         check_restores(repository)
         save(repository, "a", 4, 4)
@@ -104,8 +107,8 @@ def test_a_folder_in_the_way_of_a_file(root):
 def test_the_index_of_another_repository(root, tmp_path):
     with Repository.create(tmp_path / "other", chunk_bytes=1024, options=OPTIONS) as other:
         save(other, "z", 0, 0)
-    shutil.rmtree(root / "index")
-    shutil.copytree(tmp_path / "other" / "index", root / "index")
+    shutil.rmtree(index_of(root))
+    shutil.copytree(index_of(tmp_path / "other"), index_of(root))
     with Repository.open(root) as repository:
         assert repository.view().runs() == ["a", "b"]
         assert repository.view().vanished == []
@@ -116,9 +119,9 @@ FLIP = """
 from pathlib import Path
 from random import Random
 from snapstore import Repository, SaveOptions
-root, start, count = Path({root!r}), {start}, {count}
-data = (root / "index" / "data.mdb").read_bytes()
-verified = (root / "index" / "verified").read_bytes()
+root, index, start, count = Path({root!r}), Path({index!r}), {start}, {count}
+data = (index / "data.mdb").read_bytes()
+verified = (index / "verified").read_bytes()
 random = Random(start)
 used = int(verified.split()[0])
 pages = used // 4096
@@ -127,8 +130,8 @@ places += [random.randrange(used) for _ in range(count)]
 for place in places:
     flipped = bytearray(data)
     flipped[place] ^= 1 << random.randrange(8)
-    (root / "index" / "data.mdb").write_bytes(flipped)
-    (root / "index" / "verified").write_bytes(verified)
+    (index / "data.mdb").write_bytes(flipped)
+    (index / "verified").write_bytes(verified)
     with Repository.open(root, options=SaveOptions(threads=1)) as repository:
         assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2", "a@3", "b@0"], place
         assert repository.check().ok, place
@@ -139,7 +142,8 @@ print("flipped", len(places))
 @pytest.mark.parametrize("start", range(3))
 def test_any_flipped_byte(root, start):
     """In every page, at its header and elsewhere; in a process of its own, since LMDB might take it down."""
-    script = FLIP.format(root=str(root), start=SEED + start, count=150)
+    Repository.open(root).view()
+    script = FLIP.format(root=str(root), index=str(index_of(root)), start=SEED + start, count=150)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("flipped ")
@@ -147,7 +151,7 @@ def test_any_flipped_byte(root, start):
 
 def test_a_write_that_was_not_sealed(root):
     """A crash between LMDB's commit and the seal: built anew."""
-    environment = lmdb.open(str(root / "index"), map_size=2**30, max_dbs=3)
+    environment = lmdb.open(str(index_of(root)), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:
         transaction.put(b"snapshots/x", b"not a record", db=environment.open_db(b"records", txn=transaction))
     environment.close()
@@ -156,7 +160,7 @@ def test_a_write_that_was_not_sealed(root):
 
 @pytest.mark.parametrize("error", [lmdb.MapFullError("full"), OSError(errno.ENOSPC, "no space"), lmdb.DiskError("io")])
 def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
 
     def put(*_: object) -> None:
         raise error
@@ -186,7 +190,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
 
 def test_a_small_map(root, monkeypatch):
     monkeypatch.setattr(index_module, "MAP_BYTES", 64 * 1024)
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     with Repository.open(root, options=OPTIONS) as repository:
         for step in range(10, 30):
             save(repository, "a", step, step % 5)
@@ -207,40 +211,89 @@ def test_an_index_that_cannot_be_opened(root, monkeypatch, error, caplog):
         repository.gc()
 
 
-def test_a_read_only_repository_has_its_index_in_the_cache(root, monkeypatch, tmp_path):
-    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(LocalStore, "writable", lambda _: False)
-    before = (root / "index" / "data.mdb").read_bytes()
-    folders: list[Path] = []
+def test_a_repository_keeps_no_index(root, tmp_path):
+    """One that lies there, from an archive say, is neither read nor changed; a copy of a repository has another one."""
+    shutil.copytree(index_of(root), root / "index")
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "index").iterdir()}
+    check_works(root)
+    with Repository.open(shutil.copytree(root, tmp_path / "copy")) as copy, Repository.open(root) as repository:
+        assert copy._index.folder != repository._index.folder
+        copy.rebuild_index()
+        assert copy.check().ok
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "index").iterdir()} == before
+    shutil.rmtree(root / "index")
+    check_restores(Repository.open(root))
+    assert not (root / "index").exists()
+
+
+def test_a_repository_has_one_index_by_whatever_path(root, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to("r")
+    (tmp_path / "above").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    paths = [root, "r", "./r/", "link", tmp_path / "above" / "link", f"file://{root}", f"{tmp_path}/x/../r"]
+    (tmp_path / "x").mkdir()
+    folders = set()
+    for path in paths:
+        with Repository.open(path) as repository:
+            folders.add(repository._index.folder)
+            assert repository.store.list("snapshots/")
+    assert folders == {index_of(root)}
+
+
+def test_the_index_lies_in_a_private_folder(root, cache):
+    with Repository.open(root) as repository:
+        for folder in (cache, repository._index.folder):
+            assert folder.stat().st_mode & 0o777 == 0o700
+        assert repository._index.folder.parent == cache
+
+
+@pytest.mark.parametrize("harm", ["group", "others", "owner", "file", "network", "read-only"])
+def test_a_cache_that_is_not_for_us_alone_is_not_used(root, cache, harm, monkeypatch, caplog):
+    """The index is temporary then; nothing that lies there is read, and nothing is put there."""
+    shutil.rmtree(cache)
+    if harm == "file":
+        cache.write_bytes(b"x")
+    else:
+        cache.mkdir()
+        cache.chmod({"group": 0o770, "others": 0o707}.get(harm, 0o700))
+    if harm == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    elif harm == "network":  # home folders often are; LMDB must not be there
+        monkeypatch.setattr(cache_module, "on_network", lambda _: True)
+    elif harm == "read-only":
+        real = Path.mkdir
+
+        def mkdir(path, *args, **options):
+            if path == cache:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            real(path, *args, **options)
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
     with Repository.open(root, options=OPTIONS) as repository:
-        assert repository._index.folder.parent == tmp_path / "cache"
-        folders.append(repository._index.folder)
+        assert cache not in repository._index.folder.parents
+        assert repository._index.folder.stat().st_mode & 0o777 == 0o700
+        assert f"the cache {cache}" in caplog.text
         check_restores(repository)
-    assert (root / "index" / "data.mdb").read_bytes() == before
-    with Repository.open(shutil.copytree(root, tmp_path / "copy")) as repository:
-        folders.append(repository._index.folder)
-    assert folders[0] != folders[1], "a copy has the uuid of its original, and records of its own"
+        save(repository, "a", 4, 4)
+    assert not repository._index.folder.exists()
+    assert harm == "file" or list(cache.iterdir()) == []
+
+
+def test_a_bad_setting_is_an_error(root, monkeypatch):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
     with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
         Repository.open(root)
-    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_module, "on_network", lambda _: True)  # home folders often are; LMDB must not be there
-    with Repository.open(root, options=OPTIONS) as repository:
-        assert tmp_path / "cache" not in repository._index.folder.parents
-        check_restores(repository)
-    assert not repository._index.folder.exists()
 
 
-def test_a_network_file_system_has_its_index_in_the_cache(root, monkeypatch, tmp_path):
-    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_network_file_system_is_known(root, monkeypatch):
     mounts = f"/dev/x / ext4 rw 0 0\nserver:/x {root.parent} nfs4 rw 0 0\n"
     monkeypatch.setattr(Path, "read_text", lambda self, *_: mounts if str(self) == "/proc/mounts" else "")
-    assert index_module.on_network(root)
-    assert not index_module.on_network(Path("/usr"))
+    assert cache_module.on_network(root)
+    assert not cache_module.on_network(Path("/usr"))
     mounts += "server:/y /mnt/my\\040disks nfs4 rw 0 0\n"
-    assert index_module.on_network(Path("/mnt/my disks/r"))
+    assert cache_module.on_network(Path("/mnt/my disks/r"))
     monkeypatch.undo()
-    assert not index_module.on_network(root)
+    assert not cache_module.on_network(root)
 
 
 def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
@@ -280,7 +333,7 @@ def test_readers_that_were_killed_are_cleared(root):
     """The pages that they saw would never be used again, and the file would grow with every record."""
     script = f"""
 import lmdb, os, signal
-reader = lmdb.open({str(root / "index")!r}, max_dbs=3).begin()
+reader = lmdb.open({str(index_of(root))!r}, max_dbs=3).begin()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     with Repository.open(root, options=OPTIONS) as repository:  # else the last to close clears them
@@ -296,7 +349,7 @@ def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog)
 import os, signal
 from pathlib import Path
 from snapstore.storage.locks import locked
-with locked(Path({str(root / "index" / "lock")!r}), 9):
+with locked(Path({str(index_of(root) / "lock")!r}), 9):
     print("held", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -359,7 +412,7 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
 
 @pytest.mark.parametrize("first", ["original", "copy"])
 def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
-    """`cp -al`: the index is one file of both, and is changed in place: the copy knew what the original had swept."""
+    """`cp -al`: the objects are the same files of both."""
     with Repository.open(root, options=OPTIONS) as original:
         before = [s.ref for s in original.snapshots()]
         shutil.copytree(root, tmp_path / "copy", copy_function=os.link)
@@ -372,7 +425,6 @@ def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
             assert repository.check("restore").ok
             repository.gc()
             assert repository.check("restore").ok
-        assert (place / "index" / "data.mdb").stat().st_nlink == 1
     with Repository.open(root, options=OPTIONS) as original:
         assert original.check("restore").ok
 
@@ -381,7 +433,7 @@ def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
 def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
     path = record_of(root, "a@2")
     data = path.read_bytes()
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     path.write_bytes({"flipped": data[:60] + bytes([data[60] ^ 4]) + data[61:], "cut": data[:50], "empty": b""}[how])
     packs = keys_of(LocalStore(root), "packs/")
     with Repository.open(root, options=OPTIONS) as repository:
@@ -564,7 +616,7 @@ def test_a_cached_header_of_another_manifest_is_not_believed(root):
 
 
 def test_a_cache_of_the_schema_before_is_dropped(root):
-    environment = lmdb.open(str(root / "index"), map_size=2**30, max_dbs=3)
+    environment = lmdb.open(str(index_of(root)), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:
         meta, held = (environment.open_db(name, txn=transaction) for name in (b"meta", b"records"))
         identity = transaction.get(b"identity", db=meta)
@@ -573,9 +625,9 @@ def test_a_cache_of_the_schema_before_is_dropped(root):
         for key, data in list(transaction.cursor(db=held)):
             transaction.put(key, data[8:], db=held)  # it had no checksums of its values
     environment.close()
-    used = (root / "index" / "data.mdb").stat().st_size
-    digest = xxhash.xxh3_64_hexdigest((root / "index" / "data.mdb").read_bytes()[:used])
-    (root / "index" / "verified").write_text(f"{used} {digest}")
+    used = (index_of(root) / "data.mdb").stat().st_size
+    digest = xxhash.xxh3_64_hexdigest((index_of(root) / "data.mdb").read_bytes()[:used])
+    (index_of(root) / "verified").write_text(f"{used} {digest}")
     check_works(root)
 
 
@@ -692,7 +744,7 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
 
 def test_a_record_under_another_name(root):
     path = record_of(root, "a@2")
-    shutil.rmtree(root / "index")
+    shutil.rmtree(index_of(root))
     path.rename(path.with_name(path.name.replace("000000000002", "000000000007")))
     with Repository.open(root, options=OPTIONS) as repository:
         assert len(repository.view().damaged) == 1
@@ -768,7 +820,7 @@ def test_only_records_that_rule_are_read(tmp_path):
     [("s3://b/p", "cache"), ("gs://b", "cache"), ("memory://m", "temporary"), ("/wrapped", "temporary")],
 )
 def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
-    """Of a remote store in the cache, apart from that of a copy elsewhere."""
+    """In the cache, apart from that of a copy elsewhere."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     store = SimpleNamespace(url=url, place=url)
     folder, temporary = index_module.folder_for(store, "0" * 32)
@@ -777,16 +829,17 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
     if temporary is None:
         assert folder.name.startswith("0" * 32)
         assert index_module.folder_for(SimpleNamespace(url=url, place=url + " mirror"), "0" * 32)[0] != folder
-        monkeypatch.setattr(index_module, "on_network", lambda _: True)
+        monkeypatch.setattr(index_module, "refusal", lambda _: "lies elsewhere")
         assert index_module.folder_for(store, "0" * 32)[1] is not None
     else:
         index_module.remove(temporary)
 
 
-def test_an_index_that_another_thread_gives_up_is_no_failure(root, monkeypatch):
-    """Retention does, on a full disk, while a save or a restore is looking something up."""
+def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
+    """While a save or a restore is looking something up."""
     with Repository.open(root, options=OPTIONS) as repository:
         index, ref = repository._index, repository.snapshot("a@2").manifests[0]
+        index.header(ref)
         environment, looks = index._environment, iter(range(10))
         gone = property(lambda _: environment if next(looks) == 0 else None)
         with monkeypatch.context() as patch:
@@ -816,9 +869,9 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as other:
         assert other.stdout.readline() == "opened\n"
-        for step, anew in enumerate(("rebuild", "give_up")):
+        for step in range(2):
             with Repository.open(root, options=OPTIONS) as repository:
-                getattr(repository._index, anew)()
+                repository.rebuild_index()
             for number in range(2):
                 with Repository.open(root, options=OPTIONS) as repository:
                     assert len(repository.snapshots("other")) == 2 * step + number

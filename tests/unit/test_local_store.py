@@ -76,14 +76,18 @@ def temps_of(store):
 
 
 def failing(monkeypatch, name, code, when=lambda *args: True, times=1):
-    """os.<name> raises OSError(code) the first `times` that `when` holds; returns the list of those calls."""
+    """os.<name> raises OSError(code) the first `times` that `when` holds; returns the list of those calls.
+
+    `when` sees a name in an open folder as its path.
+    """
     real, calls = getattr(os, name), []
 
-    def fake(*args, **kwargs):
-        if len(calls) < times and when(*args):
+    def fake(*args, dir_fd=None, **kwargs):
+        shown = (path_at(dir_fd, args[0]), *args[1:]) if dir_fd is not None else args
+        if len(calls) < times and when(*shown):
             calls.append(args)
             raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
+        return real(*args, **kwargs) if dir_fd is None else real(*args, dir_fd=dir_fd, **kwargs)
 
     monkeypatch.setattr(os, name, fake)
     return calls
@@ -91,6 +95,11 @@ def failing(monkeypatch, name, code, when=lambda *args: True, times=1):
 
 def path_of(fd):
     return Path(f"/proc/self/fd/{fd}").readlink()
+
+
+def path_at(folder, name):
+    """The path of a name in an open folder; of "." that of the folder."""
+    return (path_of(folder) if folder is not None else Path()) / name
 
 
 def is_file(fd, *_):
@@ -113,7 +122,7 @@ def calls(monkeypatch, root):
         real = getattr(os, name)
 
         def call(*args, **kwargs):
-            what = Path(describe(*args))
+            what = Path(describe(*args, **kwargs))
             result = real(*args, **kwargs)
             if what.is_relative_to(root.parent):
                 record.append((name, "TEMP" if what.parent.name == "tmp" else str(what.relative_to(root.parent))))
@@ -122,8 +131,8 @@ def calls(monkeypatch, root):
         monkeypatch.setattr(os, name, call)
 
     spy("fsync", path_of)
-    spy("link", lambda source, target, **_: target)
-    spy("mkdir", lambda path, *_: path)
+    spy("link", lambda source, target, dst_dir_fd, **_: path_at(dst_dir_fd, target))
+    spy("mkdir", lambda path, *_, dir_fd=None: path_at(dir_fd, path))
     spy("write", lambda fd, *_: path_of(fd))
     return record
 
@@ -331,8 +340,8 @@ def test_a_link_whose_reply_was_lost(store, monkeypatch):
     """A network file system links, loses the answer, and its retry finds the name taken: by us."""
     real = os.link
 
-    def link(source, target):
-        real(source, target)
+    def link(source, target, **options):
+        real(source, target, **options)
         raise FileExistsError(errno.EEXIST, "exists")
 
     monkeypatch.setattr(os, "link", link)
@@ -405,7 +414,6 @@ def test_only_files_are_objects(store, root):
     (root / "lost+found").mkdir()
     (root / "index").mkdir()
     (root / "index" / "data.mdb").write_bytes(b"x")
-    (root / "loop").symlink_to("loop2")
     assert keys_of(store) == []
     for key in ("folder", "fifo"):
         for call in (store.get, store.stat, store.touch):
@@ -460,9 +468,9 @@ def test_entries_that_vanish_while_listed(store, root, monkeypatch):
     class Vanishing:
         """A scandir whose first entry is gone when it is looked at."""
 
-        def __init__(self, path):
-            self.path = Path(path)
-            self.scan = real(path)
+        def __init__(self, folder):
+            self.path = path_of(folder)
+            self.scan = real(folder)
 
         def __enter__(self):
             entries = sorted(self.scan, key=lambda entry: entry.name)
@@ -483,14 +491,14 @@ def test_entries_that_vanish_while_listed(store, root, monkeypatch):
 def test_a_directory_that_vanishes_before_it_is_read(store, root, monkeypatch):
     store.put("p/0/x", b"x")
     store.put("p/1/x", b"x")
-    failing(monkeypatch, "scandir", errno.ENOENT, lambda path: Path(path) == root / "p" / "0")
+    failing(monkeypatch, "scandir", errno.ENOENT, lambda folder: path_of(folder) == root / "p" / "0")
     assert keys_of(store) == ["p/1/x"]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
 def test_a_listing_that_fails_raises(store, root, monkeypatch, code):
     store.put("p/0/x", b"x")
-    failing(monkeypatch, "scandir", code, lambda path: Path(path) == root / "p" / "0", times=9)
+    failing(monkeypatch, "scandir", code, lambda folder: path_of(folder) == root / "p" / "0", times=9)
     with pytest.raises(StorageError, match=f"cannot list.*{errno.errorcode[code]}"):
         list(store.list(""))
 
@@ -578,12 +586,16 @@ def test_a_deep_tree_is_no_attack(store, root):
 def caseless(monkeypatch, root):
     """A new name is as it was given; afterwards it is found under any."""
 
-    def fold(path):
-        return str(root) + str(path)[len(str(root)) :].lower() if str(path).startswith(str(root)) else path
+    def fold(path, dir_fd):
+        return path if dir_fd is None or not path_of(dir_fd).is_relative_to(root) else path.lower()
 
     for name in ("stat", "open"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda path, *args, real=real, **kwargs: real(fold(path), *args, **kwargs))
+
+        def call(path, *args, real=real, dir_fd=None, **kwargs):
+            return real(fold(path, dir_fd), *args, dir_fd=dir_fd, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
 
 
 def test_a_new_repository_is_refused_where_case_does_not_count(store, root, caseless):
@@ -718,7 +730,7 @@ def test_a_file_system_without_locks(store, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     store.hold("a", b"x")
     assert store.is_held("a") is None
-    (Path(store.url) / "tmp" / "old").write_bytes(b"x")
+    (Path(store.url) / "tmp" / ("0" * 32)).write_bytes(b"x")
     assert store.clean() == 0
     store.release("a")
     assert store.is_held("a") is False
@@ -732,7 +744,7 @@ def test_clean_takes_the_files_of_the_dead_only(store):
         "    sys.stdin.readline()\n"
         "    os.fsync = real\n"
         "    real(fd)\n"
-        "store._make_levels(local.Path(store.url, 'a'))\n"
+        "store.put(sys.argv[2] + '.before', b'')\n"
         "os.fsync = fsync\n"
         "store.put(sys.argv[2], b'x' * 1000)\n"
         "say('done')\n"
@@ -748,7 +760,7 @@ def test_clean_takes_the_files_of_the_dead_only(store):
         living.stdin.write(b"go\n")
         living.stdin.flush()
         assert told(living) == "done"
-    assert keys_of(store) == ["a/living"]
+    assert keys_of(store) == ["a/dead.before", "a/living", "a/living.before"]
     assert temps_of(store) == []
     assert store.clean() == 0
 
@@ -756,7 +768,7 @@ def test_clean_takes_the_files_of_the_dead_only(store):
 def test_killed_between_link_and_unlink(store, root):
     """The temporary name goes, the object stays, and no byte was freed."""
     store.put("a", b"x" * 100)
-    os.link(root / "a", root / "tmp" / "left")
+    os.link(root / "a", root / "tmp" / ("0" * 32))
     assert store.clean() == 0
     assert temps_of(store) == []
     assert store.get("a") == b"x" * 100

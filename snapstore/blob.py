@@ -364,9 +364,34 @@ def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) 
     struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
 
 
+def prove_chain(
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
+) -> list[bytes]:
+    """Rebuild one chunk as `decode_chain` does, and on the way every chunk that it builds on.
+
+    Returns:
+        Of each blob, newest first, the digest of the chunk that its chain gives; only the first if an older one does
+        not give its own.
+
+    Raises:
+        FormatError, IntegrityError: the chunk wanted cannot be rebuilt.
+    """
+    digests = [chunk_digest, *(bytes(blob[64:80]) for blob in blobs[:-1])]  # each one's base is the next
+    rooms, base = (out, planes.scratch.room("link", out.size)), None
+    try:
+        for i in range(len(blobs) - 1, -1, -1):
+            decode_chain(blobs[i : i + 1], wheres[i : i + 1], digests[i], rooms[i % 2], base, seed=seed)
+            base = rooms[i % 2]
+    except (FormatError, IntegrityError):
+        decode_chain(blobs, wheres, chunk_digest, out, seed=seed)
+        return digests[:1]
+    return digests
+
+
 def decode_chain(
-    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None
-) -> None:
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None,
+    *, seed: int,
+) -> None:  # fmt: skip
     """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
 
     Args:
@@ -375,6 +400,7 @@ def decode_chain(
         chunk_digest: of the chunk wanted.
         out: (r,) uint8, filled.
         base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
+        seed: of the repository's digests.
 
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
@@ -406,7 +432,7 @@ def decode_chain(
             np.bitwise_xor(out, other, out=out)
     if base is not None:
         np.bitwise_xor(out, base, out=out)
-    got = digest(out)
+    got = digest(out, seed)
     if got != chunk_digest:
         raise IntegrityError(
             f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "

@@ -26,7 +26,7 @@ from .survey import Survey
 
 def check(
     store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
-    subset: tuple[int, int] = (1, 1), config: str = "",
+    subset: tuple[int, int] = (1, 1), config: str = "", max_decoded_bytes: int | None = None,
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
 
@@ -34,6 +34,8 @@ def check(
         share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
         subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
         config: what is wrong with the config, if anything is.
+        max_decoded_bytes: how much level "restore" decodes; what lies beyond cannot be told. None: much more than any
+            repository of this size takes that snapstore has made (limits.py).
 
     Raises:
         StorageError: the store cannot be listed; a single object that cannot be read is a finding.
@@ -42,7 +44,7 @@ def check(
         raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
     if not 1 <= subset[0] <= subset[1]:
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
-    survey = Survey(store, index, engines, level, share, subset, config)
+    survey = Survey(store, index, engines, level, share, subset, config, max_decoded_bytes)
     survey.read_records()
     result = survey.read_rest()
     if survey.unreadable:

@@ -19,12 +19,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from . import manifest, planes
+from . import planes
 from .blob import XOR, Column
 from .chain import Chain, Link, chains_of, edge_of, table_of
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
@@ -35,7 +34,6 @@ from .gc import in_quarantine, need_all_records
 from .index import Index
 from .manifest import ChunkTable, Manifest
 from .pack import ENTRY
-from .reads import read_twice
 from .records import COMMITTED, ManifestRef, Snapshot, pack_key
 from .reencode import Job, Reencoder
 from .restore import spec_of
@@ -99,7 +97,7 @@ def compact(
         view = index.refresh()
         need_all_records(view, "compact", "nothing was rewritten")
         chosen = [s for s in view.snapshots() if named is None or s.id in named]
-        live = LiveBlobs(store, view, {s.id for s in chosen}, in_quarantine(store))
+        live = LiveBlobs(store, engines.digest_seed, view, {s.id for s in chosen}, in_quarantine(store))
         now = index.refresh() if live.damaged else view
         if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):
             break  # what could not be read was not revised and collected meanwhile: it is damaged
@@ -203,8 +201,7 @@ class _Compacting(Rewriting):
             return {}
         try:
             refs = [ref for ref in before.manifests if ref.part == m.header.part]
-            own = [read_twice(self.store, partial(manifest.read, self.store, ref)) for ref in refs]
-            bases = Bases([Base(before, own)])
+            bases = Bases([Base(before, [self.manifest_of(ref) for ref in refs])])
         except DAMAGE:
             return {}
         at = np.full(len(m.table), -1, np.int64)
@@ -371,7 +368,7 @@ class _Compacting(Rewriting):
         jobs: dict[bytes, Job] = {}
         for ref, own in of_manifest.items():
             try:
-                m = read_twice(self.store, partial(manifest.read, self.store, ref))
+                m = self.manifest_of(ref)
                 sizes, layouts = _kinds(m)
             except DAMAGE as error:
                 log.warning("chunks that share bases stay as they are: %s", error)

@@ -120,6 +120,7 @@ class LiveBlobs:
     """All live blobs, and the chains that lead through chunks that nobody holds.
 
     Args:
+        digest_seed: of the repository: chunks are the same where their digests are.
         chosen: ids of the snapshots that may be rewritten.
         quarantined: keys of the packs that no gc deletes: nothing in them is freed.
 
@@ -127,8 +128,10 @@ class LiveBlobs:
         damaged: ids of snapshots whose manifests cannot be read, and why.
     """
 
-    def __init__(self, store: ObjectStore, view: View, chosen: set[str], quarantined: set[str]) -> None:
-        self._store, self._view, self._chosen = store, view, chosen
+    def __init__(
+        self, store: ObjectStore, digest_seed: int, view: View, chosen: set[str], quarantined: set[str]
+    ) -> None:  # fmt: skip
+        self._store, self._digest_seed, self._view, self._chosen = store, digest_seed, view, chosen
         self.damaged: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
@@ -158,12 +161,15 @@ class LiveBlobs:
         if self._edges:
             self._find_chains()
 
+    def _read(self, ref: ManifestRef) -> Manifest:
+        return manifest.read(self._store, ref, self._digest_seed)
+
     def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
         """(whether it may be rewritten, whose it is, its name, the manifest) of all parts of committed snapshots."""
         for snapshot in self._view.snapshots():
             for ref in snapshot.manifests:
                 try:
-                    m = read_twice(self._store, partial(manifest.read, self._store, ref))
+                    m = read_twice(self._store, partial(self._read, ref))
                     _check_chains(m.table, ref.key)
                 except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
@@ -225,7 +231,7 @@ class LiveBlobs:
             if len(rows) and snapshot.id not in self.damaged:
                 # collected meanwhile, or it is found when it is to be rewritten
                 with suppress(*DAMAGE):
-                    yield snapshot, ref, read_twice(self._store, partial(manifest.read, self._store, ref)), rows
+                    yield snapshot, ref, read_twice(self._store, partial(self._read, ref)), rows
 
     def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
         """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import blob, records
 from .blob import Column
-from .engine import Engines
+from .engine import Engines, ProvingEngine
 from .errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
 from .fetch import Fetcher, Wanted, whole
 from .manifest import Manifest
@@ -97,17 +97,25 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
     decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int]) -> dict[int, SnapstoreError]:
+def unbuilt(
+    store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
+) -> dict[int, SnapstoreError]:
     """Rebuild chunks; row -> why, of those that cannot be: each was tried by itself at last.
 
     A CapabilityError says that this machine cannot, of any of them: no damage, though an unknown codec is in DAMAGE.
 
+    Args:
+        proven: gets, of every other row, the digests that the blobs of its chain give (`blob.prove_chain`).
+
     Raises:
         StorageError: the store does not answer at all.
     """
+    engine = None if proven is None else ProvingEngine(engines.cpu)
     try:
-        for _ in Fetcher(store, engines).rebuild(_scratch(m, rows)):
+        for _ in Fetcher(store, engines, engine).rebuild(_scratch(m, rows)):
             pass
+        if proven is not None and engine is not None:
+            proven.update(zip(rows, engine.proven, strict=True))
         return {}
     except CapabilityError as error:
         return dict.fromkeys(rows, error)
@@ -117,7 +125,8 @@ def unbuilt(store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[in
         if len(rows) == 1:
             return {rows[0]: error}
     half = len(rows) // 2  # and not row by row: each try is a request
-    return unbuilt(store, engines, m, rows[:half]) | unbuilt(store, engines, m, rows[half:])
+    failed = unbuilt(store, engines, m, rows[:half], proven)
+    return failed | unbuilt(store, engines, m, rows[half:], proven)
 
 
 def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:

@@ -1,9 +1,14 @@
-"""Digest: the identity of a chunk, XXH3-128 of its plain bytes; and the XXH3-64 that guards stored bytes.
+"""Digest: the identity of a chunk, seeded XXH3-128 of its plain bytes; and the XXH3-64 that guards stored bytes.
+
+Every repository has a seed of its own, drawn at random (docs/design/digest-seed.md). Without one, anybody can write
+down two chunks of one digest, and the second would restore as the first.
 
 In: buffers. Out: digests as rows of bytes. xxhash releases the GIL for long inputs, so a thread pool scales.
 """
 
 from __future__ import annotations
+
+import secrets
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +17,16 @@ import xxhash
 Bytes = npt.NDArray[np.uint8]
 
 
-def digest(chunk: Bytes) -> bytes:
-    """XXH3-128 of one chunk, canonical byte order, seed 0 (https://xxhash.com/doc/v0.8.3/)."""
-    return xxhash.xxh3_128_digest(chunk.data)
+def new_seed() -> int:
+    """64 random bits, for the config of a new repository."""
+    return secrets.randbits(64)
+
+
+def digest(chunk: Bytes, seed: int) -> bytes:
+    """XXH3-128 of one chunk under its repository's seed, canonical byte order (https://xxhash.com/doc/v0.8.3/)."""
+    return xxhash.xxh3_128_digest(chunk.data, seed)
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """XXH3-64, the guard of stored bytes."""
+    """XXH3-64 without a seed: it finds damage to stored bytes, and never says that two things are the same."""
     return xxhash.xxh3_64_intdigest(data)

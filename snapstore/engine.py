@@ -133,12 +133,14 @@ class Engine(Protocol):
     """Batches of chunks to blobs and back. `start_*` returns at once; the call it returns waits for the result.
 
     Attributes:
+        digest_seed: of the one repository that it works for: whatever it hashes, it hashes under this.
         batch_bytes: how much one batch should hold at most.
         decode_bytes: stored and plain bytes of a batch to decode.
         depth, decode_depth: how many batches may be on their way beside the one that is made ready.
         readers: how many threads should read for it.
     """
 
+    digest_seed: int
     batch_bytes: int
     decode_bytes: int
     depth: int
@@ -155,7 +157,7 @@ class Engine(Protocol):
         ...
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """Begin to hash every chunk: XXH3-128, (n, 16)."""
+        """Begin to hash every chunk: XXH3-128 under the seed, (n, 16)."""
         ...
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
@@ -237,7 +239,8 @@ class CpuEngine:
     decode_depth = 1
     readers = 1
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, digest_seed: int, threads: int | None = None) -> None:
+        self.digest_seed = digest_seed
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
@@ -247,7 +250,8 @@ class CpuEngine:
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
         """XXH3-128 of every chunk, (n, 16); by whoever waits for it, at tens of GB/s, beside an encoding batch."""
-        return lambda: np.frombuffer(b"".join(map(digest, chunks.views())), np.uint8).reshape(-1, 16)
+        seed = self.digest_seed
+        return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch."""
@@ -272,7 +276,10 @@ class CpuEngine:
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch."""
-        return self._threads.start(_decode_chunk, _decode_jobs(batch))
+        return self._threads.start(self._decode_chunk, _decode_jobs(batch))
+
+    def _decode_chunk(self, job: DecodeJob) -> None:
+        blob.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
 
     def drive(self) -> None:
         """Nothing to do: the threads go on by themselves."""
@@ -292,6 +299,26 @@ class CpuEngine:
         """End the threads, drop the buffers."""
         self._threads.close()
         self._free.clear()
+
+
+class ProvingEngine(CpuEngine):
+    """Rebuilds chunks on the threads of another one, and every chunk that they build on.
+
+    Attributes:
+        proven: of every chunk so far, in order, the digests that the blobs of its chain give (`blob.prove_chain`).
+    """
+
+    def __init__(self, engine: CpuEngine) -> None:
+        self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
+        self.proven: list[list[bytes]] = []
+
+    def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
+        """Begin to rebuild a batch; its bases must lie in it."""
+        wait = self._threads.start(self._prove_chunk, _decode_jobs(batch))
+        return lambda: self.proven.extend(wait())
+
+    def _prove_chunk(self, job: DecodeJob) -> list[bytes]:
+        return blob.prove_chain(job.blobs, job.wheres, job.digest, job.out, seed=self.digest_seed)
 
 
 def default_threads() -> int:
@@ -359,19 +386,17 @@ def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
     return planes.statistics(planes.histograms(planes.sample(source, job.element_size, job.layout)))
 
 
-def _decode_chunk(job: DecodeJob) -> None:
-    blob.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base)
-
-
 @dataclass(slots=True)
 class Engines:
-    """The engine of every memory; those of CUDA devices are made when a tensor on one is first seen.
+    """The engines of one repository, one a memory; those of CUDA devices are made when a tensor on one is first seen.
 
     Args:
+        digest_seed: of the repository.
         codec: "portable" or "ans", how engines of devices code new blobs.
         required: whether the GPU was asked for, so that its lack is an error.
     """
 
+    digest_seed: int
     threads: int | None = None
     codec: str = "portable"
     required: bool = False
@@ -382,7 +407,7 @@ class Engines:
     _pid: int = field(init=False, default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        self.cpu = CpuEngine(self.threads)
+        self.cpu = CpuEngine(self.digest_seed, self.threads)
 
     def of(self, memory: Memory) -> Engine:
         """The engine that works where a memory lies."""

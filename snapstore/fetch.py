@@ -78,8 +78,8 @@ class _Reading:
 class Fetcher:
     """Rebuilds chunks of one repository."""
 
-    def __init__(self, store: ObjectStore, engines: Engines) -> None:
-        self._store, self._engines = store, engines
+    def __init__(self, store: ObjectStore, engines: Engines, engine: Engine | None = None) -> None:
+        self._store, self._engines, self._engine = store, engines, engine  # `engine` takes the place of all
         self._readers: Threads | None = None
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
@@ -171,7 +171,7 @@ class Fetcher:
         engine: Engine | None = None
         cost = count = 0
         for w in wanted:
-            own = self._engines.of(w.out)
+            own = self._engine or self._engines.of(w.out)
             if engine is not None and own is not engine and pending:
                 yield engine, _columns(pending)
                 pending, cost, count = [], 0, 0

@@ -54,6 +54,7 @@ class CheckResult:
         unknown: neither: this release, or this machine, cannot read all of them. Of one whose record it cannot read a
             stand-in as well.
         packs, packs_read: how many there are, and how many of them the level and the share have read whole.
+        decoded_bytes: how much level "restore" has decoded: all chunks and what they build on, each about once.
         unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
             wait: what is needed cannot be told then.
     """
@@ -66,6 +67,7 @@ class CheckResult:
     unknown: list[Snapshot] = field(default_factory=list)
     packs: int = 0
     packs_read: int = 0
+    decoded_bytes: int = 0
     unneeded_bytes: int = 0
 
     @property

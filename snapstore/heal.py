@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from . import blob, manifest, records
+from . import blob, limits, manifest, records
 from .damage import DamagedPacks, lost_rows, unbuilt
 from .digest import Bytes
 from .engine import Engines
@@ -105,6 +105,7 @@ class Healer:
         self._sizes: dict[str, int] = {}  # of packs, by name
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
         self._lost: set[bytes] = set()  # digests whose blobs were lost
+        self._budget = limits.Budget(store)
         self._copies: dict[tuple[str, int], _Ref] = {}  # place of a blob in a damaged pack -> where its copy lies
 
     def find_chains(self, snapshots: Iterable[Snapshot], view: View) -> None:
@@ -123,7 +124,7 @@ class Healer:
         for snapshot in view.snapshots():
             for ref in snapshot.manifests:
                 try:
-                    self._add_chains(manifest.read(self._store, ref), names)
+                    self._add_chains(manifest.read(self._store, ref, self._engines.digest_seed), names)
                 except DAMAGE:
                     continue
                 except StorageError:
@@ -151,7 +152,7 @@ class Healer:
         parts = []
         for ref in snapshot.manifests:
             if ref.sha256 in self._affected[snapshot.id]:
-                m = manifest.read(self._store, ref)
+                m = manifest.read(self._store, ref, self._engines.digest_seed)
                 self._sizes.update(zip(m.header.pack_names, m.header.pack_size_list, strict=True))
                 parts.append(_Part(ref, m))
         return parts
@@ -198,7 +199,7 @@ class Healer:
         """
         known, affected = {ref.sha256 for ref in snapshot.manifests}, self._affected[snapshot.id]
         for ref in (ref for ref in ruling.manifests if ref.sha256 not in known | affected):
-            m = manifest.read(self._store, ref)
+            m = manifest.read(self._store, ref, self._engines.digest_seed)
             if self._packs.within(m).any():
                 affected.add(ref.sha256)
                 self.find_chains([ruling], view)
@@ -262,6 +263,8 @@ class Healer:
                         del part.chains[row]
                         part.lost.add(row)
                 tried = [row for row in left if row in part.chains]
+                work = sum(int(m.table.lengths[row]) * len(part.chains[row]) for row in tried)
+                self._budget.spend(work, f"repair of {snapshot.ref}")
                 failed = unbuilt(self._store, self._engines, self._remade(part), tried) if tried else {}
                 if lack := next((error for error in failed.values() if isinstance(error, CapabilityError)), None):
                     raise lack
@@ -429,8 +432,9 @@ def _encoded(claim: Claim, ref: ManifestRef, m: Manifest) -> tuple[ManifestRef, 
     """A manifest of this session."""
     data = manifest.encode(
         save_id=bytes.fromhex(claim.id), rank=m.header.rank, sequence=m.header.sequence, part=m.header.part,
-        chunk_bytes=m.header.chunk_bytes, tree=m.tree, tensors=m.tensors, inline=m.inline, table=m.table,
-        packs=m.header.pack_names, pack_sizes=m.header.pack_size_list, logical_bytes=m.header.logical_bytes,
+        chunk_bytes=m.header.chunk_bytes, digest_seed=m.header.digest_seed, tree=m.tree, tensors=m.tensors,
+        inline=m.inline, table=m.table, packs=m.header.pack_names, pack_sizes=m.header.pack_size_list,
+        logical_bytes=m.header.logical_bytes,
     )  # fmt: skip
     manifest.decode(data, ref.key)  # what no reader would take is not published
     return msgspec.structs.replace(ref, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)), data

@@ -9,6 +9,7 @@ nothing else. It is LMDB (environment.py), in a local repository, else in this m
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import lmdb
-import xxhash
 
 from . import manifest, records
 from .cache import cache_folder, chosen_cache, on_network
@@ -69,20 +69,23 @@ class _Record:
     snapshot: Snapshot
     size_bytes: int
     modified_s: float  # JUST_MADE: here, and not seen in a listing since
-    tag: bytes  # XXH3-128 of it, since a store's own may be of any length
+    tag: bytes  # half the SHA-256 of it, since a store's own may be of any length
 
     @staticmethod
     def listed(snapshot: Snapshot, info: ObjectInfo) -> _Record:
-        return _Record(snapshot, info.size_bytes, info.modified_s, xxhash.xxh3_128_digest(info.tag.encode()))
+        return _Record(snapshot, info.size_bytes, info.modified_s, _shortened(info.tag))
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
         if self.modified_s == JUST_MADE:
             return self.size_bytes == info.size_bytes
-        tag = xxhash.xxh3_128_digest(info.tag.encode())
-        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, tag)
+        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, _shortened(info.tag))
 
     def pack(self, data: bytes) -> bytes:
         return _SEEN.pack(self.size_bytes, self.modified_s, self.tag) + data
+
+
+def _shortened(tag: str) -> bytes:
+    return hashlib.sha256(tag.encode()).digest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +447,6 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
     lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
     if lasts and not on_network(cache_folder()):
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache_folder() / f"{uuid}-{xxhash.xxh3_64_hexdigest(store.place.encode())}", None
+        return cache_folder() / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:16]}", None
     temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
     return temporary, temporary

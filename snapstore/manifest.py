@@ -20,19 +20,23 @@ import zstandard
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .digest import Bytes, checksum
 from .errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
-from .records import ManifestRef, sha256_names
+from .records import ManifestRef, Seed, sha256_names
+from .state.tree import unpack
 from .storage import ObjectStore
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
 MAGIC = b"SNAPMANI"
 VERSION = 1
 MAX_CHAIN = 255
-#: All sections unpack to at most this and four times the size of the manifest: the digests are stored as they are and
-#: are more than a third of all columns, so only a hostile manifest is refused.
-MAX_SECTION_BYTES = 256 * 1024 * 1024
-#: What has no fixed size is compressed only up to this size: a few kilobytes cannot unpack to millions of nodes.
-MAX_PACKED_BYTES = 16 * 1024 * 1024
-_PACKED = ("tree", "tensors", "inline")
+#: All columns unpack to at most this times the size of the manifest: the digests, which are never compressed, are
+#: more than half of them.
+MAX_COLUMNS_RATIO = 4
+#: Nodes and entries become Python objects of fifty times their size: a tree or a list of tensors above the first is
+#: compressed by no more than the second, so that some kilobytes cannot become millions of objects.
+MAX_NODES_BYTES, MAX_NODES_RATIO = 64 * 1024, 64
+#: Inline bytes beyond this are not compressed.
+MAX_INLINE_BYTES = 16 * 1024 * 1024
+_NODES = ("tree", "tensors")
 #: The first read of a header takes this much; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
 
@@ -60,13 +64,18 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What gc and listings need: who wrote it, its sizes and every pack it uses."""
+    """What gc and listings need: who wrote it, its sizes and every pack it uses.
+
+    Attributes:
+        digest_seed: of every digest in the manifest: the repository's, so that it outlives a config that is lost.
+    """
 
     save_id: bytes
     rank: int
     sequence: int
     part: str
     chunk_bytes: int
+    digest_seed: Seed
     tensors: int
     chunks: int
     refs: int
@@ -165,6 +174,9 @@ COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+_SECTIONS = {*COLUMNS, *_NODES, "inline"}
+
+
 @dataclass(slots=True)
 class Manifest:
     """A whole manifest in memory."""
@@ -177,8 +189,9 @@ class Manifest:
 
 
 def encode(
-    *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, tree: Any, tensors: list[TensorEntry],
-    inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int], logical_bytes: int,
+    *, save_id: bytes, rank: int, sequence: int, part: str, chunk_bytes: int, digest_seed: int, tree: Any,
+    tensors: list[TensorEntry], inline: bytes, table: ChunkTable, packs: Sequence[str], pack_sizes: Sequence[int],
+    logical_bytes: int,
 ) -> bytes:  # fmt: skip
     """A manifest's bytes. `packs` are hex SHA-256 names, in the order that `table.ref_packs` counts."""
     raw: dict[str, bytes | memoryview] = {
@@ -194,22 +207,30 @@ def encode(
     sections: list[tuple[str, int, int, int, int]] = []
     at = 0
     for name, data in raw.items():
-        as_it_is = name.endswith("digests") or (name in _PACKED and len(data) > MAX_PACKED_BYTES)
-        stored = data if as_it_is else compressor.compress(data)
-        codec = int(len(stored) < len(data) and stored is not data)
+        stored = data if name.endswith("digests") else compressor.compress(data)  # those are noise
+        codec = int(len(stored) < len(data) <= _most(name, len(stored), len(data)))
         stored = stored if codec else data
         sections.append((name, at, len(stored), len(data), codec))
         body.append(stored)
         at += len(stored)
     header = msgspec.msgpack.encode(
         ManifestHeader(
-            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes, tensors=len(tensors),
-            chunks=len(table), refs=len(table.ref_kinds), logical_bytes=logical_bytes,
-            depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
+            save_id=save_id, rank=rank, sequence=sequence, part=part, chunk_bytes=chunk_bytes,
+            digest_seed=digest_seed, tensors=len(tensors), chunks=len(table), refs=len(table.ref_kinds),
+            logical_bytes=logical_bytes, depth=int(table.depths.max(initial=0)), packs=bytes.fromhex("".join(packs)),
             pack_sizes=np.asarray(pack_sizes, "<u8").tobytes(), sections=sections,
         )
     )  # fmt: skip
     return b"".join([PREFIX.pack(MAGIC, VERSION, 0, len(header), checksum(header)), header, *body])
+
+
+def _most(name: str, stored_bytes: int, otherwise: int) -> int:
+    """The most bytes that a compressed section may unpack to; `otherwise`: a column, which all together bounds."""
+    if name.endswith("digests"):
+        return 0
+    if name in _NODES:
+        return max(MAX_NODES_BYTES, MAX_NODES_RATIO * stored_bytes)
+    return MAX_INLINE_BYTES if name == "inline" else otherwise
 
 
 def _prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
@@ -269,12 +290,15 @@ def read_header(store: ObjectStore, ref: ManifestRef) -> bytes:
     return bytes(data[: PREFIX.size + length])
 
 
-def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
+def read(store: ObjectStore, ref: ManifestRef, digest_seed: int | None) -> Manifest:
     """A whole manifest, checked against its name.
+
+    Args:
+        digest_seed: of the repository; None: no chunk is compared with its digest, or the caller asks `check_seed`.
 
     Raises:
         IntegrityError: missing, cut short or altered.
-        FormatError: of another version, or inconsistent.
+        FormatError: of another version, or inconsistent; or of another seed.
     """
     try:
         data = store.get(ref.key, limit_bytes=ref.size_bytes)
@@ -285,27 +309,75 @@ def read(store: ObjectStore, ref: ManifestRef) -> Manifest:
     got = hashlib.sha256(data).hexdigest()
     if got != ref.sha256:
         raise IntegrityError(f"{ref.key}: SHA-256 is {got}: the manifest is damaged; run 'snapstore check'")
-    return decode(data, ref.key)
+    m = decode(data, ref.key)
+    if digest_seed is not None:
+        check_seed(m.header, digest_seed, ref.key)
+    _check_sizes(m, ref)
+    return m
+
+
+def check_seed(header: ManifestHeader, digest_seed: int, where: str) -> None:
+    """Compare a manifest's seed with the config's. Neither is shown: logs go further than a repository does.
+
+    Raises:
+        FormatError: they differ, so no digest can be verified, nor compared with others.
+    """
+    if header.digest_seed != digest_seed:
+        raise FormatError(
+            f"{where}: its digests have another seed than config says: one of the two is another repository's; run "
+            "'snapstore check', and if it finds fault with config, 'snapstore repair --apply'"
+        )
+
+
+def _check_sizes(m: Manifest, ref: ManifestRef) -> None:
+    """Every byte that the table and the inline section hold is of one tensor, and all that name their sum say the same.
+
+    So a state takes no more than its record says, and nothing that is stored once restores as many tensors.
+
+    Raises:
+        FormatError: they do not agree; nothing has been sized by them yet.
+    """
+    boxes = [(box.first_chunk, box.chunks) for entry in m.tensors for box in entry.boxes]
+    ranges = [entry.inline for entry in m.tensors if entry.inline]
+    for what, spans, total in (("chunks", boxes, len(m.table)), ("inline bytes", ranges, len(m.inline))):
+        end = 0
+        for first, count in sorted(spans):
+            if first != end and count:
+                raise FormatError(
+                    f"{ref.key}: {what} {first}+{count}, expected the next from {end}: one tensor has each"
+                )
+            end += count
+        if end != total:
+            raise FormatError(f"{ref.key}: its tensors have {end} {what}, {total} are there")
+    header, held = m.header, int(m.table.lengths.sum(dtype=np.int64)) + len(m.inline)
+    if header.logical_bytes != held:
+        raise FormatError(f"{ref.key}: holds {held} bytes of tensors, its header says {header.logical_bytes}")
+    for name in ("part", "rank", "logical_bytes"):
+        expected, got = getattr(ref, name), getattr(header, name)
+        if expected != got:
+            raise FormatError(f"{ref.key}: {name} {got!r}, its record says {expected!r}")
 
 
 def decode(data: bytes, where: str) -> Manifest:
     """The inverse of `encode`; every count is checked against the bytes that are there before it is believed."""
     header = decode_header(data, where)
     start = PREFIX.size + _prefix(data, where)[0]
-    sections = {section[0]: section for section in header.sections if section[0] in COLUMNS or section[0] in _PACKED}
-    total = sum(raw_bytes for _, _, _, raw_bytes, _ in sections.values())
-    if total > MAX_SECTION_BYTES + 4 * len(data):
+    sections = {section[0]: section for section in header.sections if section[0] in _SECTIONS}
+    total = sum(section[3] for name, section in sections.items() if name in COLUMNS)
+    if total > MAX_COLUMNS_RATIO * len(data):
         raise FormatError(f"{where}: sections declare {total} bytes in a manifest of {len(data)}")
     raw = {name: _section(data, start, section, where) for name, section in sections.items()}
     try:
         table = ChunkTable(**{name: _column(raw[name], name, where) for name in COLUMNS})
         tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
-        tree = msgspec.msgpack.decode(raw["tree"])
+        tree = unpack(raw["tree"])
         inline = raw["inline"]
     except KeyError as error:
         raise FormatError(f"{where}: section {error} is missing") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest does not decode: {error}") from error
+    except FormatError as error:
+        raise type(error)(f"{where}: {error}") from error
     _validate(header, table, tensors, len(inline), where)
     return Manifest(header, tree, tensors, inline, table)
 
@@ -315,7 +387,7 @@ def _section(data: bytes, start: int, section: tuple[str, int, int, int, int], w
     stored = memoryview(data)[start + offset : start + offset + stored_bytes]
     if len(stored) != stored_bytes or codec not in (0, 1) or min(offset, raw_bytes) < 0:
         raise FormatError(f"{where}: section {name!r} lies outside the manifest or has an unknown codec {codec}")
-    if name in _PACKED and raw_bytes > max(MAX_PACKED_BYTES, len(data)):
+    if codec == 1 and raw_bytes > _most(name, stored_bytes, raw_bytes):
         raise FormatError(f"{where}: section {name!r} declares {raw_bytes} bytes, more than it can hold")
     if codec == 0:
         if raw_bytes != stored_bytes:

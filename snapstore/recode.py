@@ -18,6 +18,7 @@ import numpy.typing as npt
 from . import blob, codecs
 from .blob import Column
 from .chain import Place
+from .chunking import MAX_CHUNK_BYTES
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines, default_threads
 from .errors import DAMAGE, IntegrityError
@@ -184,13 +185,14 @@ class _Recoding(Rewriting):
         lengths = entries["raw_bytes"].astype(np.int64)
         rooms = lengths + -lengths % 256
         starts = np.cumsum(rooms) - rooms
+        for (_, header, where), length in zip(blobs, lengths.tolist(), strict=True):
+            if header.raw_bytes != length or length > MAX_CHUNK_BYTES:
+                raise IntegrityError(f"{where}: a blob of {header.raw_bytes} bytes, expected {length}, one chunk")
         plain = np.empty(int(rooms.sum()), np.uint8)
 
         def decode(i: int) -> int:
             data, header, where = blobs[i]
             out = plain[starts[i] : starts[i] + lengths[i]]
-            if header.raw_bytes != out.size:
-                raise IntegrityError(f"{where}: a blob of {header.raw_bytes} bytes, expected {out.size}")
             blob.decode_source(data, header, out, where)
             return header.layout
 

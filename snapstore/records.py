@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from .errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from .state.tree import decode_plain, encode_plain
+from .state.tree import decode_plain, encode_plain, unpack
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -38,6 +38,8 @@ _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Seed = Count  # a u64: msgpack has no larger integers
+Argument = bool | int | float | str | None
 
 #: The reason of a record that nothing told of.
 MADE_UP = "made up from its manifests by a repair"
@@ -45,11 +47,16 @@ COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swe
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a folder or bucket prefix a repository."""
+    """What makes a folder or bucket prefix a repository.
+
+    Attributes:
+        digest_seed: of the digests of all chunks, 64 random bits; every manifest repeats it.
+    """
 
     uuid: Id
     version: int
     chunk_bytes: int
+    digest_seed: Seed
     features: list[str]
     created: float
     writer: str
@@ -62,7 +69,7 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     sha256: Sha256
     size_bytes: Count
-    logical_bytes: int
+    logical_bytes: Count
 
     @property
     def key(self) -> str:
@@ -101,7 +108,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     manifests: list[ManifestRef] = []
     tags: list[str] = []
     metrics: dict[str, float] = {}
-    metadata_node: Any = msgspec.field(default=None, name="metadata")
+    metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # read when asked for
     created: float = 0.0
     generation: int = 0
     depth: int = 0
@@ -126,7 +133,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FormatError: the record holds no plain value there.
         """
-        return decode_plain(self.metadata_node)
+        packed = bytes(self.metadata_node)
+        if len(packed) > MAX_FIELD_BYTES:
+            raise FormatError(f"{self.key}: metadata of {len(packed)} bytes, expected at most {MAX_FIELD_BYTES}")
+        return decode_plain(unpack(packed))
 
     @property
     def ref(self) -> str:
@@ -156,7 +166,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     bases: list[str]
     metrics: dict[str, float]
-    metadata_node: Any  # a node of docs/format.md, "Tree"
+    metadata_node: msgspec.Raw  # a node of docs/format.md, "Tree"
     tags: list[str]
     full: bool
 
@@ -176,7 +186,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of a run."""
 
     run: str
-    policies: list[dict[str, Any]]
+    policies: list[dict[str, Argument | list[Argument]]]  # no Any: a map's keys might be arrays of one hash
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,9 +304,21 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     if got_kind != _KINDS[kind]:
         raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        found = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+    if isinstance(found, Snapshot):
+        _check_sizes(found, key)
+    return found
+
+
+def _check_sizes(snapshot: Snapshot, key: str) -> None:
+    """Raise UnknownFormatError unless a record names each manifest once, and says how much all of them hold."""
+    held = sum(ref.logical_bytes for ref in snapshot.manifests)
+    if held != snapshot.logical_bytes:
+        raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, its manifests are said to hold {held}")
+    if len({(ref.part, ref.rank) for ref in snapshot.manifests}) < len(snapshot.manifests):
+        raise UnknownFormatError(f"{key}: two manifests of one part and rank")
 
 
 def is_damaged(data: bytes) -> bool:
@@ -374,9 +396,9 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return _bounded("metrics", checked, "keep those that policies or people choose by, the others as part of the state")
 
 
-def encode_metadata(metadata: Any) -> Any:
-    """The node of plain values to be kept in a record, else InvalidInputError."""
-    return _bounded("metadata", encode_plain(metadata), "put large values into the state")
+def encode_metadata(metadata: Any) -> msgspec.Raw:
+    """The packed node of plain values to be kept in a record, else InvalidInputError."""
+    return msgspec.Raw(_ENCODER.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state")))
 
 
 def _bounded(what: str, value: V, instead: str) -> V:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from . import limits
 from .blob import XOR, Column
 from .chain import Chain, table_of
 from .digest import Bytes
@@ -56,6 +57,7 @@ class Reencoder:
     def __init__(self, store: ObjectStore, engines: Engines) -> None:
         self._store, self._engines, self._engine = store, engines, engines.cpu
         self.bytes_read = 0
+        self._budget = limits.Budget(store)
 
     def encode(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Job], Stored]]:
         """Rebuild chunks and their bases, encode the chunks, decode them again and compare; in batches.
@@ -112,7 +114,13 @@ class Reencoder:
             ) from error
 
     def rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
-        """Chunks into memory, each compared with its digest."""
+        """Chunks into memory, each compared with its digest.
+
+        Raises:
+            IntegrityError, FormatError: a chunk is damaged.
+            CapabilityError: they take more decoding than what is stored explains.
+        """
+        self._budget.spend(sum(link.size for chain in chains for link in chain), "compact")
         numbers: dict[str, int] = {}
         table = table_of(chains, numbers)
         wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)

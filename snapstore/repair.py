@@ -43,7 +43,7 @@ from .findings import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADAB
 from .heal import Healer
 from .index import Index
 from .records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
-from .salvage import Salvage
+from .salvage import Salvage, is_foreign
 from .session import all_needed_keys
 from .storage import ObjectStore
 from .survey import Survey
@@ -143,7 +143,7 @@ class _Repair:
     def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
         """Everything, in the order of this module's first lines."""
         if config is not None:
-            message = f"config: written anew, chunks of {config.chunk_bytes} bytes"
+            message = f"config: written anew, chunks of {config.chunk_bytes} bytes, digest seed as in the manifests"
             self._do("config", "config", message, partial(self._replace, "config", config))
         self._survey.read_records()
         self._records(drop)
@@ -200,15 +200,15 @@ class _Repair:
         """Put a damaged config anew: no two processes decide anything by it.
 
         Raises:
-            ConflictError: it reads by now: another repair was first, or reading it had failed for a moment.
+            ConflictError: it is good by now: another repair was first, or reading it had failed for a moment.
         """
-        try:
-            records.decode(self._store.get(key), Config, key)
-        except (*DAMAGE, StorageError):
-            self._store.delete([key])
-            self._store.put(key, records.encode(value))
-        else:
+        found: Config | None = None
+        with suppress(*DAMAGE, StorageError):
+            found = records.decode(self._store.get(key), Config, key)
+        if found is not None and not is_foreign(self._store, found):
             raise ConflictError(f"{key}: can be read")
+        self._store.delete([key])
+        self._store.put(key, records.encode(value))
 
     # -- records
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import chunking, gc, index, policies, records, retention, tagging
 from .cache import cache_folder, shrink
 from .delta import DEFAULT_MAX_DEPTH
+from .digest import new_seed
 from .engine import CODECS, Engines
 from .errors import (
     AlreadyExistsError,
@@ -123,7 +124,8 @@ class Repository:
     ) -> None:  # fmt: skip
         self.store, self.config, self.options, self.config_problem = store, config, options, config_problem
         self.url = store.url
-        self.engines = Engines(options.threads, options.codec, required=options.codec != "portable")
+        codec = options.codec
+        self.engines = Engines(config.digest_seed, options.threads, codec, required=codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
         if config_problem:  # its uuid is made up: the index that is there stays as it is
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
@@ -154,8 +156,8 @@ class Repository:
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
         config = Config(
-            uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, features=[],
-            created=time.time(), writer=f"snapstore {records.VERSION}",
+            uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, digest_seed=new_seed(),
+            features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
         )  # fmt: skip
         try:
             store.stat("config")
@@ -174,7 +176,7 @@ class Repository:
         """Open the repository under a URL.
 
         Args:
-            damaged: even if its config is damaged or gone, to `check` and `repair` it.
+            damaged: even if its config is damaged, gone or another repository's, to `check` and `repair` it.
 
         Raises:
             NotFoundError: there is none.
@@ -182,21 +184,23 @@ class Repository:
             IntegrityError: its config is damaged.
         """
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
+        if not damaged:
+            return cls(store, cls._config(store), options or SaveOptions())
+        from .salvage import is_foreign, salvaged_config
+
+        problem = ""
         try:
             config = cls._config(store)
         except (NotFoundError, IntegrityError, StorageError) as error:
-            from .salvage import salvaged_config
-
-            made_up = salvaged_config(store) if damaged else None
+            made_up = salvaged_config(store)
             if made_up is None:
                 raise
-            return cls(
-                store,
-                made_up,
-                options or SaveOptions(),
-                config_problem="config is missing" if isinstance(error, NotFoundError) else str(error),
-            )
-        return cls(store, config, options or SaveOptions())
+            config, problem = made_up, "config is missing" if isinstance(error, NotFoundError) else str(error)
+        else:
+            if is_foreign(store, config):
+                config = salvaged_config(store) or config
+                problem = "config has another digest seed than the manifests: it is another repository's"
+        return cls(store, config, options or SaveOptions(), config_problem=problem)
 
     @staticmethod
     def _config(store: ObjectStore) -> Config:
@@ -609,17 +613,23 @@ class Repository:
 
     # -- look closer
 
-    def check(self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1)) -> CheckResult:
+    def check(
+        self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1),
+        max_decoded_bytes: int | None = None,
+    ) -> CheckResult:  # fmt: skip
         """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
 
         Args:
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
+            max_decoded_bytes: how much "restore" decodes at most; None: 8192 times what is stored, and 1 GiB, which no
+                repository exceeds that snapstore has made.
         """
         from .check import check
 
         return check(
             self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
+            max_decoded_bytes=max_decoded_bytes,
         )  # fmt: skip
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:

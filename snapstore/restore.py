@@ -6,23 +6,26 @@ record and the manifests alone, no index.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import chunking, manifest
+from . import chunking, limits, manifest, records
 from .cuda import require_device
 from .engine import Engines
 from .errors import FormatError, UnknownFormatError
 from .fetch import Fetcher, Wanted
-from .manifest import Manifest, TensorEntry, part_name
+from .manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
 from .records import Snapshot
 from .state.arrays import fill
 from .state.selection import parts_needed
 from .state.target import Target
 from .state.tensors import StoredPart, TensorSpec
 from .storage import ObjectStore
+
+log = logging.getLogger("snapstore")
 
 
 def restore(
@@ -33,14 +36,18 @@ def restore(
 
     Raises:
         InvalidInputError: `into` does not fit; every difference is listed and nothing was written.
-        CapabilityError: `device` is a CUDA device that is not there.
+        CapabilityError: `device` is a CUDA device that is not there; the state does not fit into the memory that is, or
+            takes more decoding than what is stored explains. Nothing was written.
         IntegrityError, FormatError: damage; `into` may then be half written.
     """
-    manifests = read_manifests(store, snapshot, keys)
+    manifests = read_manifests(store, engines.digest_seed, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
     target = Target(parts, into=into, keys=keys, device=device, on_device=engines.on_device)
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
         require_device(device)
+    limits.require_memory(target.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.selected)} tensors")
+    chosen = [(manifests[part], manifests[part].tensors[index]) for part, index in target.selected]
+    require_decoding(store, chosen, f"{snapshot.ref}: restoring")
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
     try:
         for done in Fetcher(store, engines).rebuild(_wanted(manifests, parts, target, pending)):
@@ -51,10 +58,15 @@ def restore(
     return target.finish()
 
 
-def read_manifests(store: ObjectStore, snapshot: Snapshot, keys: str | Sequence[str] | None = None) -> list[Manifest]:
-    """The manifests whose parts `keys` can match, the root part first."""
+def read_manifests(
+    store: ObjectStore, digest_seed: int, snapshot: Snapshot, keys: str | Sequence[str] | None = None
+) -> list[Manifest]:
+    """The manifests whose parts `keys` can match, the root part first; their tensors are as large as they say."""
     names = parts_needed([ref.part for ref in snapshot.manifests], keys)
-    return [manifest.read(store, ref) for ref in snapshot.manifests if ref.part in names]
+    manifests = [manifest.read(store, ref, digest_seed) for ref in snapshot.manifests if ref.part in names]
+    for m in manifests:
+        check_layouts(m, part_name(m.header.part))
+    return manifests
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
@@ -64,7 +76,13 @@ def spec_of(entry: TensorEntry) -> TensorSpec:
     )  # fmt: skip
 
 
-def check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
+def check_layouts(m: Manifest, where: str) -> None:
+    """`_check_layout` of every tensor."""
+    for entry in m.tensors:
+        _check_layout(m, entry, where)
+
+
+def _check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
     """A tensor's boxes, chunks and inline bytes hold just its bytes.
 
     Raises:
@@ -88,6 +106,27 @@ def check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
         raise FormatError(f"{where}: {name}: its chunks are not the lengths of its bytes")
 
 
+def require_decoding(store: ObjectStore, tensors: Sequence[tuple[Manifest, TensorEntry]], what: str) -> None:
+    """Refuse chains that are longer than snapstore makes by default, and share their blobs by the thousand.
+
+    Raises:
+        CapabilityError: they take more decoding than what is stored explains.
+    """
+    decoded = sum(decoded_bytes(m.table, box) for m, entry in tensors for box in entry.boxes)
+    nbytes = sum(spec_of(entry).nbytes for _, entry in tensors)
+    what = f"{what} {records.human_bytes(nbytes)}"
+    log.info("%s: %s to decode", what, records.human_bytes(decoded))
+    limits.Budget(store).spend(
+        decoded, what, free_bytes=max(limits.MIN_DECODED_BYTES, limits.MAX_DEPTH_UNASKED * nbytes)
+    )
+
+
+def decoded_bytes(table: ChunkTable, box: Box) -> int:
+    """How many bytes all links of all chains of a box give together."""
+    rows = slice(box.first_chunk, box.first_chunk + box.chunks)
+    return int((table.lengths[rows].astype(np.int64) * table.ref_counts[rows]).sum())
+
+
 def _wanted(
     manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: Target, pending: list[tuple[int, int, int]]
 ) -> Iterator[Wanted]:
@@ -96,7 +135,6 @@ def _wanted(
     for part, index in target.selected:
         m = manifests[part]
         entry = m.tensors[index]
-        check_layout(m, entry, part_name(m.header.part))
         buffer = target.buffer(part, index)
         if entry.inline:
             fill(buffer, np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0]))

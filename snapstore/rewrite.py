@@ -220,8 +220,16 @@ class Rewriting(ABC):
                     raise
         raise ConflictError("other processes keep revising it; try again")
 
+    def manifest_of(self, ref: ManifestRef) -> Manifest:
+        """A whole manifest of this repository.
+
+        Raises:
+            IntegrityError, FormatError: it is damaged, cannot be read twice, or is another repository's.
+        """
+        return read_twice(self.store, lambda: manifest.read(self.store, ref, self.engine.digest_seed))
+
     def _part(self, ref: ManifestRef) -> Part:
-        m = read_twice(self.store, lambda: manifest.read(self.store, ref))
+        m = self.manifest_of(ref)
         names = m.header.pack_names
         if len(set(names)) < len(names):  # what counts packs by their names would count them wrongly
             raise FormatError(f"{ref.key}: names a pack twice; no snapstore writes that")
@@ -369,9 +377,9 @@ class Rewriting(ABC):
         m = part.manifest
         data = manifest.encode(
             save_id=bytes.fromhex(claim.id), rank=header.rank, sequence=header.sequence, part=header.part,
-            chunk_bytes=header.chunk_bytes, tree=m.tree, tensors=m.tensors, inline=m.inline,
-            table=replace(table, **columns), packs=packs, pack_sizes=[self.sizes[name] for name in packs],
-            logical_bytes=header.logical_bytes,
+            chunk_bytes=header.chunk_bytes, digest_seed=header.digest_seed, tree=m.tree, tensors=m.tensors,
+            inline=m.inline, table=replace(table, **columns), packs=packs,
+            pack_sizes=[self.sizes[name] for name in packs], logical_bytes=header.logical_bytes,
         )  # fmt: skip
         again, was = manifest.decode(data, part.ref.key), part.manifest
         if _said(again) != _said(was) or not np.array_equal(again.table.digests, was.table.digests):

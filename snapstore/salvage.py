@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from . import manifest, records
 from .chunking import DEFAULT_CHUNK_BYTES
 from .damage import check_tree
+from .digest import new_seed
 from .findings import stand_in
 from .index import Index
 from .manifest import Manifest, ManifestHeader
@@ -99,7 +101,7 @@ class Salvage:
 
     def _read_all(self, refs: Sequence[ManifestRef]) -> list[Manifest]:
         """The manifests of one whole state."""
-        manifests = [manifest.read(self._store, ref) for ref in refs]
+        manifests = [manifest.read(self._store, ref, self._survey.digest_seed) for ref in refs]
         check_tree(manifests)
         return manifests
 
@@ -138,18 +140,44 @@ def _tag(snapshot_id: str) -> str:
     return f"repaired-{snapshot_id[:8]}"
 
 
-def salvaged_config(store: ObjectStore) -> Config | None:
-    """A config for a repository whose own is damaged or gone, by its manifests; None if nothing of one is there."""
-    chunk_bytes = None
+def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
+    """The header of every manifest that is there and can be read."""
     for info in store.list("manifests/"):
         ref = ManifestRef(part="", rank=0, sha256=info.key[-64:], size_bytes=info.size_bytes, logical_bytes=0)
         header = tried(store, partial(_header, store, ref))
         if header is not None:
-            chunk_bytes = header.chunk_bytes
-            break
-    if chunk_bytes is None and not any(True for _ in store.list("snapshots/")):
+            yield header
+
+
+def salvaged_config(store: ObjectStore) -> Config | None:
+    """A config for a repository whose own is damaged, gone or foreign, by its manifests; None: nothing of one is there.
+
+    The seed is that of most manifests, so that every digest can be verified as before. Where no manifest is left,
+    neither is a digest: then it is a new one.
+    """
+    seeds: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    for header in _headers(store):
+        seeds[header.digest_seed] += 1
+        sizes[header.chunk_bytes] += 1
+    if not seeds and not any(True for _ in store.list("snapshots/")):
         return None
     return Config(
-        uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes or DEFAULT_CHUNK_BYTES,
+        uuid=records.new_id(), version=records.FORMAT_VERSION,
+        chunk_bytes=sizes.most_common(1)[0][0] if sizes else DEFAULT_CHUNK_BYTES,
+        digest_seed=seeds.most_common(1)[0][0] if seeds else new_seed(),
         features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
     )  # fmt: skip
+
+
+def is_foreign(store: ObjectStore, config: Config) -> bool:
+    """Whether a config that reads is another repository's: most manifests have another seed.
+
+    Reads one header, unless that one differs.
+    """
+    headers = _headers(store)
+    first = next(headers, None)
+    if first is None or first.digest_seed == config.digest_seed:
+        return False
+    seeds = Counter([first.digest_seed, *(header.digest_seed for header in headers)])
+    return seeds[config.digest_seed] < max(seeds.values())

@@ -47,7 +47,7 @@ def save(
     """
     staging.landed()
     with Session(store, index, request.run, request.step, parent=request.parent, also=request.bases) as session:
-        bases = writer.load_bases(store, session, at_hand, plan.chunk_bytes)
+        bases = writer.load_bases(store, session, at_hand, plan.chunk_bytes, engines.digest_seed)
         try:
             written = _write(store, engines, session, parts, copies, bases, staging, plan)
         except writer.BaseDamagedError as damage:

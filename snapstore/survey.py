@@ -7,6 +7,7 @@ Reads only; one manifest is in memory at a time.
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import manifest, policies, records
+from . import limits, manifest, policies, records
 from .damage import DamagedPacks, check_tree, lost_rows, unbuilt
 from .engine import Engines
 from .errors import (
@@ -50,6 +51,7 @@ from .session import MARK_LIMIT_BYTES, needed_keys
 from .storage import ObjectInfo, ObjectStore
 from .view import View
 
+log = logging.getLogger("snapstore")
 LEVELS = ("metadata", "data", "restore")
 #: So many damaged chunks of one snapshot are named; the rest is counted.
 CHUNKS_NAMED = 20
@@ -75,18 +77,21 @@ class Survey:
         need: damaged pack -> ids of all snapshots that refer to it.
         affected: id -> SHA-256 of those of its manifests that refer to damaged packs.
         without_manifest: id -> why, of snapshots that lack a manifest.
+        digest_seed: of the repository, as its config says.
         unknown: keys of records, and ids of snapshots, that are intact as far as this release or machine can read them:
             no damage, and nothing that it may change.
     """
 
     def __init__(
         self, store: ObjectStore, index: Index, engines: Engines, level: str, share: float = 1.0,
-        subset: tuple[int, int] = (1, 1), config: str = "",
+        subset: tuple[int, int] = (1, 1), config: str = "", max_decoded_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if level not in LEVELS:
             raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
         self._store, self._index, self._engines = store, index, engines
         self._share, self._subset = share, subset
+        self.digest_seed = engines.digest_seed
+        self._budget = limits.Budget(store, max_decoded_bytes)
         self.result = CheckResult(level)
         self.packs = DamagedPacks(store)
         self.quarantined: set[str] = set()
@@ -127,11 +132,13 @@ class Survey:
         self._read_packs()
         snapshots = View(self.ruling.values(), {}, []).snapshots(states=(COMMITTED, FORGOTTEN))
         needed = set(self.quarantined)
-        seen: set[tuple[str, int, bytes]] = set()
-        for snapshot in snapshots:
+        seen: set[bytes] = set()
+        # What rebuilds the newest snapshot proves all that it builds on, so every blob is decoded about once.
+        for snapshot in snapshots if result.level != "restore" else reversed(snapshots):
             keys = self._snapshot(snapshot, seen)
             if snapshot.state == COMMITTED:
                 needed |= keys
+        result.decoded_bytes = self._budget.spent_bytes
         self._report_packs()
         self.found_again = (self.lost & self.ruling.keys()) - self.without_manifest.keys()
         for name in sorted(self.found_again):
@@ -447,7 +454,7 @@ class Survey:
             wrong.update({key: f"{key} is missing" for key in keys if not self._is_there(key)})
         return found, wrong
 
-    def _snapshot(self, snapshot: Snapshot, seen: set[tuple[str, int, bytes]]) -> set[str]:
+    def _snapshot(self, snapshot: Snapshot, seen: set[bytes]) -> set[str]:
         """Look at a snapshot's manifests and all that they refer to; the keys it needs."""
         found, wrong = self._manifests(snapshot)
         while wrong and (now := self._now(snapshot)).key != snapshot.key:
@@ -470,7 +477,7 @@ class Survey:
                     )
         failed: dict[str, dict[int, SnapstoreError]] = {}
         if self.result.level == "restore":
-            failed = {ref.sha256: self._unbuilt(read, seen) for ref, read in found}
+            failed = {ref.sha256: self._unbuilt(snapshot, read, seen) for ref, read in found}
             if any(failed.values()) and (now := self._now(snapshot)).key != snapshot.key:
                 # Rewritten, and the old packs collected, while its chunks were rebuilt.
                 self.ruling[snapshot.id] = now
@@ -491,12 +498,11 @@ class Survey:
         return needed
 
     def _manifest(self, ref: ManifestRef) -> Manifest:
-        from .restore import check_layout
+        from .restore import check_layouts
 
         try:
-            read = manifest.read(self._store, ref)
-            for entry in read.tensors:  # every tensor has as many chunks as its bytes need
-                check_layout(read, entry, ref.key)
+            read = manifest.read(self._store, ref, self.digest_seed)
+            check_layouts(read, ref.key)
         except StorageError as error:
             raise self._unreadable(ref.key, error) from error
         except FormatError as error:  # its SHA-256 is its name: it was written so, by a release that knows more
@@ -524,13 +530,25 @@ class Survey:
 
     # -- restore
 
-    def _unbuilt(self, m: Manifest, seen: set[tuple[str, int, bytes]]) -> dict[int, SnapstoreError]:
-        """Rebuild every chunk; chains that an earlier snapshot shares are rebuilt once, lost ones not at all."""
-        without = lost_rows(m, self.packs.lost(m))
-        rows = [row for row in np.setdiff1d(np.arange(len(m.table)), without).tolist() if _chain(m, row) not in seen]
-        failed = unbuilt(self._store, self._engines, m, rows) if rows else {}
-        seen.update(_chain(m, row) for row in rows if row not in failed)
-        return failed
+    def _unbuilt(self, snapshot: Snapshot, m: Manifest, seen: set[bytes]) -> dict[int, SnapstoreError]:
+        """Rebuild every chunk; chains that are known to be good are rebuilt no more, lost ones not at all."""
+        names, links, starts = _chains(m), _links(m), m.table.starts.tolist()
+        without = set(lost_rows(m, self.packs.lost(m)).tolist())
+        first = {names[starts[row]]: row for row in reversed(range(len(m.table))) if row not in without}
+        rows = sorted(row for name, row in first.items() if name not in seen)
+        decoded = int((m.table.lengths[rows].astype(np.int64) * m.table.ref_counts[rows]).sum())
+        log.info("%s: %s to decode for level 'restore'", snapshot.ref, records.human_bytes(decoded))
+        proven: dict[int, list[bytes]] = {}
+        try:
+            self._budget.spend(decoded, f"{snapshot.ref}, and the snapshots that were looked at before")
+            failed = unbuilt(self._store, self._engines, m, rows, proven) if rows else {}
+        except CapabilityError as error:
+            failed = dict.fromkeys(rows, error)
+        for row, digests in proven.items():
+            refs = range(starts[row], starts[row] + len(digests))
+            seen.update(names[ref] for ref, digest in zip(refs, digests, strict=True) if links[ref].endswith(digest))
+        bad = {name: failed[row] for name, row in first.items() if row in failed}
+        return {row: bad[name] for row in range(len(m.table)) if (name := names[starts[row]]) in bad}
 
     def _condemn(self, snapshot: Snapshot, m: Manifest, failed: dict[int, SnapstoreError]) -> None:
         """Report the chunks that could not be rebuilt; their newest blobs are never believed again."""
@@ -558,11 +576,26 @@ class Survey:
                 self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 
 
-def _chain(m: Manifest, row: int) -> tuple[str, int, bytes]:
-    """What names a chunk's chain: its newest blob and its digest; older blobs follow from it."""
-    ref = int(m.table.starts[row])
-    start = 32 * int(m.table.ref_packs[ref])
-    return m.header.packs[start : start + 32].hex(), int(m.table.ref_offsets[ref]), m.table.digests[row].tobytes()
+def _links(m: Manifest) -> list[bytes]:
+    """Of each reference the pack, the offset and the digest of the chunk that it stands for, (k,)."""
+    table = m.table
+    links = np.zeros(len(table.ref_packs), [("pack", "V32"), ("offset", "<u8"), ("digest", "V16")])
+    if len(links):
+        links["pack"] = np.frombuffer(m.header.packs, "V32")[table.ref_packs]
+        links["offset"] = table.ref_offsets
+        links["digest"] = np.ascontiguousarray(table.ref_digests).view("V16").reshape(-1)
+        links["digest"][table.starts[:-1]] = np.ascontiguousarray(table.digests).view("V16").reshape(-1)
+    data = links.tobytes()
+    return [data[at : at + links.itemsize] for at in range(0, len(data), links.itemsize)]
+
+
+def _chains(m: Manifest) -> list[bytes]:
+    """Of each reference a name for the chain from there on, (k,)."""
+    names, name = [], b""
+    for kind, link in zip(m.table.ref_kinds[::-1].tolist(), reversed(_links(m)), strict=True):
+        name = hashlib.blake2b(link + name * kind, digest_size=16).digest()  # the last of a chain is of kind 0
+        names.append(name)
+    return names[::-1]
 
 
 def _tensor_of(m: Manifest, row: int) -> str:

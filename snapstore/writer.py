@@ -151,8 +151,8 @@ def _write_manifests(
         logical_bytes = sum(spec.nbytes for spec in part.specs)
         data = manifest.encode(
             save_id=bytes.fromhex(session.id), rank=rank, sequence=sequence, part=part.name,
-            chunk_bytes=plan.chunk_bytes, tree=part.tree, tensors=layout.entries, inline=bytes(layout.inline),
-            table=table, packs=packs, pack_sizes=sizes, logical_bytes=logical_bytes,
+            chunk_bytes=plan.chunk_bytes, digest_seed=chunks.digest_seed, tree=part.tree, tensors=layout.entries,
+            inline=bytes(layout.inline), table=table, packs=packs, pack_sizes=sizes, logical_bytes=logical_bytes,
         )  # fmt: skip
         ref = ManifestRef(
             part=part.name, rank=rank, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
@@ -247,7 +247,7 @@ class _Chunks:
         self, store: ObjectStore, engines: Engines, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
         on_run: Callable[[int, int, int, Bytes], None] | None, uncopied: bool,
     ) -> None:  # fmt: skip
-        self._uncopied = uncopied
+        self._uncopied, self.digest_seed = uncopied, engines.digest_seed
         self._store, self._engines, self._session = store, engines, session
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self.rows = 0
@@ -576,19 +576,27 @@ class _Chunks:
         return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]
 
 
-def load_bases(store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest], chunk_bytes: int) -> Bases:
+def load_bases(
+    store: ObjectStore, session: Session, cache: Mapping[str, manifest.Manifest], chunk_bytes: int, digest_seed: int
+) -> Bases:
     """The manifests of the session's base snapshots; one that cannot be read is none, nor is what a bad pack holds.
 
     Nor one in chunks of another size, as after a repair of a config that nothing told the size of.
+
+    Raises:
+        FormatError: one has another seed. Then config is no longer the one of this repository, as far as can be told:
+            what is saved under it would be unreadable once it is put back.
     """
 
     def readable() -> Iterator[Base]:
         for snapshot in session.bases:
             try:
-                manifests = [cache.get(ref.sha256) or manifest.read(store, ref) for ref in snapshot.manifests]
+                manifests = [cache.get(ref.sha256) or manifest.read(store, ref, None) for ref in snapshot.manifests]
             except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
+            for ref, m in zip(snapshot.manifests, manifests, strict=True):
+                manifest.check_seed(m.header, digest_seed, f"base {snapshot.ref}: {ref.key}")
             if all(m.header.chunk_bytes == chunk_bytes for m in manifests):
                 yield Base(snapshot, manifests)
 

@@ -377,13 +377,14 @@ def column(address: int, count: int) -> list[int]:
     return np.frombuffer((ctypes.c_char * (8 * count)).from_address(address), np.uint64).tolist() if count else []
 
 
-def digest(count: int, addresses: int, lengths: int, out: int, what: int) -> None:
+def digest(count: int, addresses: int, lengths: int, out: int, what: int, seed: int) -> None:
     """snapstore/cuda/digest.cu."""
     for i, (address, length) in enumerate(zip(column(addresses, count), column(lengths, count), strict=True)):
         data = (ctypes.c_char * length).from_address(address)
         if what == 0:
-            ctypes.memmove(out + 16 * i, xxhash.xxh3_128_digest(data), 16)
+            ctypes.memmove(out + 16 * i, xxhash.xxh3_128_digest(data, seed), 16)
         else:
+            assert not seed, "checksums have none"
             to = address - 8 if what == 2 else out + 8 * i
             ctypes.memmove(to, xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"), 8)
 

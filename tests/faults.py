@@ -476,7 +476,7 @@ class Actor:
         assert not self.ended
         self.steps += 1
         self._go.release()
-        assert self._arrived.acquire(timeout=60), f"{self.name} hangs at {self.at}"
+        assert self._arrived.acquire(timeout=600), f"{self.name} hangs at {self.at}"
 
     def until(self, name: str, part: str = "") -> Actor:
         """Run until it stands before operation `name` on a key that contains `part`."""

@@ -14,6 +14,7 @@ from bench_gpu_train import State, nbytes, tensors
 
 from snapstore import planes
 from snapstore.blob import Column
+from snapstore.digest import new_seed
 from snapstore.engine import Chunks, EncodeBatch, Engines
 from snapstore.pack import Encoded
 
@@ -29,7 +30,7 @@ def figures(state: State, base: State) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for codec in ("portable", "ans"):
-        engines = Engines(codec=codec)
+        engines = Engines(new_seed(), codec=codec)
         try:
             engine = engines.on(tensors(state)[0].device)
             if codec == "portable":
@@ -170,7 +171,7 @@ def _kernels(engine: Any, state: State, base: State) -> dict[str, float]:
             for batch in batches:
                 work = Encoding(engine.coders, lane, batch)
                 stages: dict[str, Callable[[], object]] = {
-                    "digest": lambda w=work: lane.digests(w.addresses, w.lengths),  # type: ignore[misc]
+                    "digest": lambda w=work: lane.digests(w.addresses, w.lengths, engine.digest_seed),  # type: ignore[misc]
                     "delta_planes": lambda w=work: (w.sample(), w._split(np.ones(w.count, bool))),  # type: ignore[misc]
                 }
                 for name, stage in stages.items():

@@ -142,10 +142,10 @@ def one_repository(url: str, state: dict[str, Any]) -> list[Figure]:
                 tensor.mul_(1.0001)  # every chunk is new
         requests, _ = traffic.of(lambda: snapshots.save(2, state).result())
         snapshot = repository.snapshot("a@2")
-        manifests = [manifest.read(store, ref) for ref in snapshot.manifests]
+        manifests = [manifest.read(store, ref, None) for ref in snapshot.manifests]
         own = {name for m in manifests for name in m.header.pack_names}
         before = repository.snapshot("a@1")
-        own -= {name for ref in before.manifests for name in manifest.read(store, ref).header.pack_names}
+        own -= {name for ref in before.manifests for name in manifest.read(store, ref, None).header.pack_names}
         beside = requests - len(own) - len(manifests)
         result: list[Any] = []
         size_mib = sum(t.nbytes for tensors in state.values() for t in tensors.values()) / MiB

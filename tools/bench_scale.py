@@ -75,14 +75,14 @@ def chunk_table(chunks: int, packs: int, seed: int = 0) -> ChunkTable:
     )  # fmt: skip
 
 
-def encode(table: ChunkTable, packs: list[str], save_id: bytes = bytes(16)) -> bytes:
+def encode(table: ChunkTable, packs: list[str], digest_seed: int, save_id: bytes = bytes(16)) -> bytes:
     """A manifest of one tensor over the whole table."""
     shape = [len(table) * MiB]
     entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, len(table))], None)
     return manifest.encode(
-        save_id=save_id, rank=0, sequence=0, part="", chunk_bytes=MiB, tree=["dict", ["w"], [["tensor", 0, False]]],
-        tensors=[entry], inline=b"", table=table, packs=packs, pack_sizes=[PACK_BYTES] * len(packs),
-        logical_bytes=len(table) * MiB,
+        save_id=save_id, rank=0, sequence=0, part="", chunk_bytes=MiB, digest_seed=digest_seed,
+        tree=["dict", ["w"], [["tensor", 0, False]]], tensors=[entry], inline=b"", table=table, packs=packs,
+        pack_sizes=[PACK_BYTES] * len(packs), logical_bytes=len(table) * MiB,
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def million_chunks(count: int) -> list[Row]:
     """Encode and decode one manifest."""
     packs = [f"{i:064x}" for i in range(count // 40)]
     table = chunk_table(count, len(packs))
-    data = encode(table, packs)
-    encode_s, decode_s = seconds(lambda: encode(table, packs)), seconds(lambda: manifest.decode(data, "bench"))
+    data = encode(table, packs, 0)
+    encode_s, decode_s = seconds(lambda: encode(table, packs, 0)), seconds(lambda: manifest.decode(data, "bench"))
     return [
         row(f"manifest of {count:,} chunks: encode", encode_s, "s", "< 1", encode_s < 1),
         row(f"manifest of {count:,} chunks: decode", decode_s, "s", "< 1", decode_s < 1),
@@ -124,7 +124,9 @@ def thousand_snapshots(folder: Path, snapshots: int, shared: int) -> None:
             window = range(max(0, number - 9), number + 1)
             table = ChunkTable.concatenate([tables[i] for i in window])
             table.ref_packs = np.repeat(np.arange(len(window), dtype=np.uint32), shared)
-            data = encode(table, [names[i] for i in window], save_id=number.to_bytes(16, "big"))
+            data = encode(
+                table, [names[i] for i in window], repository.config.digest_seed, save_id=number.to_bytes(16, "big")
+            )  # fmt: skip
             ref = ManifestRef(part="", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data),
                               logical_bytes=len(table) * MiB)  # fmt: skip
             store.put(ref.key, data)

@@ -27,7 +27,6 @@ ALL = "100%"
 #: So many snapshots that do not suffer are named in text; the JSON names all.
 NAMED = 100
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
-_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
@@ -49,17 +48,23 @@ def check(
         ),
     ] = None,
     restore: Annotated[bool, typer.Option("--restore", help="Also rebuild every chunk of every snapshot.")] = False,
+    max_decoded: Annotated[
+        str | None,
+        typer.Option("--max-decoded", metavar="SIZE", help="Of a strange repository, decode no more, such as 500G."),
+    ] = None,
 ) -> int | None:
     """Verify the repository and say which snapshots stay restorable."""
     share, subset = _portion(ALL if read_data is None else read_data)
+    most = None if max_decoded is None else _size("--max-decoded", max_decoded)
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
-        result = repository.check(level, share=share, subset=subset)
+        result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
     if shell.as_json:
         print_json({
             "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
             "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
             "unknown": [s.id for s in result.unknown], "packs": result.packs, "packs_read": result.packs_read,
+            "decoded_bytes": result.decoded_bytes,
         })  # fmt: skip
     else:
         _print_check(result)
@@ -95,6 +100,7 @@ def _print_check(result: CheckResult) -> None:
         line(f"note, {found.kind}: {found.message}")
     fine, lost = len(result.restorable), len(result.damaged)
     read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
+    read += f", {human_bytes(result.decoded_bytes)} decoded" * (result.level == "restore")
     line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
     if fine and (result.damaged or result.unknown):
         line(f"restorable: {some([s.ref for s in result.restorable], NAMED)}")
@@ -199,7 +205,7 @@ def compact(
 
     Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
     """
-    limit = None if max_repack_size is None else _size(max_repack_size)
+    limit = None if max_repack_size is None else _size("--max-repack-size", max_repack_size)
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
     if shell.as_json:
@@ -214,11 +220,15 @@ def compact(
     return PARTIAL if report.failed else None
 
 
-def _size(text: str) -> int:
-    """Bytes of `10G`; K, M, G and T are powers of 1024."""
-    if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
-        return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
-    raise UsageError(f"--max-repack-size {text}: expected a number of bytes, or one such as 500M or 10G")
+def _size(option: str, text: str) -> int:
+    """Bytes of `10G`; K, M, G, T and P are powers of 1024."""
+    from ..errors import InvalidInputError
+    from ..limits import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidInputError as error:
+        raise UsageError(f"{option} {error}") from error
 
 
 def _print_compact(report: CompactReport) -> None:

@@ -116,7 +116,7 @@ def show(shell: Shell, ref: Ref) -> None:
         tensors: list[dict[str, Any]] = []
         if snapshot.state in ("committed", "forgotten"):  # of the others the manifests may be gone
             for named in snapshot.manifests:
-                tensors.extend(_tensors(manifest.read(repository.store, named)))
+                tensors.extend(_tensors(manifest.read(repository.store, named, None)))
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..state.containers import step
+
 if TYPE_CHECKING:
     from ..records import Snapshot
     from ..view import View
@@ -25,20 +27,28 @@ SPINNER_AFTER_S = 1.0
 #: Longer tables are printed without rich, which takes more than a second for a thousand rows.
 RICH_ROWS = 200
 
+#: Longer integers are shown in hexadecimal.
+MAX_BITS = 4096
+
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
     """`value` as JSON can say it: NaN and infinities as strings that float() reads, things without a form as text."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return hex(value)  # Python refuses to write, and to read, longer ones in decimal
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else str(step(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return str(value)
+    try:
+        return str(value)
+    except ValueError:  # it holds such an integer
+        return f"<{type(value).__name__}>"
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ from .nvcomp import ANS_BLOCK_BYTES
 class Decoding:
     """One batch on its way from blobs to chunks."""
 
-    def __init__(self, lane: Lane, batch: DecodeBatch) -> None:
-        self.lane, self.batch = lane, batch
+    def __init__(self, lane: Lane, batch: DecodeBatch, digest_seed: int) -> None:
+        self.lane, self.batch, self.digest_seed = lane, batch, digest_seed
         self.chunk_of = np.repeat(np.arange(len(batch.counts)), batch.counts)  # of every blob
 
     def run(self) -> Generator[None, None, Column]:
@@ -46,7 +46,7 @@ class Decoding:
         stored = lane.room("stored", batch.stored.size)
         copy_async(stored.data_ptr(), batch.stored.ctypes.data, batch.stored.size, lane.stream)
         addresses = stored.data_ptr() + batch.offsets
-        checks = lane.fetch(lane.digests(addresses + 16, np.where(fine, length - 16, 0), kernels.XXH3_64))
+        checks = lane.fetch(lane.checksums(addresses + 16, np.where(fine, length - 16, 0)))
         yield
         fine &= checks.numpy().view(np.uint64).reshape(-1) == found["checksum"]
         chunk_fine = np.bincount(self.chunk_of, ~fine, len(batch.counts)) == 0
@@ -134,7 +134,7 @@ class Decoding:
             n = min(65_535, len(rows) - i)
             shifted = [tables[0], tables[1] + 8 * i, *(t + 8 * i for t in tables[2:5]), *(t + i for t in tables[5:])]
             lane.launch("merge", (tiles, n), *shifted)
-        return lane.digests(targets, lengths)
+        return lane.digests(targets, lengths, self.digest_seed)
 
     def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
         """Stored lengths of the blocks of all coded planes."""

@@ -1,5 +1,9 @@
-// XXH3-128 and XXH3-64 (seed 0, default secret) of many buffers at once, bit-equal to xxHash 0.8 for every length and
+// Seeded XXH3-128, and XXH3-64 without a seed, of many buffers at once, bit-equal to xxHash 0.8 for every length and
 // alignment. Specification: https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md
+//
+// Up to 240 bytes the seed is mixed into the default secret where that is used. Beyond, it makes a secret of its own:
+// every other 64-bit word plus the seed, the others minus it. That is one addition a word, so each thread makes those
+// that it needs, once a buffer, in registers; a table of them would have to be read from memory.
 //
 // In the long-input mode the accumulator of a 1 KiB block is a sum over its 16 stripes that does not depend on what
 // came before: only `acc = scramble(acc + block_sum)` is serial. So WORKERS warps sum blocks as fast as memory gives
@@ -44,10 +48,15 @@ __device__ __forceinline__ u64 read64(const u8* p) {
 __device__ __forceinline__ u64 read32(const u8* p) {
     return (u64)p[0] | (u64)p[1] << 8 | (u64)p[2] << 16 | (u64)p[3] << 24;
 }
-__device__ __forceinline__ u64 secret64(int offset) {  // at any byte of the secret
-    int word = offset / 8, bits = offset % 8 * 8;
-    return bits == 0 ? SECRET[word] : SECRET[word] >> bits | SECRET[word + 1] << (64 - bits);
+__device__ __forceinline__ u64 custom_word(int word, u64 seed) {  // of the secret that a seed makes
+    return SECRET[word] + (word % 2 ? 0 - seed : seed);
 }
+__device__ __forceinline__ u64 custom64(int offset, u64 seed) {  // at any byte of it
+    int word = offset / 8, bits = offset % 8 * 8;
+    u64 low = custom_word(word, seed);
+    return bits == 0 ? low : low >> bits | custom_word(word + 1, seed) << (64 - bits);
+}
+__device__ __forceinline__ u64 secret64(int offset) { return custom64(offset, 0); }  // of the default one
 __device__ __forceinline__ u64 swap64(u64 x) {
     x = (x & 0x00000000FFFFFFFFull) << 32 | x >> 32;
     x = (x & 0x0000FFFF0000FFFFull) << 16 | (x >> 16 & 0x0000FFFF0000FFFFull);
@@ -72,27 +81,30 @@ __device__ __forceinline__ u64 avalanche64(u64 h) {  // XXH64's
 
 // -- up to 240 bytes
 
-__device__ u64 mix16(const u8* in, int secret) {
-    return fold64(read64(in) ^ secret64(secret), read64(in + 8) ^ secret64(secret + 8));
+__device__ u64 mix16(const u8* in, int secret, u64 seed) {
+    return fold64(read64(in) ^ (secret64(secret) + seed), read64(in + 8) ^ (secret64(secret + 8) - seed));
 }
-__device__ void mix32(Hash128& acc, const u8* a, const u8* b, int secret) {
-    acc.low += mix16(a, secret);
+__device__ void mix32(Hash128& acc, const u8* a, const u8* b, int secret, u64 seed) {
+    acc.low += mix16(a, secret, seed);
     acc.low ^= read64(b) + read64(b + 8);
-    acc.high += mix16(b, secret + 16);
+    acc.high += mix16(b, secret + 16, seed);
     acc.high ^= read64(a) + read64(a + 8);
 }
+__device__ u32 swap32(u32 x) { return x << 24 | (x & 0xFF00) << 8 | (x >> 8 & 0xFF00) | x >> 24; }
 
-__device__ Hash128 short128(const u8* in, u64 n) {
-    if (n == 0) return {avalanche64(secret64(64) ^ secret64(72)), avalanche64(secret64(80) ^ secret64(88))};
+__device__ Hash128 short128(const u8* in, u64 n, u64 seed) {
+    if (n == 0)
+        return {avalanche64(seed ^ secret64(64) ^ secret64(72)), avalanche64(seed ^ secret64(80) ^ secret64(88))};
     if (n <= 3) {
         u32 low = (u32)in[0] << 16 | (u32)in[n >> 1] << 24 | in[n - 1] | (u32)n << 8;
-        u32 swapped = low << 24 | (low & 0xFF00) << 8 | (low >> 8 & 0xFF00) | low >> 24;
+        u32 swapped = swap32(low);
         u32 high = swapped << 13 | swapped >> 19;
         u32 flip_low = (u32)secret64(0) ^ (u32)secret64(4), flip_high = (u32)secret64(8) ^ (u32)secret64(12);
-        return {avalanche64(low ^ flip_low), avalanche64(high ^ flip_high)};
+        return {avalanche64(low ^ (flip_low + seed)), avalanche64(high ^ (flip_high - seed))};
     }
     if (n <= 8) {
-        u64 keyed = (read32(in) + (read32(in + n - 4) << 32)) ^ (secret64(16) ^ secret64(24));
+        seed ^= (u64)swap32((u32)seed) << 32;
+        u64 keyed = (read32(in) + (read32(in + n - 4) << 32)) ^ ((secret64(16) ^ secret64(24)) + seed);
         Hash128 m = multiply64(keyed, P64_1 + (n << 2));
         m.high += m.low << 1;
         m.low ^= m.high >> 3;
@@ -104,9 +116,9 @@ __device__ Hash128 short128(const u8* in, u64 n) {
     }
     if (n <= 16) {
         u64 low = read64(in), high = read64(in + n - 8);
-        Hash128 m = multiply64(low ^ high ^ (secret64(32) ^ secret64(40)), P64_1);
+        Hash128 m = multiply64(low ^ high ^ ((secret64(32) ^ secret64(40)) - seed), P64_1);
         m.low += (n - 1) << 54;
-        high ^= secret64(48) ^ secret64(56);
+        high ^= (secret64(48) ^ secret64(56)) + seed;
         m.high += high + multiply32(high, P32_2 - 1);
         m.low ^= swap64(m.high);
         Hash128 h = multiply64(m.low, P64_2);
@@ -115,15 +127,15 @@ __device__ Hash128 short128(const u8* in, u64 n) {
     }
     Hash128 acc = {n * P64_1, 0};
     if (n <= 128) {
-        for (int i = (int)(n - 1) / 32; i >= 0; i--) mix32(acc, in + 16 * i, in + n - 16 * (i + 1), 32 * i);
+        for (int i = (int)(n - 1) / 32; i >= 0; i--) mix32(acc, in + 16 * i, in + n - 16 * (i + 1), 32 * i, seed);
     } else {
-        for (int i = 32; i < 160; i += 32) mix32(acc, in + i - 32, in + i - 16, i - 32);
+        for (int i = 32; i < 160; i += 32) mix32(acc, in + i - 32, in + i - 16, i - 32, seed);
         acc.low = avalanche(acc.low);
         acc.high = avalanche(acc.high);
-        for (int i = 160; i <= n; i += 32) mix32(acc, in + i - 32, in + i - 16, 3 + i - 160);
-        mix32(acc, in + n - 16, in + n - 32, 136 - 17 - 16);
+        for (int i = 160; i <= n; i += 32) mix32(acc, in + i - 32, in + i - 16, 3 + i - 160, seed);
+        mix32(acc, in + n - 16, in + n - 32, 136 - 17 - 16, 0 - seed);
     }
-    u64 high = acc.low * P64_1 + acc.high * P64_4 + n * P64_2;
+    u64 high = acc.low * P64_1 + acc.high * P64_4 + (n - seed) * P64_2;
     return {avalanche(acc.low + acc.high), 0 - avalanche(high)};
 }
 
@@ -148,13 +160,13 @@ __device__ u64 short64(const u8* in, u64 n) {
     u64 acc = n * P64_1;
     if (n <= 128) {
         for (int i = (int)(n - 1) / 32; i >= 0; i--)
-            acc += mix16(in + 16 * i, 32 * i) + mix16(in + n - 16 * (i + 1), 32 * i + 16);
+            acc += mix16(in + 16 * i, 32 * i, 0) + mix16(in + n - 16 * (i + 1), 32 * i + 16, 0);
         return avalanche(acc);
     }
-    for (int i = 0; i < 8; i++) acc += mix16(in + 16 * i, 16 * i);
+    for (int i = 0; i < 8; i++) acc += mix16(in + 16 * i, 16 * i, 0);
     acc = avalanche(acc);
-    for (int i = 8; i < n / 16; i++) acc += mix16(in + 16 * i, 16 * (i - 8) + 3);
-    return avalanche(acc + mix16(in + n - 16, 136 - 17));
+    for (int i = 8; i < n / 16; i++) acc += mix16(in + 16 * i, 16 * (i - 8) + 3, 0);
+    return avalanche(acc + mix16(in + n - 16, 136 - 17, 0));
 }
 
 // -- more than 240 bytes
@@ -189,15 +201,16 @@ __device__ __forceinline__ u64 stripe(const u8* in, int lane, u64 secret) {  // 
     return multiply32(keyed, keyed >> 32) + read64(in + 8 * (lane ^ 1));
 }
 
-__device__ u64 merge_accumulators(const u64* acc, int secret, u64 start) {
+__device__ u64 merge_accumulators(const u64* acc, int secret, u64 seed, u64 start) {
     for (int i = 0; i < 4; i++)
-        start += fold64(acc[2 * i] ^ secret64(secret + 16 * i), acc[2 * i + 1] ^ secret64(secret + 16 * i + 8));
+        start += fold64(acc[2 * i] ^ custom64(secret + 16 * i, seed),
+                        acc[2 * i + 1] ^ custom64(secret + 16 * i + 8, seed));
     return avalanche(start);
 }
 
 // what: 0 XXH3-128 to out[2i], canonical (big-endian); 1 XXH3-64 to out[i]; 2 XXH3-64 to the 8 bytes before the input
-// (a blob's checksum precedes what it covers).
-extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64* out, u64 what) {
+// (a blob's checksum precedes what it covers). seed: of XXH3-128; 0 for XXH3-64.
+extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64* out, u64 what, u64 seed) {
     __shared__ u64 sums[2][TILE][8];
     __shared__ u64 final_acc[8];
     const u8* in = (const u8*)addresses[blockIdx.x];
@@ -208,7 +221,9 @@ extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64*
         const u64 blocks = (n - 1) / 1024;
         const u64 tiles = (blocks + TILE - 1) / TILE;
         const int k = lane / 4 + 2 * (lane % 4);
-        u64 keys[4] = {SECRET[k], SECRET[k + 1], SECRET[k + 8], SECRET[k + 9]};
+        u64 keys[4];
+        for (int i = 0; i < 4; i++) keys[i] = custom_word(k + i % 2 + i / 2 * 8, seed);
+        const u64 scramble = custom_word(16 + lane % 8, seed);
         const u64 start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
         u64 acc = start[lane % 8];
         for (u64 tile = 0; tile <= tiles; tile++) {
@@ -225,7 +240,7 @@ extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64*
 #pragma unroll 8
                 for (int b = 0; b < count; b++) {
                     acc += sums[(tile - 1) & 1][b][lane];
-                    acc = (acc ^ acc >> 47 ^ SECRET[16 + lane]) * P32_1;
+                    acc = (acc ^ acc >> 47 ^ scramble) * P32_1;
                 }
             }
             __syncthreads();
@@ -233,18 +248,18 @@ extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64*
         if (warp == WORKERS && lane < 8) {
             const u8* rest = in + blocks * 1024;
             int stripes = (int)((n - 1 - blocks * 1024) / 64);
-            for (int s = 0; s < stripes; s++) acc += stripe(rest + 64 * s, lane, SECRET[s + lane]);
-            acc += stripe(in + n - 64, lane, secret64(121 + 8 * lane));
+            for (int s = 0; s < stripes; s++) acc += stripe(rest + 64 * s, lane, custom_word(s + lane, seed));
+            acc += stripe(in + n - 64, lane, custom64(121 + 8 * lane, seed));
             final_acc[lane] = acc;
         }
         __syncthreads();
         if (threadIdx.x == 0) {
-            result.low = merge_accumulators(final_acc, 11, n * P64_1);
-            if (what == 0) result.high = merge_accumulators(final_acc, 117, ~(n * P64_2));
+            result.low = merge_accumulators(final_acc, 11, seed, n * P64_1);
+            if (what == 0) result.high = merge_accumulators(final_acc, 117, seed, ~(n * P64_2));
         }
     } else if (threadIdx.x == 0) {
         if (what == 0)
-            result = short128(in, n);
+            result = short128(in, n, seed);
         else
             result.low = short64(in, n);
     }

@@ -217,7 +217,7 @@ class Encoding:
             np.concatenate([np.diff(starts), pieces[:, 1]]),
         )
         covered = out.data_ptr() + offsets + 16
-        self.lane.digests(covered, entries["length"].astype(np.int64) - 16, kernels.SEAL)
+        self.lane.seal(covered, entries["length"].astype(np.int64) - 16)
         return DeviceEncoded(entries, out, copy_stream(self.lane.device))
 
 

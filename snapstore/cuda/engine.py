@@ -68,6 +68,7 @@ class CudaEngine:
 
     def __init__(self, device: int, codec: str, cpu: CpuEngine) -> None:
         self.device = torch.device("cuda", device)
+        self.digest_seed = cpu.digest_seed
         self.batch_bytes = BATCH_BYTES
         self._limits: dict[object, int] = {}  # of the saves that run
         self._codec = codec
@@ -204,12 +205,12 @@ class CudaEngine:
         return moved
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """Begin to hash every chunk: XXH3-128, (n, 16)."""
+        """Begin to hash every chunk: XXH3-128 under the seed, (n, 16)."""
         if not len(chunks) or _any_on_host(chunks):
             return self._cpu.start_digests(_all_on_host(chunks))
 
         def steps(lane: Lane) -> Generator[None, None, Bytes]:
-            found = lane.fetch(lane.digests(addresses_of(chunks), chunks.lengths))
+            found = lane.fetch(lane.digests(addresses_of(chunks), chunks.lengths, self.digest_seed))
             yield
             digests: Bytes = found.numpy()
             return digests
@@ -267,7 +268,7 @@ class CudaEngine:
 
         def steps(lane: Lane) -> Generator[None, None, Column]:
             lane.stream.wait_event(ready)
-            return Decoding(lane, batch).run()
+            return Decoding(lane, batch, self.digest_seed).run()
 
         task = self._lanes.start(steps)
 

@@ -22,7 +22,7 @@ THREADS = {
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
 #: Bytes that one thread block of `gather` should move.
 PIECE_BYTES = 64 * 1024
-#: `digest` gives XXH3-128, XXH3-64, or puts an XXH3-64 into the 8 bytes before its input.
+#: `digest` gives seeded XXH3-128, XXH3-64, or puts an XXH3-64 into the 8 bytes before its input.
 XXH3_128, XXH3_64, SEAL = 0, 1, 2
 
 

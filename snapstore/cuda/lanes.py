@@ -93,12 +93,23 @@ class Lane:
         )  # fmt: skip
         self.launch("gather", (len(which),), *tables)
 
-    def digests(self, addresses: Column, lengths: Column, what: int = kernels.XXH3_128) -> torch.Tensor:
-        """Begin to hash spans of device memory: (n, 16) uint8, or (n, 8) for kernels.XXH3_64."""
-        out = self.empty((16 if what == kernels.XXH3_128 else 8) * len(addresses))
+    def digests(self, addresses: Column, lengths: Column, seed: int) -> torch.Tensor:
+        """Begin to hash spans of device memory: XXH3-128 under a seed, (n, 16) uint8."""
+        return self._hash(addresses, lengths, kernels.XXH3_128, 16, seed)
+
+    def checksums(self, addresses: Column, lengths: Column) -> torch.Tensor:
+        """Begin to take the XXH3-64 of spans of device memory: (n, 8) uint8."""
+        return self._hash(addresses, lengths, kernels.XXH3_64, 8)
+
+    def seal(self, addresses: Column, lengths: Column) -> None:
+        """Begin to put the XXH3-64 of spans of device memory into the 8 bytes before each."""
+        self._hash(addresses, lengths, kernels.SEAL, 0)
+
+    def _hash(self, addresses: Column, lengths: Column, what: int, size: int, seed: int = 0) -> torch.Tensor:
+        out = self.empty(size * len(addresses))
         tables = self.upload(addresses.astype(np.uint64), lengths.astype(np.uint64))
-        self.launch("digest", (len(addresses),), *tables, out, what)
-        return out.view(len(addresses), -1) if len(addresses) else out[:0].view(0, 16)
+        self.launch("digest", (len(addresses),), *tables, out, what, seed)
+        return out[: size * len(addresses)].view(len(addresses), size)
 
     def fetch(self, memory: torch.Tensor) -> torch.Tensor:
         """Begin to copy a little device memory into new pinned memory; there once the stream is done.

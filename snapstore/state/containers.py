@@ -8,7 +8,7 @@ manifests store, so `step` is part of the format. Stateless: any thread may use 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -16,6 +16,10 @@ from ..errors import InvalidInputError
 Path = tuple[str | int, ...]
 
 MAX_DEPTH = 200  # of containers in one another
+#: Keys of one dict, or members of one set, that may share a hash: each is compared with all of them, so their number
+#: squared is time. Of str and bytes the hash is salted; of all numbers that a float can be at most 35 share one, of the
+#: powers of two up to 2**15000 at most 246.
+MAX_ALIKE = 256
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # what a node or a path element holds as an int
 
 _MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
@@ -61,6 +65,17 @@ def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
 def is_mapping(value: Any) -> bool:
     """Whether `value` is exactly one of the supported dict types."""
     return type(value) in _MAPPINGS
+
+
+def crowded(keys: Collection[Any]) -> bool:
+    """Whether more than MAX_ALIKE of these keys or members share a hash; those that are equal count too.
+
+    Raises:
+        TypeError: One cannot be hashed.
+    """
+    if len(keys) <= MAX_ALIKE or all(type(key) is str for key in keys):
+        return False
+    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # hashes as keys: no more than nine of them collide
 
 
 def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:

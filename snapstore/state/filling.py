@@ -170,6 +170,18 @@ class Filling:
                 if slot in self._owned:  # its object decides what becomes of the memory
                     del self._targets[slot]
 
+    def fresh_bytes(self) -> int:
+        """Return how much host memory the arrays take for which `into` has none, or none that can be filled as it is.
+
+        Those of `into` that can take as much as they say, so they bound themselves.
+        """
+        total = 0
+        for source in self._sources.values():
+            is_new = any(slot not in self._targets or slot in self._overlapping for slot in source.slots)
+            on_device = family(source.spec.kind) == "tensor" and not str(self._device or "cpu").startswith("cpu")
+            total += source.spec.nbytes if is_new and not on_device else 0
+        return total
+
     def buffer(self, part: int, index: int) -> Memory:
         """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
 

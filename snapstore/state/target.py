@@ -257,6 +257,10 @@ class Target:
 
     # filling
 
+    def fresh_bytes(self) -> int:
+        """Return how much host memory the restore takes for arrays that `into` has no memory for."""
+        return self._filling.fresh_bytes()
+
     def buffer(self, part: int, index: int) -> Memory:
         """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
 

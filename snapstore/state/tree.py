@@ -46,7 +46,19 @@ import msgspec
 import numpy as np
 
 from ..errors import FormatError, InvalidInputError, UnknownFormatError, UnsupportedLeafError
-from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_DEPTH, Path, children, is_mapping, shown, step
+from .containers import (
+    CONTAINERS,
+    INT_MAX,
+    INT_MIN,
+    MAX_ALIKE,
+    MAX_DEPTH,
+    Path,
+    children,
+    crowded,
+    is_mapping,
+    shown,
+    step,
+)
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, is_array, numpy_dtype, numpy_dtype_name
 
 INLINE_BYTES = 4 * 1024  # longer bytes are entries of the manifest, where they are cut into chunks
@@ -59,6 +71,7 @@ _TAGS = {**{kind: kind.__name__ for kind in CONTAINERS}, OrderedDict: "odict", C
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (int, float, str, list, dict, set, tuple, bool)}
 
 _NO_NODE: Any = object()  # None is a node
+_MAP = re.compile(rb"[\x80-\x8f\xde\xdf]")  # with what a map begins, and parts of numbers and texts may too
 ABSENT: Any = object()  # stands for a part that was not read; its key is left out of the root
 
 
@@ -149,6 +162,8 @@ class Encoder:
 
     def _container(self, value: Any, path: Path) -> Node:
         keys, nodes, mapping = [], [], is_mapping(value)
+        if mapping and crowded(value):
+            return self.problem(path, f"{type(value).__name__} {_CROWDED}")
         for element, key, child in children(value):
             below = (*path, element)
             if mapping:  # a key that is its own path element is its own node
@@ -183,6 +198,7 @@ class Encoder:
 
 
 _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
+_CROWDED = f"holds more than {MAX_ALIKE} keys of one hash, which takes time without end to read: use str as keys"
 _KEY_FORM = "use str, int or another plain hashable value"
 
 
@@ -230,6 +246,8 @@ def _hashable(value: Any, depth: int) -> Node:
 
 
 def _set_node(value: set[Any] | frozenset[Any], depth: int) -> Node:
+    if crowded(value):
+        raise UnsupportedLeafError(f"{type(value).__name__} {_CROWDED}")
     node = _members(type(value).__name__, value, depth)
     node[1].sort(key=msgspec.msgpack.encode)  # a set's own order changes from process to process
     return node
@@ -288,6 +306,53 @@ def _refuse(value: Any, path: Path) -> NoReturn:
     raise UnsupportedLeafError(
         f"{_type_name(value)}: only plain values of at most {INLINE_BYTES} bytes are allowed here"
     )
+
+
+def _advances() -> list[int]:
+    """How far the token that begins with each byte of msgpack reaches, if that byte says it; 0: a length follows."""
+    sizes = [1] * 256
+    for first, last, size in ((0xC4, 0xC9, 0), (0xD9, 0xDB, 0), (0x80, 0x8F, -1), (0xDE, 0xDF, -1)):
+        sizes[first : last + 1] = [size] * (last + 1 - first)
+    sizes[0xA0:0xC0] = range(1, 33)  # short texts
+    sizes[0xCA:0xD4] = [5, 9, 2, 3, 5, 9, 2, 3, 5, 9]  # numbers
+    sizes[0xD4:0xD9] = [3, 4, 6, 10, 18]  # extensions
+    sizes[0xDC:0xDE] = [3, 5]  # heads of arrays
+    return sizes
+
+
+_ADVANCES = _advances()
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes of a length
+
+
+def _holds_map(packed: bytes) -> bool:
+    """Whether msgpack holds a map; where it is broken it need not be found."""
+    if not _MAP.search(packed):
+        return False
+    at, end = 0, len(packed)
+    while at < end:
+        first = packed[at]
+        if (size := _ADVANCES[first]) < 0:
+            return True
+        if not size:
+            width = _LENGTHS[first]
+            size = 1 + width + (0xC7 <= first <= 0xC9) + int.from_bytes(packed[at + 1 : at + 1 + width])
+        at += size
+    return False
+
+
+def unpack(packed: bytes) -> Node:
+    """Return the nodes that msgpack holds.
+
+    Raises:
+        FormatError: It holds none. A map is no node, and one whose keys are arrays of one hash would take time without
+            end to make.
+    """
+    if _holds_map(packed):
+        raise UnknownFormatError("a tree does not decode: it holds a map, which this release of snapstore knows not")
+    try:
+        return msgspec.msgpack.decode(packed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"a tree does not decode: {error}") from error
 
 
 def decode_plain(node: Node, path: Path = ()) -> Any:
@@ -356,16 +421,21 @@ class _Decoder:
     def _mapping(self, new: Any, keys: list[Node], nodes: list[Node], path: Path, depth: int) -> Any:
         if len(_expect(keys, list)) != len(_expect(nodes, list)):
             raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
-        seen = set()
-        for key_node, node in zip(keys, nodes, strict=True):
-            key = self.value(key_node, path, depth + 1)
-            seen.add(key)
+        read = self._hashables(keys, path, depth)
+        if len(set(read)) != len(keys):
+            raise ValueError("a key stands twice")
+        for key, node in zip(read, nodes, strict=True):
             child = self.value(node, (*path, step(key)), depth + 1)
             if child is not ABSENT:
                 new[key] = child
-        if len(seen) != len(keys):
-            raise ValueError("a key stands twice")
         return new
+
+    def _hashables(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
+        """Keys or members; nothing is built of them if that would take the square of their number."""
+        values = [self.value(node, path, depth + 1) for node in _expect(nodes, list)]
+        if crowded(values):
+            raise ValueError(f"more than {MAX_ALIKE} keys or members have one hash")
+        return values
 
     def read_dict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:
         return self._mapping({}, keys, nodes, path, depth)
@@ -397,10 +467,10 @@ class _Decoder:
         return deque(self._items(nodes, path, depth), maxlen)
 
     def read_set(self, path: Path, depth: int, nodes: list[Node]) -> Any:
-        return set(self._items(nodes, path, depth))
+        return set(self._hashables(nodes, path, depth))
 
     def read_frozenset(self, path: Path, depth: int, nodes: list[Node]) -> Any:
-        return frozenset(self._items(nodes, path, depth))
+        return frozenset(self._hashables(nodes, path, depth))
 
     def read_int(self, path: Path, depth: int, packed: bytes) -> Any:
         return int.from_bytes(_expect(packed, bytes), "little", signed=True)

@@ -6,14 +6,13 @@ The same contract as every store, without the durability. Any thread may call an
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-
-import xxhash
 
 from ..errors import InvalidInputError
 from . import (
@@ -158,7 +157,7 @@ class MemoryStore:
         with self._lock:
             if key in self._objects:
                 raise taken(key, self.url)
-            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), xxhash.xxh3_64_hexdigest(copy))
+            self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), hashlib.sha256(copy).hexdigest())
             if held:
                 self._held.add(key)
 

@@ -33,8 +33,6 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from botocore.exceptions import ClientError
-
 from ..errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -56,9 +54,9 @@ from . import (
     sizes_one_by_one,
     taken,
 )
-from .s3_client import FAILURES, Body, check_storage_class, parse, pause, refused, status_of, translate
+from .s3_client import Body, Failure, check_storage_class, guarded, parse, pause, refused, safe_code, status_of
 from .s3_reading import Reader
-from .s3_requests import Answer, Requests, info_of
+from .s3_requests import Requests
 from .signs import Signs
 
 if TYPE_CHECKING:
@@ -141,8 +139,7 @@ class S3Store:
         try:
             self._requests.ask(key, "write", send_body, key, IfNoneMatch="*", **options)
         except SnapstoreError as error:
-            cause = error.__cause__
-            if not isinstance(cause, ClientError) or status_of(cause) != 412:
+            if status_of(error) != 412:
                 raise
             if sent == 1 or not self._holds(key, view):
                 raise taken(key, self.url) from error
@@ -207,14 +204,14 @@ class S3Store:
                     next(iter(left.values())), "delete", self._client.delete_objects, Delete=wanted
                 )
             except SnapstoreError as error:
-                if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) not in _ONE_BY_ONE:
+                if status_of(error) not in _ONE_BY_ONE:
                     raise
                 first, *rest = left.values()
                 self.delete([first])  # alone: where nobody may delete, the first refusal is the last request
                 self._threads.start(lambda key: self.delete([key]), rest)()
                 return
-            errors = {e["Key"]: e.get("Code", "") for e in answer.get("Errors", [])}
-            done = {entry["Key"] for entry in answer.get("Deleted", [])}
+            errors = {entry.get("Key", ""): safe_code(entry.get("Code", "")) for entry in answer.get("Errors", [])}
+            done = {entry.get("Key", "") for entry in answer.get("Deleted", [])}
             done |= {name for name, code in errors.items() if code == "NoSuchKey"}
             left = {name: key for name, key in left.items() if name not in done}
             if not left:
@@ -261,33 +258,16 @@ class S3Store:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`, in pages of 1,000; names that are no keys are somebody else's and left out."""
         check_prefix(prefix)
-        return self._list(prefix)
-
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        options: dict[str, Any] = {}
-        while True:
-            page = self._requests.page(prefix, **options)
-            for entry in page.get("Contents", []):
-                key = entry["Key"].removeprefix(self._requests.prefix)
-                if is_key(key) and entry["Key"].startswith(self._requests.prefix + prefix):
-                    yield info_of(key, entry, entry["Size"])
-            if page["IsTruncated"] is False:
-                return
-            token = page.get("NextContinuationToken")
-            if not token or token == options.get("ContinuationToken"):
-                raise self._requests.no_listing(prefix, "there is more, and the server does not say where")
-            options = {"ContinuationToken": token}
+        return (info for info in self._requests.listed(prefix) if is_key(info.key))
 
     def now_s(self) -> float:
         """The server's clock, by the Date of an answer, in whole seconds [s since the epoch]."""
-        answer: Answer = self._requests.page("config", MaxKeys=1)
-        date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
         try:
-            return parsedate_to_datetime(date).timestamp()
-        except (TypeError, ValueError) as error:
+            return guarded(parsedate_to_datetime, self._requests.clock()).timestamp()
+        except Failure as failure:
             raise StorageError(
                 f"{self.url}: the server's answers carry no readable Date; its clock is needed"
-            ) from error
+            ) from failure
 
     def settle(self, prefix: str) -> None:
         """Nothing to do: what a server lists is durable."""
@@ -299,10 +279,7 @@ class S3Store:
 
     def prepare(self) -> None:
         """See `ObjectStore.prepare`: the prefix is empty, and a second put of a key is refused."""
-        names = [
-            entry["Key"].removeprefix(self._requests.prefix) for entry in self._requests.page("").get("Contents", [])
-        ]
-        if not all(_TRIAL.match(name) for name in names):
+        if not all(_TRIAL.match(info.key) for info in self._requests.listed("")):
             raise InvalidInputError(f"{self.url}: is not empty and no repository; choose an empty or a new prefix")
         with self.trial() as trial:
             trial.put("twice", b"first")
@@ -332,14 +309,13 @@ class S3Store:
         wrong = hashlib.sha256(b"other bytes").hexdigest()
         body: Any = Body(memoryview(b"bytes"), wrong)
         checksum = b64encode(bytes.fromhex(wrong)).decode()
+        place = {"Bucket": self._requests.bucket, "Key": f"{self._requests.prefix}damaged"}
         try:
-            self._client.put_object(
-                Bucket=self._requests.bucket, Key=f"{self._requests.prefix}damaged", Body=body, ChecksumSHA256=checksum
-            )
-        except ClientError as error:
-            return status_of(error) == 400
-        except FAILURES as error:
-            raise translate(f"{self.url}: cannot write", error) from error
+            guarded(self._client.put_object, **place, Body=body, ChecksumSHA256=checksum)
+        except Failure as failure:
+            if failure.status:
+                return failure.status == 400
+            raise failure.under(f"{self.url}: cannot write") from failure
         return False
 
     @property

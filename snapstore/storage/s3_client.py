@@ -1,7 +1,8 @@
 """The S3 client: from a URL and the standard AWS configuration to a boto3 client, and from its failures to our errors.
 
 Credentials, region, endpoint and addressing style come from where every AWS tool takes them (environment, profiles,
-instance roles), never from a URL. Nothing here repeats what a server says in full: its texts may hold key ids.
+instance roles), never from a URL. Errors of botocore, urllib3 and http.client end here (`guarded`): their texts, and
+those of the errors behind them, may hold keys, tokens and passwords. A `Failure` takes their place in every chain.
 
 Retries are ours alone (`send`, and s3_reading.py of bodies that break off): botocore's "standard" mode gives a client
 500 tokens, 35 retries for all threads together, which eight writers spend within a second of a server's restart.
@@ -9,6 +10,7 @@ Retries are ours alone (`send`, and s3_reading.py of bodies that break off): bot
 
 from __future__ import annotations
 
+import http.client
 import os
 import random
 import re
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
@@ -24,12 +26,16 @@ from botocore import auth
 from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, LocationValueError
 
 from ..errors import CapabilityError, InvalidInputError, SnapstoreError, StorageError, StorageFullError
+from .s3_deadline import in_time
+from .s3_transport import OddAnswerError, Session, UnsendableError, close_body, hand_over_body
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+T = TypeVar("T")
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX_COMPONENT = re.compile(r"[A-Za-z0-9._=+@-]{1,255}")
@@ -39,6 +45,8 @@ _FROZEN = {"GLACIER", "DEEP_ARCHIVE"}
 
 #: Keys are at most 1,024 bytes: of these the longest of ours (run and step) takes 350.
 _PREFIX_LIMIT = 512
+#: Credentials may come from a program, or from a server.
+CREDENTIALS_TIMEOUT_S = 60.0
 _CREATE_LOCK = threading.Lock()  # boto3's default session is not safe to make clients from several threads
 
 
@@ -68,9 +76,9 @@ def parse(url: str) -> Place:
         InvalidInputError: not such a URL. Of one that may hold credentials nothing is repeated.
     """
     try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise InvalidInputError("s3://: expected s3://bucket/prefix") from None
+        parts = guarded(urlsplit, url)
+    except Failure as failure:
+        raise InvalidInputError("s3://: expected s3://bucket/prefix") from failure
     if "@" in parts.netloc or ":" in parts.netloc:
         raise InvalidInputError(
             "s3://: expected s3://bucket/prefix, with no user, key or port before the bucket; credentials and endpoint "
@@ -88,7 +96,7 @@ def parse(url: str) -> Place:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     storage_class = options.pop("storage_class", None)
     if options:
-        raise InvalidInputError(f"s3://{parts.netloc}: unknown option {min(options)!r}; expected storage_class")
+        raise InvalidInputError(f"s3://{parts.netloc}: unknown options behind '?'; expected storage_class alone")
     return Place(parts.netloc, f"{prefix}/" if prefix else "", check_storage_class(storage_class))
 
 
@@ -126,16 +134,52 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         request_checksum_calculation="when_required", response_checksum_validation="when_required",
         user_agent_extra="snapstore",
     )  # fmt: skip
-    try:
+
+    def make() -> Any:
         with _CREATE_LOCK:
-            client: S3Client = boto3.session.Session().client("s3", config=config)
-    except (aws.BotoCoreError, ValueError) as error:
+            return boto3.session.Session().client("s3", config=config)
+
+    try:
+        client: Any = guarded(in_time, make, CREDENTIALS_TIMEOUT_S)  # may run a program that tells the credentials
+    except Failure as failure:
         raise InvalidInputError(
-            f"s3://: the AWS configuration cannot be used ({_kind(error)}); check AWS_PROFILE, AWS_DEFAULT_REGION, "
+            f"s3://: the AWS configuration cannot be used ({failure}); check AWS_PROFILE, AWS_DEFAULT_REGION, "
             "AWS_ENDPOINT_URL_S3 and ~/.aws/config"
-        ) from error
+        ) from failure
+    endpoint = client._endpoint
+    endpoint.http_session = Session(endpoint.http_session, connect_timeout_s + read_timeout_s)
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
-    return client
+    client.meta.events.register("before-parse.s3.ListObjectsV2", _keep_page)
+    client.meta.events.register("after-call.s3", _expect)
+    client.meta.events.register("after-call.s3", hand_over_body)
+    client.meta.events.register("after-call-error.s3", close_body)
+    made: S3Client = client
+    return made
+
+
+def _keep_page(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any) -> None:
+    """Leave a page of a listing as it is, for s3_listing.py: botocore would believe too much."""
+    if response_dict["status_code"] == 200:
+        customized_response_dict["Page"] = response_dict["body"]
+        response_dict["body"] = b""
+
+
+def _expect(http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+    """Refuse an answer without an error that S3 does not give to such a request: a proxy's, or a portal's page."""
+    status = http_response.status_code
+    if status >= 300:
+        return  # botocore raises it
+    wanted, tag = 206 if "ContentRange" in parsed else 200, True
+    if model.name in ("PutObject", "HeadObject", "GetObject"):
+        tag = bool(parsed.get("ETag"))
+    elif model.name == "CopyObject":
+        tag = bool(parsed.get("CopyObjectResult", {}).get("ETag"))
+    elif model.name == "DeleteObject" and status == 204:
+        wanted = 204
+    if status != wanted or not tag or (model.name in ("PutObject", "DeleteObject") and http_response.content):
+        if "Body" in parsed:
+            parsed["Body"].close()
+        raise OddAnswerError(f"HTTP status {status}, which is no answer of S3's to {model.name}")
 
 
 #: http.client asks for 16 KiB at a time; larger pieces cost fewer calls. Each must leave within the time to connect.
@@ -195,32 +239,71 @@ def _choose_signer(signature_version: object, **_: Any) -> Any:
 
 
 #: What breaks while a body is being read; botocore lets some of urllib3's errors through.
-BODY_FAILURES = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError)
-#: What a request fails with; all of them become errors of ours (`translate`).
-FAILURES = (aws.ClientError, aws.BotoCoreError, ResponseParserError, HTTPError)
-#: Answers that say nothing for good, and the words of such among the refusals.
-_PASSING_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_BROKEN = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError, OSError)
+#: Answers that say nothing for good, and the words of such among the refusals. S3 redirects by 301 and 307 alone.
+_PASSING_STATUS = {302, 303, 408, 409, 425, 429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "InternalError", "SlowDown", "ServiceUnavailable", "Throttling", "OperationAborted"}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
+_CODE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Failure(Exception):  # noqa: N818 - no error for users: the cause of one
+    """Why a request failed, in words of ours.
+
+    Attributes:
+        status: of the server's refusal, or 0.
+        code: the server's word for it: `NoSuchKey`, or the status where there is no body (answers to HEAD).
+        passing: whether the same request may succeed later.
+    """
+
+    def __init__(self, name: str, advice: str, *, status: int = 0, code: str = "", passing: bool = False) -> None:
+        super().__init__(name, advice)
+        self.name, self.advice, self.status, self.code, self.passing = name, advice, status, code, passing
+
+    def __str__(self) -> str:
+        return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the server says that the object is not there: any other 404 is somebody else's, such as a proxy's."""
+        return self.status == 404 and self.code == "NoSuchKey"
+
+    def under(self, what: str) -> SnapstoreError:
+        """The error of ours; `what` names the thing and the verb."""
+        if self.status:
+            return refused(what, self.code, self.status)
+        return StorageError(f"{what}: {self.advice}")
+
+
+def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """The result of a call into botocore.
+
+    Raises:
+        Failure: for whatever it raises; nothing of that is left in the chain, since it may hold secrets.
+    """
+    try:
+        return call(*args, **options)
+    except (SnapstoreError, Failure):
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged answer makes botocore raise KeyError, ValueError and others
+        failure = failure_of(error)
+    raise failure
 
 
 def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) -> Any:
-    """The answer to a request, which is sent again, after a growing pause, while that may help."""
+    """The answer to a request, which is sent again, after a growing pause, while that may help.
+
+    Raises:
+        Failure: of the last attempt.
+    """
     for attempt in range(1, attempts + 1):
         try:
-            return call(**options)
-        except FAILURES as error:
-            if attempt == attempts or not may_pass(error):
+            return guarded(call, **options)
+        except Failure as failure:
+            if attempt == attempts or not failure.passing:
                 raise
-            pause(attempt)
+        pause(attempt)
     raise AssertionError("unreachable")
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
-    if isinstance(error, aws.ClientError):
-        return status_of(error) in _PASSING_STATUS or code_of(error) in _PASSING_CODES
-    return isinstance(error, (*BODY_FAILURES, aws.ConnectionError, ResponseParserError))
 
 
 def pause(attempt: int) -> None:
@@ -251,19 +334,14 @@ _ADVICE = {
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 
 
-def code_of(error: aws.ClientError) -> str:
-    """The server's word for an error: `NoSuchKey`, or the status where there is no body (answers to HEAD)."""
-    return str(error.response.get("Error", {}).get("Code") or status_of(error))
+def status_of(error: SnapstoreError) -> int:
+    """The HTTP status by which a server refused the request that failed with this, or 0."""
+    return error.__cause__.status if isinstance(error.__cause__, Failure) else 0
 
 
-def status_of(error: aws.ClientError) -> int:
-    """The HTTP status."""
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def is_missing(error: aws.ClientError) -> bool:
-    """Whether the server says that the object is not there: any other 404 is somebody else's, such as a proxy's."""
-    return status_of(error) == 404 and code_of(error) == "NoSuchKey"
+def safe_code(code: object) -> str:
+    """A server's word for an error, if it is one: whatever else stands in its place may repeat what it was sent."""
+    return code if isinstance(code, str) and _CODE.fullmatch(code) else ""
 
 
 def refused(what: str, code: str, status: int) -> SnapstoreError:
@@ -276,25 +354,42 @@ def refused(what: str, code: str, status: int) -> SnapstoreError:
     return StorageError(f"{what}: {advice} ({code}, HTTP status {status})")
 
 
-def translate(what: str, error: Exception) -> SnapstoreError:
-    """The error of ours that stands for one of botocore's."""
+_UNSENDABLE = (
+    "a credential, the endpoint or a proxy holds characters that no request can carry, such as the end of a line; "
+    "check AWS_ACCESS_KEY_ID, AWS_SESSION_TOKEN, AWS_ENDPOINT_URL_S3 and HTTPS_PROXY"
+)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What an error of botocore's, or of what lies below it, means; without its texts."""
+    name = type(error).__name__
     if isinstance(error, aws.ClientError):
-        return refused(what, code_of(error), status_of(error))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        code = safe_code(error.response.get("Error", {}).get("Code")) or str(status)
+        passing = status in _PASSING_STATUS or code in _PASSING_CODES
+        return Failure("ClientError", "", status=status, code=code, passing=passing)
+    if isinstance(error, OddAnswerError):
+        return Failure(name, f"{error.why}; check AWS_ENDPOINT_URL_S3 and proxies, then try again", passing=True)
+    if isinstance(error, UnsendableError) or _is_unsendable(error):
+        return Failure(name, _UNSENDABLE)
     if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
-        return StorageError(f"{what}: no credentials found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret")
+        return Failure(name, "no credentials found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret")
     if isinstance(error, aws.CredentialRetrievalError | aws.TokenRetrievalError | aws.SSOError):
-        return StorageError(f"{what}: the credentials could not be fetched ({_kind(error)}); log in again")
+        return Failure(name, f"the credentials could not be fetched ({name}); log in again")
     if isinstance(error, aws.ReadTimeoutError | aws.ConnectTimeoutError):
-        return StorageError(f"{what}: no answer in time; check the network and the server, then try again")
-    if isinstance(error, (*BODY_FAILURES, aws.ConnectionError)):
-        return StorageError(
-            f"{what}: the connection failed or broke off ({_kind(error)}); check the network, AWS_ENDPOINT_URL_S3 and "
-            "the server, then try again"
-        )
-    if isinstance(error, ResponseParserError):
-        return StorageError(f"{what}: the answer is damaged or no S3's; check AWS_ENDPOINT_URL_S3, then try again")
-    return StorageError(f"{what}: the client failed ({_kind(error)}); check the AWS configuration")
+        return Failure(name, "no answer in time; check the network and the server, then try again", passing=True)
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return Failure(name, f"a file or program of the AWS configuration cannot be used ({name}); check ~/.aws/config")
+    if isinstance(error, (*_BROKEN, aws.ConnectionError)):
+        return Failure(name, f"the connection failed or broke off ({name}); check the network, AWS_ENDPOINT_URL_S3 and "
+                       "the server, then try again", passing=True)  # fmt: skip
+    if isinstance(error, aws.BotoCoreError) and not isinstance(error, ResponseParserError):
+        return Failure(name, f"the client failed ({name}); check the AWS configuration")
+    return Failure(name, f"the answer is damaged or no S3's ({name}); check AWS_ENDPOINT_URL_S3, then try again",
+                   passing=True)  # fmt: skip
 
 
-def _kind(error: Exception) -> str:
-    return type(error).__name__
+def _is_unsendable(error: Exception) -> bool:
+    """Whether http.client, or a codec, refuses to write the request."""
+    inner = getattr(error, "kwargs", {}).get("error") if isinstance(error, aws.HTTPClientError) else None
+    return isinstance(inner, UnicodeError | http.client.InvalidURL | LocationValueError)

@@ -6,25 +6,27 @@ broke, and each body as a whole has an end of its time, so a server that gives a
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import numpy as np
-from botocore.exceptions import ClientError, IncompleteReadError
 
 from ..errors import SnapstoreError, StorageError
 from ..threads import Threads
 from . import GET_LIMIT_BYTES, check_into, check_limit, check_range, short
 from .ranges import Piece, plan_pieces
-from .s3_client import BODY_FAILURES, pause, status_of
+from .s3_client import Failure, guarded, pause, status_of
+from .s3_deadline import SLOWEST_BYTES_PER_S
 from .s3_requests import Answer, Requests
+from .s3_transport import OddAnswerError
 
-#: A body must come at this rate at least, over all its attempts [bytes/s].
-SLOWEST_BYTES_PER_S = 32 * 1024
-READ_PIECE_BYTES = 1024 * 1024
+READ_PIECE_BYTES = 256 * 1024
 #: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
 ASK_FIRST_BYTES = 64 * 1024**3
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 class Reader:
@@ -40,7 +42,7 @@ class Reader:
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """All bytes of `key`; see `ObjectStore.get`."""
-        answer: Answer = self._requests.ask(key, "read", self._requests.client.get_object, key)
+        answer: Answer = self._requests.ask(key, "read", self._get_whole, key)
         with self._requests.failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._requests.length_of(key, answer)
             check_limit(key, self._requests.url, size_bytes, limit_bytes)
@@ -79,25 +81,34 @@ class Reader:
                     last[1]["Body"].close()
         return list(views)
 
+    def _get_whole(self, **request: Any) -> Answer:
+        answer: Answer = self._requests.client.get_object(**request)
+        if "ContentRange" in answer:
+            answer["Body"].close()
+            raise OddAnswerError("a part of an object that was asked for whole")
+        return answer
+
     def _open_range(self, key: str, offset: int, length: int) -> tuple[Answer, int]:
         """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
+
+        def get(**request: Any) -> tuple[Answer, int]:
+            answer: Answer = self._requests.client.get_object(**request)
+            got = answer.get("ContentRange", "")
+            match = _CONTENT_RANGE.fullmatch(got)
+            first, last, size_bytes = map(int, match.groups()) if match else (-1, -1, -1)
+            if (first, last) != (offset, min(offset + length, size_bytes) - 1):
+                answer["Body"].close()
+                raise OddAnswerError("another range than the one that was asked for")
+            return answer, size_bytes
+
         wanted = f"bytes={offset}-{offset + length - 1}"
         try:
-            answer: Answer = self._requests.ask(key, "read", self._requests.client.get_object, key, Range=wanted)
+            opened: tuple[Answer, int] = self._requests.ask(key, "read", get, key, Range=wanted)
         except SnapstoreError as error:
-            if not isinstance(error.__cause__, ClientError) or status_of(error.__cause__) != 416:
+            if status_of(error) != 416:
                 raise
             raise short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
-        got = answer.get("ContentRange", "")
-        span, _, size = got.removeprefix("bytes ").partition("/")
-        size_bytes = int(size) if size.isdecimal() else -1
-        if span != f"{offset}-{min(offset + length, size_bytes) - 1}":
-            answer["Body"].close()
-            raise StorageError(
-                f"{key} in {self._requests.url} at {offset}+{length}: the server answered with another range "
-                f"({got or 'all'}); use another server (docs/s3.md)"
-            )
-        return answer, size_bytes
+        return opened
 
     def _read_pieces(
         self, key: str, pieces: Sequence[Piece], views: Sequence[memoryview], size_bytes: int,
@@ -133,20 +144,20 @@ class Reader:
                     raise short(key, self._requests.url, offset, len(view), now_bytes)
             try:
                 while done < len(view):
-                    if time.monotonic() > ends_s:
-                        raise StorageError(
-                            f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came in the "
-                            "time there is; check the network and the server, then try again"
-                        )
-                    count = answer["Body"].readinto(view[done : done + READ_PIECE_BYTES])
+                    count = guarded(answer["Body"].readinto, view[done : done + READ_PIECE_BYTES])
                     if not count:  # of an answer that says less than its range
-                        raise IncompleteReadError(actual_bytes=done, expected_bytes=len(view))
+                        raise Failure("ShortBody", "the body broke off; check the network, then try again")
                     done += count
                     failures = 0
-            except BODY_FAILURES:
+            except Failure:
                 failures += 1
                 if failures >= self._requests.attempts:
                     raise
+                if time.monotonic() > ends_s:
+                    raise StorageError(
+                        f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came in the time "
+                        "there is; check the network and the server, then try again"
+                    ) from None
                 pause(failures)
             finally:
                 answer["Body"].close()

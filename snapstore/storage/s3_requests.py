@@ -14,13 +14,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
-
-from botocore.exceptions import ClientError
 
 from ..errors import StorageError
 from . import ObjectInfo, missing
-from .s3_client import FAILURES, Place, code_of, is_missing, make_client, send, status_of, translate
+from .s3_client import Failure, Place, make_client, send
+from .s3_listing import Listing, Page, read_page
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -47,7 +48,7 @@ class Requests:
             "connections": CONNECTIONS, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
         }  # fmt: skip
         self._connected = os.getpid(), make_client(**self._options)
-        self.place = f"{self.client.meta.endpoint_url} {self.url}"
+        self.place = f"{_without_user(self.client.meta.endpoint_url)} {self.url}"
 
     def below(self, name: str) -> Requests:
         """The same of the objects under `<prefix><name>/`."""
@@ -73,60 +74,83 @@ class Requests:
 
         Raises:
             NotFoundError: the server says that there is none.
-            StorageError: it answers anything else, or nothing; its cause is botocore's error.
+            StorageError: it answers anything else, or nothing; its cause is a Failure.
         """
         wanted = {"Bucket": self.bucket} | ({} if name is None else {"Key": self.prefix + name}) | options
         with self.failures(key, verb):
             try:
                 return send(call, wanted, self.attempts)
-            except ClientError as error:
-                if name is not None and status_of(error) == 404 and code_of(error) == "404" and self._is_gone(name):
-                    raise missing(key, self.url) from error  # an answer to HEAD, which has no word for it
+            except Failure as failure:
+                if verb == "stat" and failure.status == 404 and failure.code == "404" and self._is_gone(key):
+                    raise missing(key, self.url) from failure  # an answer to HEAD, which has no word for it
                 raise
 
     def _is_gone(self, key: str) -> bool:
-        page = self.page(key, MaxKeys=1)
-        return all(entry["Key"] != self.prefix + key for entry in page.get("Contents", []))
+        return all(info.key != key for info in self.listed(key))
 
-    def page(self, prefix: str, **options: Any) -> Answer:
-        """One page of a listing."""
-        page: Answer = self.ask(
-            prefix or "/", "list", self.client.list_objects_v2, Prefix=self.prefix + prefix, **options
-        )
-        if "IsTruncated" not in page:  # botocore takes an answer without a body for an empty one
-            raise self.no_listing(prefix, "the answer is empty")
-        return page
+    def listed(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose name starts with `prefix`, by its name below ours.
+
+        Raises:
+            StorageError: a page fails, contradicts itself or an earlier one, or the listing does not go on.
+        """
+        listing, token = Listing(), ""
+        while True:
+
+            def page(**request: Any) -> tuple[Iterator[ObjectInfo], str]:
+                page, _ = self._page(**request)
+                return listing.add(page), page.token or ""
+
+            options = {"Prefix": self.prefix + prefix} | ({"ContinuationToken": token} if token else {})
+            objects, token = self.ask(prefix or "/", "list", page, **options)
+            for info in objects:
+                yield replace(info, key=info.key.removeprefix(self.prefix))
+            if not token:
+                return
+
+    def clock(self) -> str:
+        """The Date of an answer, to the cheapest listing."""
+
+        def date(**request: Any) -> str:
+            return self._page(**request)[1]
+
+        return str(self.ask("/", "ask for the time", date, Prefix=f"{self.prefix}config", MaxKeys=1))
+
+    def _page(self, **request: Any) -> tuple[Page, str]:
+        """(a page of a listing, the Date of the answer)."""
+        answer: Answer = self.client.list_objects_v2(**request)
+        page = read_page(answer.get("Page", b""), request["Prefix"], request.get("ContinuationToken", ""))
+        return page, str(answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date", ""))
 
     def stat(self, key: str) -> ObjectInfo:
         """Size, time and tag of `key`; NotFoundError when missing."""
         answer: Answer = self.ask(key, "stat", self.client.head_object, key)
-        return info_of(key, answer, self.length_of(key, answer))
+        modified = answer.get("LastModified")
+        if not isinstance(modified, datetime):
+            raise StorageError(f"{key} in {self.url}: the server does not say when it was written; use another server")
+        size_bytes = self.length_of(key, answer)
+        return ObjectInfo(key, size_bytes, float(int(modified.timestamp())), answer.get("ETag", "").strip('"'))
 
     def length_of(self, key: str, answer: Answer) -> int:
         """How long the server says that the body, or the object, is [bytes]."""
         length = answer.get("ContentLength")
-        if not isinstance(length, int):
+        if not isinstance(length, int) or not 0 <= length < 2**63:
             raise StorageError(f"{key} in {self.url}: the server does not say how long it is; use another server")
         return length
 
-    def no_listing(self, prefix: str, why: str) -> StorageError:
-        """The error of a listing that cannot be believed."""
-        return StorageError(
-            f"{prefix or '/'} in {self.url}: cannot list: {why}; nothing can be told from such a listing, try again, "
-            "or use another server (docs/s3.md)"
-        )
-
     @contextmanager
     def failures(self, key: str, verb: str) -> Iterator[None]:
-        """Turn botocore's errors into ours, with the name of the thing first."""
+        """Turn failures into errors of ours, with the name of the thing first."""
         try:
             yield
-        except FAILURES as error:
-            if isinstance(error, ClientError) and is_missing(error):
-                raise missing(key, self.url) from error
-            raise translate(f"{key} in {self.url}: cannot {verb}", error) from error
+        except Failure as failure:
+            if failure.is_missing and verb != "write":
+                raise missing(key, self.url) from failure
+            raise failure.under(f"{key} in {self.url}: cannot {verb}") from failure
 
 
-def info_of(key: str, entry: Answer, size_bytes: int) -> ObjectInfo:
-    """What a HEAD or an entry of a listing says of an object; the time in whole seconds, since HEAD has no others."""
-    return ObjectInfo(key, size_bytes, float(int(entry["LastModified"].timestamp())), entry.get("ETag", "").strip('"'))
+def _without_user(endpoint: str) -> str:
+    """An endpoint without the user and the password that it may hold; nothing sends them."""
+    scheme, separator, rest = endpoint.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -4,21 +4,25 @@ import hashlib
 import struct
 import time
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
 import torch  # noqa: F401  (before memory is measured: importing it takes much)
 
 from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
-from snapstore.digest import checksum, digest
+from snapstore import digest as digests
+from snapstore.digest import checksum
+from snapstore.engine import EncodedChunk, HostEncoded
+from snapstore.errors import FormatError, IntegrityError
 from snapstore.manifest import Box, ChunkTable, TensorEntry
-from snapstore.records import ManifestRef, Snapshot
+from snapstore.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 
 MIB = 1024 * 1024
 SIZE = 8192  # of every forged chunk
 CHUNK_BYTES = 8192
+SEED = 0x5EED5EED5EED5EED  # of every forged repository: who forges one has read its config
 
 
 #: What one hostile input may take [s of this process's time, so that others on the machine do not count]. Most take
@@ -50,6 +54,11 @@ def little_memory(limit_bytes=8 * MIB):
 
 def noise(seed, size=SIZE):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def digest(chunk):
+    """As the forged repository's."""
+    return digests.digest(chunk, SEED)
 
 
 def full(chunk, element_size=1):
@@ -92,10 +101,19 @@ def coded_blob(chunk, codec, block, **changes):
 class World:
     """A repository in memory into which anything can be planted."""
 
-    def __init__(self):
+    def __init__(self, size=SIZE):
+        self.size = size  # of its chunks
         self.store = MemoryStore()
-        Repository.create(self.store, chunk_bytes=CHUNK_BYTES).close()
+        config = Config(
+            uuid=records.new_id(), version=1, chunk_bytes=size, digest_seed=SEED, features=[], created=0.0,
+            writer="forge",
+        )  # fmt: skip
+        self.store.put("config", records.encode(config))
         self.packs = []
+
+    @property
+    def stored_bytes(self):
+        return sum(len(data) for data, _ in self.store._objects.values())
 
     def pack(self, *blobs, size_bytes=None):
         """Put a pack; [(number, offset, length)] of its blobs."""
@@ -111,6 +129,17 @@ class World:
         self.packs.append((name, size_bytes or len(data)))
         return places
 
+    def whole_pack(self, *blobs):
+        """As `pack`, with a footer that holds, for verbs that look into it."""
+        writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
+        made = HostEncoded([EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in blobs])
+        offsets = writer.extend(made, 0, len(blobs)).tolist()
+        data = bytes(writer.seal())
+        name = hashlib.sha256(data).hexdigest()
+        self.store.put(records.pack_key(name), data)
+        self.packs.append((name, len(data)))
+        return [(len(self.packs) - 1, offset, len(b)) for offset, b in zip(offsets, blobs, strict=True)]
+
     def table(self, chunks):
         """A table of [(digest, [(number, offset, length)...])...], newest reference first."""
         refs = [ref for _, chain in chunks for ref in chain]
@@ -122,21 +151,22 @@ class World:
             ref_packs=np.array([r[0] for r in refs], np.uint32),
             ref_offsets=np.array([r[1] for r in refs], np.uint64),
             ref_lengths=np.array([r[2] for r in refs], np.uint32),
-            ref_digests=np.zeros((len(refs), 16), np.uint8),
+            ref_digests=np.array([list(d) for d, chain in chunks for _ in chain], np.uint8).reshape(-1, 16),
             ref_starts=np.zeros(len(refs), np.uint32),
-            ref_sizes=np.full(len(refs), SIZE, np.uint32),
+            ref_sizes=np.full(len(refs), self.size, np.uint32),
         )
 
     def manifest(self, chunks=(), **changes):
-        """A manifest of one byte tensor `w` over these chunks."""
+        """A manifest of one byte tensor `w` over these chunks, or of others that share them out."""
         n = len(chunks)
-        shape = [n * SIZE]
+        shape = [n * self.size]
         entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
         fields = {
-            "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": CHUNK_BYTES,
-            "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
+            "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": self.size,
+            "digest_seed": SEED, "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
             "table": self.table(chunks), "packs": [name for name, _ in self.packs],
-            "pack_sizes": [size for _, size in self.packs], "logical_bytes": n * SIZE,
+            "pack_sizes": [size for _, size in self.packs],
+            "logical_bytes": n * self.size + len(changes.get("inline", b"")),
         }  # fmt: skip
         return manifest.encode(**(fields | changes))
 
@@ -146,18 +176,16 @@ class World:
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
             self.store.put(records.manifest_key(name), data)
-            refs.append(ManifestRef(part="", rank=0, sha256=name, size_bytes=len(data), logical_bytes=0))
+            told = {"part": "", "rank": 0, "logical_bytes": 0}
+            with suppress(FormatError, IntegrityError):
+                told = {field: getattr(header_of(data), field) for field in told}
+            refs.append(ManifestRef(sha256=name, size_bytes=len(data), **told))
         fields = {
-            "id": "a" * 32,
-            "run": "r",
-            "step": 0,
-            "seq": 0,
-            "state": "committed",
-            "write_id": "",
-            "manifests": refs,
-        }
+            "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,
+            "logical_bytes": sum(ref.logical_bytes for ref in changes.get("manifests", refs)),
+        }  # fmt: skip
         snapshot = Snapshot(**(fields | changes))
-        self.store.put(f"snapshots/r/{0:012d}-{'a' * 32}.0", records.encode(snapshot))
+        self.store.put(snapshot.key, records.encode(snapshot))
         return snapshot
 
     def open(self):

@@ -6,10 +6,9 @@ import zlib
 import numpy as np
 import pytest
 import zstandard
-from forge import MIB, SIZE, World, coded_blob, little_memory, with_section
+from forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 
 from snapstore import codecs, manifest
-from snapstore.digest import digest
 from snapstore.errors import FormatError, IntegrityError
 
 GIB = 1024 * MIB

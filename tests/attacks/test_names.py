@@ -8,11 +8,10 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 import pytest
-from forge import World, full, header_of, noise, reheader, rewrite
+from forge import World, digest, full, header_of, noise, reheader, rewrite
 from xxhash import xxh3_64_intdigest
 
 from snapstore import Repository, manifest, pack, records
-from snapstore.digest import digest
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
 from snapstore.manifest import Box, TensorEntry
 from snapstore.records import Config, ManifestRef, Session, Snapshot
@@ -119,7 +118,7 @@ def test_a_config_cannot_choose_where_the_index_lies(tmp_path, monkeypatch):
     for uuid in ("../../owned", str(tmp_path / "owned"), "x" * 32, ""):
         root = tmp_path / hashlib.sha256(uuid.encode()).hexdigest()[:8]
         store = LocalStore(root, create=True)
-        config = Config(uuid=uuid, version=1, chunk_bytes=1024, features=[], created=0.0, writer="x")
+        config = Config(uuid=uuid, version=1, chunk_bytes=1024, digest_seed=7, features=[], created=0.0, writer="x")
         store.put("config", records.encode(config))
         with pytest.raises(FormatError, match="uuid"):
             Repository.open(root)
@@ -220,7 +219,15 @@ def test_packs_and_manifests_of_a_newer_release():
 def test_repositories_of_a_newer_release(changes, message):
     """Mitigation: unknown features are mandatory; nothing is opened that would be half understood."""
     store = MemoryStore()
-    fields = {"uuid": ID, "version": 1, "chunk_bytes": 1024, "features": [], "created": 0.0, "writer": "snapstore 9"}
+    fields = {
+        "uuid": ID,
+        "version": 1,
+        "chunk_bytes": 1024,
+        "digest_seed": 7,
+        "features": [],
+        "created": 0.0,
+        "writer": "snapstore 9",
+    }
     store.put("config", records.encode(Config(**(fields | changes))))
     with pytest.raises(FormatError, match=message):
         Repository.open(store)
@@ -229,10 +236,9 @@ def test_repositories_of_a_newer_release(changes, message):
 def test_sharded_tensors_are_refused():
     """Mitigation: version 1 reads one box a tensor, and says so."""
     world = World()
-    half = A.size // 2
-    boxes = [Box([0], [half], 0, 1), Box([half], [half], 0, 1)]
-    entry = TensorEntry(["w"], "tensor", "uint8", [A.size], False, None, boxes, None)
-    world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
+    boxes = [Box([0], [A.size], 0, 1), Box([A.size], [A.size], 1, 1)]
+    entry = TensorEntry(["w"], "tensor", "uint8", [2 * A.size], False, None, boxes, None)
+    world.commit(world.manifest([(digest(A), world.pack(full(A)))] * 2, tensors=[entry]))
     with pytest.raises(FormatError, match="in 2 shards; a newer snapstore reads them"):
         world.restore()
 

@@ -433,7 +433,7 @@ class Saves:
     """Copies of states as saves make them, and take them for bases; without the saves."""
 
     def __init__(self, mode="host"):
-        self.engines = Engines(threads=1)
+        self.engines = Engines(0, threads=1)
         self.staging = Staging(self.engines, mode=mode)
 
     def save(self, sizes, seed, unpaid=()):

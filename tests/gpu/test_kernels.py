@@ -34,24 +34,44 @@ def random_bytes(n):
     return rng.integers(0, 256, n, np.uint8)
 
 
+SEEDS = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF, int(rng.integers(2**64, dtype=np.uint64))]
+
+
 @pytest.mark.parametrize("misaligned", [0, 1, 4, 7, 8, 13])
-@pytest.mark.parametrize("what", [0, 1, 2], ids=["xxh3-128", "xxh3-64", "seal"])
-def test_digest(machine, what, misaligned):
+@pytest.mark.parametrize(
+    ("what", "seed"), [*((0, seed) for seed in SEEDS), (1, 0), (2, 0)],
+    ids=[*(f"xxh3-128, {seed:#x}" for seed in SEEDS), "xxh3-64", "seal"],
+)  # fmt: skip
+def test_digest(machine, what, seed, misaligned):
     data = [random_bytes(n + 8) for n in LENGTHS]  # eight bytes before, for the seal
     placed = [machine.put(d, misaligned) for d in data]
     inputs = machine.put(np.array([p.address + 8 for p in placed], np.uint64))
     out = machine.put(np.zeros((len(data), 2 if what == 0 else 1), np.uint64))
-    machine.launch("digest", (len(data),), 544, inputs, numbers(machine, LENGTHS), out, what)
+    machine.launch("digest", (len(data),), 544, inputs, numbers(machine, LENGTHS), out, what, seed)
     got = out.get()
     for i, (d, p) in enumerate(zip(data, placed, strict=True)):
         if what == 0:
-            assert got[i].tobytes() == xxhash.xxh3_128_digest(d[8:].data), LENGTHS[i]
+            assert got[i].tobytes() == xxhash.xxh3_128_digest(d[8:].data, seed), LENGTHS[i]
         elif what == 1:
             assert int(got[i, 0]) == xxhash.xxh3_64_intdigest(d[8:].data), LENGTHS[i]
         else:
             after = p.get()
             assert int(after[:8].view("<u8")[0]) == xxhash.xxh3_64_intdigest(d[8:].data), LENGTHS[i]
             assert (after[8:] == d[8:]).all()
+
+
+def test_digests_of_any_length_under_any_seed(machine):
+    draw = np.random.default_rng(11)
+    most = [3, 8, 16, 128, 240, 1024, 5000, 200_000]  # of every class of lengths
+    for _ in range(10):
+        seed = int(draw.integers(2**64, dtype=np.uint64))
+        lengths = [int(draw.integers(length + 1)) for length in most for _ in range(3)]
+        data = [draw.integers(0, 256, n, np.uint8) for n in lengths]
+        placed = [machine.put(d, int(draw.integers(16))) for d in data]
+        out = machine.put(np.zeros((len(data), 2), np.uint64))
+        machine.launch("digest", (len(data),), 544, addresses(machine, placed), numbers(machine, lengths), out, 0, seed)
+        for row, d in zip(out.get(), data, strict=True):
+            assert row.tobytes() == xxhash.xxh3_128_digest(d.data, seed), (d.size, seed)
 
 
 def chunk_of(elements, size, kind):

@@ -31,7 +31,6 @@ def refs(snapshots):
 
 #: What is not damage to anybody: nothing to report, nothing that suffers.
 SILENT = {
-    ("config", "replaced"),  # another repository's: readable, and nothing hangs on it but the size of new chunks
     ("record, an old revision", "missing"),
     ("record, tagged", "missing"),  # the tag is gone with it, and nobody but an index knows that there was one
     ("record, forgotten", "missing"),

@@ -54,7 +54,7 @@ class GateStore(MemoryStore):
 
     def put(self, key, data):
         if key.startswith("snapshots/"):
-            assert self.gate.wait(30)
+            assert self.gate.wait(600)
         if self.refuse is not None and key.startswith("packs/"):
             raise self.refuse
         self.log.append(("put", key))
@@ -577,14 +577,15 @@ sys.path.insert(0, {tests!r})
 import numpy as np
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.storage.local import LocalStore
-STRUCK, PUTS, SLOW = threading.Event(), itertools.count(1), True
+BEGUN, STRUCK, PUTS, SLOW = threading.Event(), threading.Event(), itertools.count(1), True
 class Slow(LocalStore):
     "Every pack takes a while, and says so when it begins. The one that calls for a signal waits until it has struck."
     def put(self, key, data):
         if key.startswith("packs/") and SLOW:
             number = next(PUTS)
             say("busy")
-            STRUCK.wait(60 if {held!r} and number >= {held!r} else 0.15)
+            BEGUN.set()
+            STRUCK.wait(600 if {held!r} and number >= {held!r} else 0.15)
         super().put(key, data)
 def say(*words):
     "One line in one write: what threads print at once is mixed up."
@@ -611,12 +612,15 @@ def weights(n: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(20000, np.float32) + np.float32(n)
 
 
-def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
+def run(root: Path, body: str, *, kill: int | None = None, held: bool = False) -> tuple[int, str]:
     """Run a training script; `kill` it as soon as it says busy for the third time, which then waits to be struck.
 
     Without torch, seconds to import.
+
+    Args:
+        held: the third pack waits though nobody kills.
     """
-    script = PRELUDE.format(tests=str(TESTS), root=str(root), held=kill and 3) + textwrap.dedent(body)
+    script = PRELUDE.format(tests=str(TESTS), root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script],
         stdout=subprocess.PIPE,
@@ -630,7 +634,7 @@ def run(root: Path, body: str, *, kill: int | None = None) -> tuple[int, str]:
                 out += process.stdout.readline()
             process.send_signal(kill)
         try:
-            out += process.communicate(timeout=60)[0]
+            out += process.communicate(timeout=600)[0]
         except subprocess.TimeoutExpired as hung:
             os.killpg(process.pid, signal.SIGKILL)  # forked children too
             pytest.fail(f"hangs after {(hung.output or b'').decode()}")
@@ -769,7 +773,7 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
                     snapshots.save(1, big(1))
             finally:
                 sys.settrace(tracing)
-            held = snapshots._slot.acquire(timeout=10)
+            held = snapshots._slot.acquire(timeout=600)
             assert held, struck
             snapshots._slot.release()
             snapshots.save(2, big(2))
@@ -809,7 +813,7 @@ def test_the_newest_is_another_one_once_it_is_collected(store, monkeypatch):
 
 
 def test_os_exit_in_mid_save(root):
-    got, out = run(root, "snapshots.save(1, state(1))\ntime.sleep(0.2)\nos._exit(0)")
+    got, out = run(root, "snapshots.save(1, state(1))\nBEGUN.wait()\nos._exit(0)", held=True)
     assert got == 0, out
     check_after(root, [0])
 
@@ -820,15 +824,16 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_session(root)
         root,
         """
         snapshots.save(1, state(1))
-        time.sleep(0.2)
+        BEGUN.wait()
         child = os.fork()
         if child == 0:
             os.close(1); os.close(2)
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
         say("child", child)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
+        held=True,
     )
     assert got == -signal.SIGKILL
     child = int(out.split("child ")[1].split()[0])
@@ -845,7 +850,7 @@ def test_a_fork_with_a_save_running(root):
         root,
         """
         handle = snapshots.save(1, state(1))
-        time.sleep(0.2)
+        BEGUN.wait()
         child = os.fork()
         if child == 0:
             SLOW = False
@@ -866,9 +871,11 @@ def test_a_fork_with_a_save_running(root):
             sys.stdout.flush()
             os._exit(0)
         _, status = os.waitpid(child, 0)
+        STRUCK.set()
         say("status", status)
         say("parent", handle.result().ref)
         """,
+        held=True,
     )
     assert got == 0, out
     assert out.count("InvalidInputError True") == 8, out
@@ -895,11 +902,13 @@ def test_a_fork_while_the_index_is_written(root):
         thread = threading.Thread(target=write)
         thread.start()
         held.wait()
+        told, tells = os.pipe()
         child = os.fork()
         if child == 0:
             with Repository.open(snapshots.repository.store.url) as mine:
                 os.write(1, f"child {len(mine.snapshots())}\\n".encode())
-            time.sleep(30)  # a DataLoader's worker, which lives on
+            os.write(tells, b"!")
+            time.sleep(600)  # a DataLoader's worker, which lives on
             os._exit(0)
         time.sleep(1)
         forked.set()
@@ -907,6 +916,7 @@ def test_a_fork_while_the_index_is_written(root):
         snapshots.save(1, state(1))
         snapshots.wait_until_finished()
         say("parent", len(snapshots.all_steps()))
+        os.read(told, 1)
         os.kill(child, signal.SIGKILL)
         """,
     )
@@ -1099,7 +1109,7 @@ def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
         child = os.fork()
         if child == 0:
             sys.exit(0)
-        for _ in range(100):
+        for _ in range(6000):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 break
@@ -1109,7 +1119,7 @@ def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
             sys.exit("the child hangs")
         manager.close()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 
 

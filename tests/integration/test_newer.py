@@ -20,12 +20,12 @@ from snapstore import (
     UnknownFormatError,
     records,
 )
-from snapstore.digest import checksum, digest
+from snapstore.digest import checksum
 from snapstore.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 sys.path.append(str(Path(__file__).parents[1] / "attacks"))
-from forge import SIZE, World, full, noise, rewrite
+from forge import SIZE, World, digest, full, noise, rewrite
 
 A = noise(1)
 
@@ -39,11 +39,12 @@ def of_blob(**changes: object) -> World:
     return world
 
 
-def of_manifest(*, version: int = 1, kind: int = 0, **changes: object) -> World:
+def of_manifest(*, version: int = 1, kind: int = 0, chunks: int = 1, **changes: object) -> World:
     world = World()
-    table = world.table([(digest(A), world.pack(full(A)))])
+    listed = [(digest(A), world.pack(full(A)))] * chunks
+    table = world.table(listed)
     table.ref_kinds[:] = kind
-    data = bytearray(world.manifest([(digest(A), [(0, 0, 0)])], table=table, **changes))
+    data = bytearray(world.manifest(listed, table=table, **changes))
     struct.pack_into("<H", data, 8, version)
     world.commit(bytes(data))
     return world
@@ -60,9 +61,8 @@ def of_record() -> World:
     return world
 
 
-HALF = SIZE // 2
 SHARDS = TensorEntry(
-    ["w"], "tensor", "uint8", [SIZE], False, None, [Box([0], [HALF], 0, 1), Box([HALF], [HALF], 0, 1)], None
+    ["w"], "tensor", "uint8", [2 * SIZE], False, None, [Box([0], [SIZE], 0, 1), Box([SIZE], [SIZE], 1, 1)], None
 )
 NEWER: dict[str, Callable[[], World]] = {
     "a blob's version": lambda: of_blob(version=2),
@@ -71,7 +71,7 @@ NEWER: dict[str, Callable[[], World]] = {
     "a codec": lambda: of_blob(codecs=b"\3" + bytes(7), count=1),
     "a manifest's version": lambda: of_manifest(version=2),
     "a kind of reference": lambda: of_manifest(kind=2),
-    "shards": lambda: of_manifest(tensors=[SHARDS]),
+    "shards": lambda: of_manifest(chunks=2, tensors=[SHARDS]),
     "a node of the tree": lambda: of_manifest(tree=["dict", ["w"], [["novel", 0, False]]]),
     "a record's version": of_record,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -27,6 +29,7 @@ from typer.testing import CliRunner
 
 from snapstore import (
     ConflictError,
+    FormatError,
     IntegrityError,
     KeepLast,
     Repository,
@@ -34,12 +37,14 @@ from snapstore import (
     SnapshotManager,
     blob,
     cli,
+    manifest,
     pack,
     records,
 )
+from snapstore.errors import SnapstoreError
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-from snapstore.survey import Survey
+from snapstore.survey import LEVELS, Survey
 
 
 @pytest.fixture(autouse=True)
@@ -747,8 +752,27 @@ def test_a_held_session_stays_however_silent(store):
     assert keys_of(store, "sessions/") == []
 
 
+def with_config(store, config, **changes):
+    """The config is another one, which reads."""
+    store.delete(["config"])
+    store.put("config", records.encode(msgspec.structs.replace(config, **changes)))
+
+
 def test_a_save_beside_a_config_of_another_chunk_size():
-    """Nothing tells the size: what is made up is the usual one, and another process goes on with its own."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=1024).close()
+    with opened(store) as before:
+        with_config(store, before.config, chunk_bytes=2048)
+        with opened(store) as after:
+            save(after, "b", 1, 1)
+            second = save(before, "b", 2, 2)
+            save(after, "b", 3, 3)
+            assert second.depth == 0
+            check_restores(after)
+
+
+def test_a_save_beside_a_config_that_nothing_told_of():
+    """No manifest is left that tells size and seed: another process's saves would be unreadable, and end."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=1024).close()
     with opened(store) as before:
@@ -759,12 +783,14 @@ def test_a_save_beside_a_config_of_another_chunk_size():
         with Repository.open(store, options=OPTIONS, damaged=True) as found:
             found.repair(apply=True)
             assert found.config.chunk_bytes != 1024
+            assert found.config.digest_seed != before.config.digest_seed
         with opened(store) as after:
             save(after, "b", 1, 1)
-            second = save(before, "b", 2, 2)
+            with pytest.raises(SnapstoreError):
+                save(before, "b", 2, 2)
             save(after, "b", 3, 3)
-            assert second.depth == 0
             check_restores(after)
+            assert after.check("restore").ok
 
 
 @pytest.mark.parametrize("how", ["flip", "missing"])
@@ -773,14 +799,82 @@ def test_a_config_is_made_up(store, how):
     flip(store, "config", 5) if how == "flip" else store.delete(["config"])
     with pytest.raises(Exception, match="snapstore repair"):
         Repository.open(store)
+    seed = records.decode(old, records.Config, "config").digest_seed
     with Repository.open(store, options=OPTIONS, damaged=True) as found:
-        assert [p.kind for p in found.check().problems] == ["config"]
+        for level in LEVELS:  # every digest is verified as before
+            result = found.check(level)
+            assert [p.kind for p in result.problems] == ["config"]
+            assert refs(result.restorable) == {"a@0", "a@1", "a@2"}
         found.repair(apply=True)
     with opened(store) as found:
-        assert found.config.chunk_bytes == 1024
+        assert (found.config.chunk_bytes, found.config.digest_seed) == (1024, seed)
         assert found.check("restore").ok
-        save(found, "a", 3, 3)
+        assert save(found, "a", 3, 2).new_chunks == 0, "what is known is found by its digest"
     assert store.get("config") != old
+
+
+def test_a_config_of_another_repository(store):
+    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair mends it."""
+    with opened(store) as found:
+        ours = found.config
+    with_config(store, ours, digest_seed=ours.digest_seed ^ 1, uuid=records.new_id())
+    with opened(store) as found:
+        for verb in (
+            partial(found.restore, "a@0"), partial(found.diff, "a@0", "a@1"), partial(save, found, "a", 3, 3),
+        ):  # fmt: skip
+            with pytest.raises(FormatError, match=r"another seed than config says: .* run 'snapstore check'") as raised:
+                verb()
+            assert str(ours.digest_seed) not in str(raised.value)
+        assert "another seed" in found.recode().failed[0][1]
+        assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
+        found.gc()  # goes by names: it needs no digest
+    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        (problem,) = found.check("restore").problems
+        assert (problem.kind, problem.command) == ("config", "snapstore repair")
+        assert "it is another repository's" in problem.message
+        assert found.repair(apply=True).ok
+    with opened(store) as found:
+        assert found.config.digest_seed == ours.digest_seed
+        assert found.check("restore").ok
+        assert save(found, "a", 3, 2).new_chunks == 0
+
+
+def test_a_manifest_of_another_repository(store):
+    """The config is right, one manifest is not: it alone is refused, and nobody drops or builds on it."""
+    with opened(store) as found:
+        other = found.save(values("a", 1), run="other", step=0)
+        manifests = [manifest.read(store, ref, None) for ref in other.manifests]
+        forged = []
+        for ref, m in zip(other.manifests, manifests, strict=True):
+            data = encoded_as(m, digest_seed=m.header.digest_seed ^ 1)
+            forged.append(msgspec.structs.replace(ref, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)))
+            store.put(forged[-1].key, data)
+        revision = other.revised(manifests=forged)
+        store.put(revision.key, records.encode(revision))
+    with opened(store) as found:
+        with pytest.raises(FormatError, match="another seed than config says"):
+            found.restore("other@0")
+        with pytest.raises(FormatError, match=r"base other@0: manifests/.* another seed than config says"):
+            save(found, "a", 3, 3, bases=["other@0"])
+        save(found, "a", 3, 3)
+    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        assert found.config.digest_seed == manifests[0].header.digest_seed, "most manifests say so"
+        result = found.check("restore")
+        assert {p.kind for p in result.problems} == {"manifest"}
+        assert all("another seed than config says" in p.message for p in result.problems)
+        assert refs(result.restorable) == {"a@0", "a@1", "a@2", "a@3"}
+        assert found.repair(apply=True, drop=True).dropped == []
+        for step in range(4):
+            assert same(found.restore(f"a@{step}"), values("a", step))
+
+
+def encoded_as(m, **changes):
+    """A manifest's bytes, with other arguments of `manifest.encode`."""
+    names = ("save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes")
+    header = {name: getattr(m.header, name) for name in names}
+    body = {"tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table}
+    packs = {"packs": m.header.pack_names, "pack_sizes": m.header.pack_size_list}
+    return manifest.encode(**header | body | packs | changes)
 
 
 def test_nothing_is_made_up_where_there_is_no_repository():

@@ -161,7 +161,7 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
     arguments += "--repo", url, "--losses", losses, "--keep-last", KEEP_LAST
 
     def wait_for_a_save() -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not any(url.glob("sessions/*")) and time.monotonic() < deadline:
             time.sleep(0.0005)
 

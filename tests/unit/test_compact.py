@@ -57,7 +57,7 @@ def needed(repository):
 def chains(repository, ref):
     """(digest, [digest of every link]) of every chunk."""
     for part in repository.snapshot(ref).manifests:
-        table = manifest.read(repository.store, part).table
+        table = manifest.read(repository.store, part, None).table
         for row in range(len(table)):
             links = slice(table.starts[row], table.starts[row + 1])
             yield table.digests[row].tobytes(), [digest.tobytes() for digest in table.ref_digests[links]]
@@ -103,7 +103,7 @@ def test_what_is_dead_is_little_afterwards(repo):
     live = {}
     for snapshot in repo.snapshots():
         for ref in snapshot.manifests:
-            m = manifest.read(repo.store, ref)
+            m = manifest.read(repo.store, ref, None)
             names = m.header.pack_names
             for number, offset, length in zip(
                 m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
@@ -375,7 +375,7 @@ def in_memory():
 def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     repo, store = in_memory, in_memory.store
     ref = repo.snapshot("a@7").manifests[1]
-    header = manifest.read(store, ref).header
+    header = manifest.read(store, ref, None).header
     key = ref.key if "manifest" in harm else records.pack_key(header.pack_names[-1])
     if "missing" in harm:
         store.delete([key])
@@ -411,8 +411,8 @@ def _with_manifest(store, was, m, **changes):
     header = m.header
     arguments = {
         "save_id": header.save_id, "rank": 0, "sequence": 0, "part": "", "chunk_bytes": header.chunk_bytes,
-        "tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table, "packs": header.pack_names,
-        "pack_sizes": header.pack_size_list, "logical_bytes": header.logical_bytes,
+        "digest_seed": header.digest_seed, "tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table,
+        "packs": header.pack_names, "pack_sizes": header.pack_size_list, "logical_bytes": header.logical_bytes,
     }  # fmt: skip
     data = manifest.encode(**arguments | changes)
     name = hashlib.sha256(data).hexdigest()
@@ -430,7 +430,7 @@ def test_a_manifest_that_names_a_pack_twice_is_left(store):
         repo.forget_snapshots(["a@0"])
         repo.gc()
         was = repo.snapshot("a@1")
-        m = manifest.read(store, was.manifests[0])
+        m = manifest.read(store, was.manifests[0], None)
         (first, *names), (size, *sizes), packs = m.header.pack_names, m.header.pack_size_list, m.table.ref_packs
         table = dataclasses.replace(m.table, ref_packs=np.where(packs == 0, 1, packs + (packs > 0)))
         _with_manifest(store, was, m, table=table, packs=[first, first, *names], pack_sizes=[size, size, *sizes])
@@ -459,7 +459,7 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
     with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
         state = two_runs(repo, 3, full=True)
         was = repo.snapshot("a@0")
-        m = manifest.read(store, was.manifests[0])
+        m = manifest.read(store, was.manifests[0], None)
         (entry,), table = m.tensors, m.table
         if what == "dtype":
             entry = msgspec.structs.replace(entry, kind="tensor", dtype="float7")
@@ -486,7 +486,7 @@ def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other
             faults.save(repo, "b", step, step)
         repo.forget([KeepLast(3)], run="b")
     (ref,) = lost.manifests
-    names = manifest.read(store, ref).header.pack_names
+    names = manifest.read(store, ref, None).header.pack_names
     bad = [ref.key] if what == "manifest" else map(records.pack_key, names)
     with faults.opened(faults.Unreadable(store, *bad)) as repo:
         report = getattr(repo, verb)()
@@ -507,7 +507,7 @@ def test_a_forged_chain_does_not_stop_the_others(what):
         for run in "ab":
             repo.forget([KeepLast(2)], run=run)
         was = repo.snapshot("a@5")
-        m = manifest.read(store, was.manifests[0])
+        m = manifest.read(store, was.manifests[0], None)
         digests, offsets, sizes = m.table.ref_digests.copy(), m.table.ref_offsets.copy(), m.header.pack_size_list
         if what == "a pack beyond a TiB":
             offsets[0], sizes[m.table.ref_packs[0]] = 2**50, 2**51

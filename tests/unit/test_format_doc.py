@@ -226,8 +226,10 @@ def test_limits():
     text = re.sub(r"\s+", " ", section("Limits"))
     for what, number in {
         "small objects 64 MiB": records.MAX_OBJECT_BYTES == 64 << 20,
-        "together by 256 MiB": manifest.MAX_SECTION_BYTES == 256 << 20,
-        "each by 16 MiB": manifest.MAX_PACKED_BYTES == 16 << 20,
+        "metadata 1 MiB": records.MAX_FIELD_BYTES == 1 << 20,
+        "together by 4 times its size": manifest.MAX_COLUMNS_RATIO == 4,
+        "`inline` by 16 MiB": manifest.MAX_INLINE_BYTES == 16 << 20,
+        "each by 64 KiB or 64 times": (manifest.MAX_NODES_BYTES, manifest.MAX_NODES_RATIO) == (64 << 10, 64),
         "chunks 64 MiB": chunking.MAX_CHUNK_BYTES == 64 << 20,
         "chains 255 references": manifest.MAX_CHAIN == 255,
         "tree depth 200": containers.MAX_DEPTH == 200,

@@ -34,7 +34,7 @@ def a_gpu(monkeypatch):
 
 @pytest.fixture
 def engines():
-    made = Engines(threads=1)
+    made = Engines(0, threads=1)
     yield made
     made.close()
 
@@ -110,7 +110,7 @@ def a_cupy(a_gpu, monkeypatch):
     modules = {name: ModuleType(f"snapstore.cuda.{name}") for name in ("hosted", "kernels", "nvcomp", "engine")}
     modules["nvcomp"].check_rooms = lambda: None
     modules["kernels"].prepare = lambda device: None
-    modules["engine"].CudaEngine = lambda *args: CpuEngine(1)
+    modules["engine"].CudaEngine = lambda *args: CpuEngine(0, 1)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(cuda, name, module, raising=False)

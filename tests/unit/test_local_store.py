@@ -211,7 +211,7 @@ def test_a_really_full_disk(mount):
     assert keys_of(store) == ["packs/a", "sessions/s"]
     assert temps_of(store) == []
     fill(store, b"x" * 4096)
-    assert abs(store.now_s() - time.time()) < 5
+    assert abs(store.now_s() - time.time()) < 300
     store.touch("sessions/s")
     store.release("sessions/s")
     store.delete(["packs/a"])
@@ -222,7 +222,7 @@ def test_a_really_full_disk(mount):
 def test_no_inodes_left(mount):
     store = LocalStore(mount("nr_inodes=6"))
     fill(store, b"")
-    assert abs(store.now_s() - time.time()) < 5
+    assert abs(store.now_s() - time.time()) < 300
     store.delete(keys_of(store))
     store.put("a/again", b"x")
 
@@ -361,7 +361,7 @@ def test_read_only_mount(mount):
     assert store.get_ranges("packs/a", [(1, 2)]) == [b"bc"]
     assert keys_of(store) == ["packs/a"]
     assert store.is_held("packs/a") is False
-    assert abs(store.now_s() - time.time()) < 5
+    assert abs(store.now_s() - time.time()) < 300
     store.settle("packs/")
     for call in (
         lambda: store.put("packs/b", b"x"),

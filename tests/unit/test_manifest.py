@@ -17,6 +17,7 @@ from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
 PACK_SIZES = [2**40] * 5
+SEED = 2**64 - 3
 
 
 def a_table(counts, seed=0, packs=5):
@@ -40,9 +41,9 @@ def a_table(counts, seed=0, packs=5):
 
 def encode(table, tensors=(), inline=b"", tree=None, **changes):
     fields = {
-        "save_id": bytes(16), "rank": 0, "sequence": 2, "part": "model", "chunk_bytes": 1024, "tree": tree,
-        "tensors": list(tensors), "inline": inline, "table": table, "packs": PACKS, "pack_sizes": PACK_SIZES,
-        "logical_bytes": 123,
+        "save_id": bytes(16), "rank": 0, "sequence": 2, "part": "model", "chunk_bytes": 1024, "digest_seed": SEED,
+        "tree": tree, "tensors": list(tensors), "inline": inline, "table": table, "packs": PACKS,
+        "pack_sizes": PACK_SIZES, "logical_bytes": 123,
     }  # fmt: skip
     return manifest.encode(**{**fields, **changes})
 
@@ -106,24 +107,73 @@ def test_concatenate_and_the_derived_columns(tables):
         at += len(c)
 
 
-def stored(data):
+def stored(data, logical_bytes=123):
     store = MemoryStore()
     ref = ManifestRef(
-        part="model", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data), logical_bytes=0
+        part="model", rank=0, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data), logical_bytes=logical_bytes
     )
     return store, ref
 
 
+def tensor(name, shape, first, count, inline=None):
+    boxes = [Box([0], [shape], first, count)] if count else []
+    return TensorEntry([name], "tensor", "uint8", [shape], False, None, boxes, inline)
+
+
+def consistent(**changes):
+    """A manifest, as fields of `encode`, of two tensors in three chunks and one inline; 2053 bytes."""
+    table = a_table([1, 2, 3])
+    table.ref_sizes[:] = [1024, *[512] * 2, *[512] * 3]
+    tensors = [tensor("a", 5, 0, 0, (0, 5)), tensor("b", 1536, 0, 2), tensor("c", 512, 2, 1)]
+    return {"table": table, "tensors": tensors, "inline": b"hello", "tree": "x", "logical_bytes": 2053} | changes
+
+
+DISAGREE = {
+    "a chunk that two tensors have": ({"tensors": [*consistent()["tensors"], tensor("d", 512, 2, 1)]}, "chunks 2.1"),
+    "chunks that none has": ({"tensors": consistent()["tensors"][:2]}, "have 2 chunks, 3 are there"),
+    "all chunks over and over": (
+        {"tensors": [consistent()["tensors"][0], *[tensor(f"{i}", 2048, 0, 3) for i in range(9)]]}, "chunks 0.3"
+    ),
+    "a box within another": (
+        {"tensors": [consistent()["tensors"][0], tensor("b", 2048, 0, 3), tensor("c", 512, 1, 1)]}, "chunks 1.1"
+    ),
+    "inline bytes that two have": ({"tensors": [*consistent()["tensors"], tensor("d", 2, 0, 0, (3, 2))]}, "bytes 3.2"),
+    "inline bytes that none has": ({"inline": b"hello!", "logical_bytes": 2054}, "have 5 inline bytes, 6 are there"),
+    "a header that says less": ({"logical_bytes": 1000}, "holds 2053 bytes of tensors, its header says 1000"),
+    "a header that says more": ({"logical_bytes": 2**40}, "holds 2053 bytes of tensors, its header says 1099511627776"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_sizes_that_disagree_are_refused_by_read(what):
+    changes, message = DISAGREE[what]
+    data = encode(**consistent(**changes))
+    store, ref = stored(data, manifest.decode_header(data, "x").logical_bytes)
+    store.put(ref.key, data)
+    with pytest.raises(FormatError, match=message):
+        manifest.read(store, ref)
+
+
+def test_a_record_that_says_otherwise_than_the_manifest_is_refused():
+    data = encode(**consistent())
+    store, ref = stored(data, 2053)
+    store.put(ref.key, data)
+    assert manifest.read(store, ref).header.logical_bytes == 2053
+    for changes in ({"logical_bytes": 1000}, {"part": "other"}, {"rank": 1}):
+        with pytest.raises(FormatError, match=f"its record says {next(iter(changes.values()))!r}"):
+            manifest.read(store, msgspec.structs.replace(ref, **changes))
+
+
 def test_every_truncation_and_every_flip_is_found_by_read():
-    good = encode(a_table([1, 2, 3]), inline=b"hello", tree="x")
-    store, ref = stored(good)
+    good = encode(**consistent())
+    store, ref = stored(good, 2053)
     store.put(ref.key, good)
-    assert manifest.read(store, ref).tree == "x"
+    assert manifest.read(store, ref, SEED).tree == "x"
     for bad in [good[:n] for n in range(len(good))] + [good + b"\0"]:
         store.delete([ref.key])
         store.put(ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
-            manifest.read(store, ref)
+            manifest.read(store, ref, SEED)
         if len(bad) < len(good):
             with pytest.raises((FormatError, IntegrityError)):
                 manifest.decode(bad, "here")
@@ -133,10 +183,10 @@ def test_every_truncation_and_every_flip_is_found_by_read():
         store.delete([ref.key])
         store.put(ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
-            manifest.read(store, ref)
+            manifest.read(store, ref, SEED)
     store.delete([ref.key])
     with pytest.raises(IntegrityError, match="manifest is missing"):
-        manifest.read(store, ref)
+        manifest.read(store, ref, SEED)
 
 
 def test_a_flipped_header_is_found_without_the_rest():
@@ -194,11 +244,20 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
 
 def test_what_hardly_compresses_below_its_bound_is_stored_as_it_is(monkeypatch):
     """A reader refuses small manifests that unpack to much; so a writer must not make any."""
-    monkeypatch.setattr(manifest, "MAX_PACKED_BYTES", 1000)
+    monkeypatch.setattr(manifest, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(manifest, "MAX_NODES_BYTES", 1000)
     data = encode(ChunkTable.empty(), inline=bytes(100_000), tree="x" * 5000)
     found = manifest.decode(data, "here")
     assert (found.inline, found.tree) == (bytes(100_000), "x" * 5000)
     assert len(data) > 105_000
+
+
+@pytest.mark.parametrize("tree", [["list", [None] * 10**6], ["list", [["list", []]] * 10**5], "x" * 10**6])
+def test_trees_of_one_value_are_stored_in_a_64th_or_as_they_are(tree):
+    """What compresses better is legitimate, and stored as it is."""
+    data = encode(ChunkTable.empty(), tree=tree)
+    assert manifest.decode(data, "here").tree == tree
+    assert len(data) > 10**5 * 7 / 64
 
 
 def test_unknown_sections_are_passed_over():

@@ -58,7 +58,7 @@ def blobs(repository, refs=None):
     found = {}
     for snapshot in repository.snapshots() if refs is None else map(repository.snapshot, refs):
         for ref in snapshot.manifests:
-            m = manifest.read(repository.store, ref)
+            m = manifest.read(repository.store, ref, None)
             names = m.header.pack_names
             for number, offset, length in zip(
                 m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
@@ -136,7 +136,7 @@ def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
     names, places = set(), set()
     for snapshot in repo.snapshots():
         for ref in snapshot.manifests:
-            header = manifest.read(repo.store, ref).header
+            header = manifest.read(repo.store, ref, None).header
             assert (header.part, header.rank) == (ref.part, ref.rank)
             for name, size in zip(header.pack_names, header.pack_size_list, strict=True):
                 listing = pack.read_listing(repo.store, records.pack_key(name), size)
@@ -238,7 +238,7 @@ def test_without_a_gpu(repo, monkeypatch):
 
 def test_there_and_back_again(repo, monkeypatch):
     """The encoder of codec 70 is the CPU engine, made to write it."""
-    monkeypatch.setattr(module, "_cuda_engine", lambda engines: type(engines.cpu)(1))
+    monkeypatch.setattr(module, "_cuda_engine", lambda engines: type(engines.cpu)(engines.digest_seed, 1))
     portable = repo.recode(["a@2"])
     with foreign.written():
         result = repo.recode(codec="ans")

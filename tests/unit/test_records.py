@@ -16,14 +16,25 @@ ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"").hexdigest()
 REF = ManifestRef(part="", rank=0, sha256=SHA, size_bytes=10, logical_bytes=20)
 OBJECTS = [
-    Config(uuid=ID, version=1, chunk_bytes=1 << 20, features=[], created=1.5, writer="snapstore 0.1.0"),
-    Snapshot(id=ID, run="exp1", step=7, seq=3, state="committed", write_id=ID, manifests=[REF], metrics={"loss": 0.5}),
+    Config(
+        uuid=ID,
+        version=1,
+        chunk_bytes=1 << 20,
+        digest_seed=2**64 - 1,
+        features=[],
+        created=1.5,
+        writer="snapstore 0.1.0",
+    ),
+    Snapshot(
+        id=ID, run="exp1", step=7, seq=3, state="committed", write_id=ID, manifests=[REF], metrics={"loss": 0.5},
+        logical_bytes=20,
+    ),
     Session(id=ID, key="snapshots/a/b", host="h", boot_id="b", pid=1, started=2.0),
     Policy(run="exp1", policies=[{"kind": "last", "n": 3}]),
     Mark(id=ID, started=1.0, packs=bytes(64), manifests=bytes(32)),
     Wait(id=ID, sessions=[ID]),
     Done(id=ID, deleted_objects=1, deleted_bytes=2),
-]
+]  # fmt: skip
 kinds = pytest.mark.parametrize("value", OBJECTS, ids=lambda v: type(v).__name__)
 
 
@@ -202,3 +213,16 @@ def test_human_bytes(count, text):
 def test_some_of_many_names():
     assert records.some(["a", "b"]) == "a, b"
     assert records.some([str(n) for n in range(12)], 10) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
+
+
+def test_a_record_whose_sizes_disagree_is_not_read():
+    """So `log` does not show a size that a restore does not have."""
+    snapshot = msgspec.structs.replace(OBJECTS[1], logical_bytes=1000)
+    with pytest.raises(FormatError, match="1000 bytes, its manifests are said to hold 20"):
+        records.decode(records.encode(snapshot), Snapshot, "key")
+    twice = msgspec.structs.replace(OBJECTS[1], manifests=[REF, REF], logical_bytes=40)
+    with pytest.raises(FormatError, match="two manifests of one part and rank"):
+        records.decode(records.encode(twice), Snapshot, "key")
+    below = ManifestRef(part="o", rank=0, sha256=SHA, size_bytes=1, logical_bytes=-20)
+    with pytest.raises(FormatError, match="Expected `int` >= 0"):
+        records.decode(records.encode(msgspec.structs.replace(snapshot, manifests=[REF, below])), Snapshot, "key")

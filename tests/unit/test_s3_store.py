@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
+import boto3
 import pytest
 from botocore import auth
 from botocore import exceptions as aws
@@ -17,7 +18,7 @@ from snapstore.index import folder_for
 from snapstore.storage import open_store
 from snapstore.storage.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
 from snapstore.storage.s3 import S3Store
-from snapstore.storage.s3_client import BODY_PIECE_BYTES, Body, parse, translate
+from snapstore.storage.s3_client import BODY_PIECE_BYTES, Body, failure_of, parse
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def client_error(code: str, status: int) -> aws.ClientError:
     ],
 )
 def test_errors_say_what_to_do_and_repeat_nothing(error, kind, word):
-    ours = translate("packs/x in s3://b: cannot write", error)
+    ours = failure_of(error).under("packs/x in s3://b: cannot write")
     assert type(ours) is kind
     assert str(ours).startswith("packs/x in s3://b: cannot write: ")
     assert word in str(ours)
@@ -168,9 +169,8 @@ def test_the_storage_class_is_of_packs(store):
     wanted = S3Store(f"{store.url}?storage_class=STANDARD_IA")
     for key in ("packs/00/aa", "manifests/00/aa"):
         wanted.put(key, b"x")
-    classes = {
-        entry["Key"]: entry["StorageClass"] for entry in store._client.list_objects_v2(Bucket="moto")["Contents"]
-    }
+    entries = boto3.client("s3").list_objects_v2(Bucket="moto")["Contents"]
+    classes = {entry["Key"]: entry["StorageClass"] for entry in entries}
     assert classes == {"p/packs/00/aa": "STANDARD_IA", "p/manifests/00/aa": "STANDARD"}
     assert wanted.url == store.url
 
@@ -266,8 +266,8 @@ def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
     pages = []
     monkeypatch.setattr(
         store._requests,
-        "page",
-        lambda *args, page=store._requests.page, **options: pages.append(1) or page(*args, **options),
+        "_page",
+        lambda page=store._requests._page, **options: pages.append(1) or page(**options),
     )
     assert store.sizes([f"packs/{i}/x" for i in (0, 1, 6, 7, 9)]) == {f"packs/{i}/x": i for i in (0, 1, 6, 7)}
     assert len(pages) <= 2  # and one to be sure of the missing one

@@ -99,7 +99,7 @@ def test_without_deltas_nothing_is_tried_and_nothing_unpaid():
 
 
 def test_no_delta_names_places_of_this_state():
-    made = Staging(Engines(threads=1))
+    made = Staging(Engines(0, threads=1))
     parts = flatten({"a": {"x": noise(0), "y": noise(1)}, "b": {"x": noise(2)}})
     names = [part.name for part in parts]
     a = names.index("a")
@@ -116,7 +116,7 @@ def test_no_delta_names_places_of_this_state():
 
 
 def test_a_failed_save_keeps_the_base_and_what_is_unpaid():
-    made = Staging(Engines(threads=1))
+    made = Staging(Engines(0, threads=1))
     parts = flatten({"x": noise(0), "y": noise(1)})
     made.copy(parts, 0)
     made.commit("0" * 32, parts, {(0, 0)}, copied=True)
@@ -131,7 +131,7 @@ def test_a_failed_save_keeps_the_base_and_what_is_unpaid():
 @pytest.mark.parametrize("value", ["gpu", "", None, "Device"])
 def test_a_mode_that_is_none_is_named(value):
     with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):
-        Staging(Engines(threads=1), mode=value)
+        Staging(Engines(0, threads=1), mode=value)
     store = MemoryStore()
     Repository.create(store).close()
     with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):

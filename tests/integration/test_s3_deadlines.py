@@ -1,0 +1,326 @@
+"""Every wait of a store in a bucket ends, and nothing that goes on at a bearable rate is cut.
+
+Limits judge hangs: those of the store are under a second, those of the tests a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from hostile_s3 import HostileS3, answer, before_body, etag, first, says
+
+from snapstore.errors import SnapstoreError, StorageError
+from snapstore.storage import s3_deadline
+from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3_deadline import Deadline, in_time
+
+HANGS_S = 60.0
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "slow")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "slow")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with HostileS3() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+        yield server
+
+
+def store(**options) -> S3Store:
+    return S3Store("s3://bucket/p", **{"connect_timeout_s": 0.3, "read_timeout_s": 0.3, "attempts": 2} | options)
+
+
+@contextmanager
+def listener(speak):
+    """Something that listens, and speaks to each that connects."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def talk(sock: socket.socket) -> None:
+            with sock:
+                speak(sock, over)
+
+        def accept() -> None:
+            while not over.is_set():
+                try:
+                    sock, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=talk, args=(sock,), daemon=True).start()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            over.set()
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def stalls(sock, over):
+    over.wait()
+
+
+def trickles(data: bytes):
+    def speak(sock, over):
+        with_bytes = iter(data * 1000)
+        try:
+            while not over.wait(0.1):
+                sock.sendall(bytes([next(with_bytes)]))
+        except OSError:
+            return
+
+    return speak
+
+
+def ends_with_an_error(call) -> StorageError:
+    """In time."""
+    began = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        call()
+    assert time.monotonic() - began < HANGS_S
+    return caught.value
+
+
+@pytest.mark.parametrize("speak", [stalls, trickles(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc\x03\x03" + bytes(500))],
+                         ids=["stalls", "trickles"])  # fmt: skip
+def test_a_handshake(server, monkeypatch, speak):
+    with listener(speak) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"https://127.0.0.1:{port}")
+        ends_with_an_error(lambda: store().get("a"))
+
+
+@pytest.mark.parametrize(
+    "speak", [stalls, trickles(b"HTTP/1.0 200 OK\r\n" + b"x: y\r\n" * 90)], ids=["stalls", "trickles"]
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy(server, monkeypatch, speak, scheme):
+    with listener(speak) as port:
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"{scheme}://s3.example.invalid")
+        ends_with_an_error(lambda: store().get("a"))
+
+
+def test_a_resolver(server, monkeypatch):
+    """Nothing can interrupt it: its thread is left behind."""
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
+    try:
+        ends_with_an_error(lambda: store().get("a"))
+    finally:
+        over.set()
+
+
+def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
+    monkeypatch.setattr("snapstore.storage.s3_client.CREDENTIALS_TIMEOUT_S", 0.5)
+    config = tmp_path / "config"
+    config.write_text("[profile slow]\ncredential_process = sleep 2\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "slow")
+    with pytest.raises(SnapstoreError, match="TimeoutError"):
+        store()
+
+
+def test_bodies_that_give_a_byte_an_attempt(server):
+    """Each brings something new; all of them together have an end."""
+
+    def lie(wire, honest):
+        head, _, body = honest.partition(b"\r\n\r\n")
+        wire.send(head + b"\r\n\r\n" + body[:1])
+
+    server.objects["bucket/p/a"] = os.urandom(60_000), time.time()
+    server.lie("/p/a", lie)
+    assert "in the time there is" in str(ends_with_an_error(lambda: store().get("a")))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_slow_line_is_no_stall(server, large, monkeypatch):
+    """Twice the lowest rate, for longer than a request may take that moves nothing."""
+    data, rate = os.urandom(200_000), 2 * s3_deadline.SLOWEST_BYTES_PER_S
+    monkeypatch.setattr("snapstore.storage.s3_client.BODY_PIECE_BYTES", 16 * 1024)
+    monkeypatch.setattr("snapstore.storage.s3_reading.READ_PIECE_BYTES", 16 * 1024)
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # for what it accepts from now on
+    slow = store(attempts=1, connect_timeout_s=1.0, read_timeout_s=1.0)
+
+    def up(wire, _):
+        wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = b""
+        while len(body) < len(data):
+            body += wire.sock.recv(rate // 20)
+            time.sleep(0.05)
+        server.objects["bucket/p/up"] = body, time.time()
+        wire.send(answer(200, ETag=etag(body)))
+        return True
+
+    def down(wire, honest):
+        for at in range(0, len(honest), rate // 20):
+            wire.send(honest[at : at + rate // 20])
+            time.sleep(0.05)
+        return True
+
+    if large:
+        server.lie("/p/up", before_body(up), method="PUT")
+        slow.put("up", data)
+        assert server.objects["bucket/p/up"][0] == data
+    else:
+        server.objects["bucket/p/down"] = data, time.time()
+        server.lie("/p/down", down)
+        assert slow.get("down") == data
+
+
+def test_a_listing_that_goes_round(server):
+    """Its pages have new tokens for ever, and no new objects."""
+    asked = []
+
+    def lie(wire, honest):
+        asked.append(1)
+        body = honest.partition(b"\r\n\r\n")[2]
+        body = body.replace(b"<IsTruncated>false", b"<IsTruncated>true")
+        body = body.replace(b"</ListB", f"<NextContinuationToken>{len(asked)}</NextContinuationToken></ListB".encode())
+        wire.send(answer(200, body))
+        return True
+
+    for n in range(3):
+        server.objects[f"bucket/p/a/{n}"] = b"x", time.time()
+    server.lie("list-type=2", lie)
+    assert "an earlier one has" in str(ends_with_an_error(lambda: list(store().list("a/"))))
+    assert len(asked) <= 3
+
+
+# --- one request's answer is never another's ---
+
+
+@pytest.mark.parametrize("status", [101, 102, 103, 204, 412])
+def test_a_late_answer(server, status):
+    """The connection on which an odd answer came is closed; a later one on it would be the next request's."""
+    for name in "abcde":
+        server.objects[f"bucket/p/{name}"] = name.encode() * 10, time.time()
+    one = store(attempts=1)
+    late = answer(200, b"the object of another", ETag='"x"')
+    server.lie("/p/late", lambda wire, _: first(b"HTTP/1.1 %d Odd\r\n\r\n" % status, 0.05)(wire, late))
+    with pytest.raises(SnapstoreError):
+        one.put("late", b"x")
+    time.sleep(0.2)
+    for name in "abcde":
+        assert one.get(name) == name.encode() * 10
+
+
+def test_an_answer_before_the_body_was_sent(server):
+    """A server that did not want the body may read the next request as one."""
+    one = store()
+    server.lie("/p/large", before_body(says(answer(412, reason="No"))), times=2)
+    with pytest.raises(SnapstoreError):
+        one.put("large", os.urandom(100_000))
+    before = server.connections
+    one.put("other", b"x")
+    assert server.connections == before + 1
+
+
+def test_connections_are_used_again(server):
+    one = store()
+    for n in range(20):
+        one.put(f"a/{n}", os.urandom(100_000))
+        one.get(f"a/{n}")
+        one.stat(f"a/{n}")
+        one.delete([f"a/{n}"])
+    assert server.connections <= 2
+
+
+# --- the watchdog ---
+
+
+def test_a_deadline_shuts_what_it_guards():
+    here, there = socket.socketpair()
+    with here, there:
+        deadline = Deadline(0.05)
+        deadline.guard(here)
+        there.settimeout(HANGS_S)
+        assert there.recv(1) == b""
+        assert deadline.expired
+        other, end = socket.socketpair()
+        with other, end:
+            end.settimeout(HANGS_S)
+            deadline.guard(other)  # too late: at once
+            assert end.recv(1) == b""
+        deadline.end()
+
+
+def test_a_deadline_that_ended_shuts_nothing():
+    here, there = socket.socketpair()
+    with here, there:
+        deadline = Deadline(0.05)
+        deadline.guard(here)
+        deadline.end()
+        time.sleep(0.2)
+        there.sendall(b"x")
+        assert here.recv(1) == b"x"
+    assert deadline not in s3_deadline._watchdog.active
+
+
+def test_an_earlier_deadline_wakes_the_watchdog():
+    late, (here, there) = Deadline(HANGS_S * 10), socket.socketpair()
+    with here, there:
+        soon = Deadline(0.05)
+        soon.guard(here)
+        there.settimeout(HANGS_S)
+        assert there.recv(1) == b""
+        soon.end()
+    late.end()
+
+
+def test_a_forked_child_has_a_watchdog_of_its_own(server):
+    """And does not shut its parent's connections."""
+    one = store()
+    one.put("a", b"x")
+    mine, (here, there) = Deadline(HANGS_S * 10), socket.socketpair()
+    mine.guard(here)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            server.lie("/p/never", lambda wire, _: wire.stall())
+            alone = not s3_deadline._watchdog.active
+            a, b = socket.socketpair()
+            Deadline(0.05).guard(a)
+            b.settimeout(HANGS_S)
+            code = 0 if alone and b.recv(1) == b"" else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    with here, there:
+        there.sendall(b"x")
+        assert here.recv(1) == b"x"
+    mine.end()
+    assert one.get("a") == b"x"
+
+
+def test_in_time():
+    assert in_time(lambda: 7, HANGS_S) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, HANGS_S)
+    late, go = [], threading.Event()
+
+    def work() -> int:
+        go.wait()
+        return 8
+
+    with pytest.raises(TimeoutError):
+        in_time(work, 0.05, late.append)
+    go.set()
+    ends_s = time.monotonic() + HANGS_S
+    while not late and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    assert late == [8]

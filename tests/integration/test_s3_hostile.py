@@ -1,0 +1,216 @@
+"""Every verb of a store against every lie of a hostile server (hostile_s3.py): once, or always.
+
+Whatever comes, a call ends in time, with the truth or with an error of ours, and the next honest request gets its own
+answer. `SNAPSTORE_TEST_THOROUGH=1` tells every lie to every verb in every way; in CI a part of them, another each run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from copy import copy
+from itertools import count, product
+from multiprocessing.pool import ThreadPool
+
+import pytest
+from faults import THOROUGH
+from hostile_s3 import LIES, SLOW, HostileS3, Lie
+
+from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
+from snapstore.storage.s3 import S3Store
+
+SMALL, LARGE = os.urandom(700), os.urandom(100_000)
+KEYS = [f"manifests/{n:02}" for n in range(7)]  # three pages
+#: So long a call may take; all limits together come to some seconds, and this machine is busy.
+HANGS_S = 60.0
+#: Lies that hang together: only who knows the bytes, or looks a second time, can find them out.
+CONSISTENT = {
+    "get": {"Content-Length: 0", "200 and a page with an ETag", "an answer before the body"},
+    "stat": {"Content-Length: 0", "Content-Length: 5, 5", "Content-Length: 99999999", "200 and a page with an ETag",
+             "an answer before the body"},
+    "put": {"an answer before the body"},
+    "hold": {"an answer before the body"},
+    "delete": {"an answer before the body", "200 and no body"},
+}  # fmt: skip
+
+
+_numbers = count()
+
+
+class Case:
+    """A bucket of its own, about which the server lies; `check` raises unless a verb that returned told the truth."""
+
+    def __init__(self, server: HostileS3, like: S3Store) -> None:
+        self.server, self.bucket = server, f"case-{next(_numbers):05}x"
+        self.part = f"/{self.bucket}"
+        requests = copy(like._requests)
+        requests.bucket, requests.url, requests.place = self.bucket, f"s3://{self.bucket}/p", f"{self.bucket} p"
+        self.store = copy(like)
+        self.store._use(requests)
+        for key in KEYS:
+            self.objects[f"p/{key}"] = SMALL
+
+    @property
+    def objects(self) -> _Bucket:
+        return _Bucket(self.server, self.bucket)
+
+
+class _Bucket(dict):
+    """The server's objects of one bucket; it has one name space for all."""
+
+    def __init__(self, server: HostileS3, bucket: str) -> None:
+        self._server, self._bucket = server, bucket
+
+    def __setitem__(self, name: str, data: bytes) -> None:
+        self._server.objects[f"{self._bucket}/{name}"] = data, time.time() - 100
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._bucket}/{name}" in self._server.objects
+
+    def __getitem__(self, name: str) -> bytes | None:
+        return self._server.objects.get(f"{self._bucket}/{name}", (None, 0.0))[0]
+
+
+def put(case: Case) -> bool:
+    case.store.put("packs/aa", SMALL)
+    return case.objects["p/packs/aa"] == SMALL
+
+
+def put_large(case: Case) -> bool:
+    case.store.put("packs/bb", LARGE)
+    return case.objects["p/packs/bb"] == LARGE
+
+
+def hold(case: Case) -> bool:
+    case.store.hold("sessions/aa", SMALL)
+    return case.objects["p/sessions/aa"] == SMALL
+
+
+def get(case: Case) -> bool:
+    return case.store.get(KEYS[0]) == SMALL
+
+
+def get_ranges(case: Case) -> bool:
+    return [bytes(view) for view in case.store.get_ranges(KEYS[1], [(5, 100), (300, 7)])] == [
+        SMALL[5:105],
+        SMALL[300:307],
+    ]
+
+
+def stat(case: Case) -> bool:
+    return case.store.stat(KEYS[2]).size_bytes == len(SMALL)
+
+
+def listed(case: Case) -> bool:
+    return [(info.key, info.size_bytes) for info in case.store.list("manifests/")] == [
+        (key, len(SMALL)) for key in KEYS
+    ]
+
+
+def delete(case: Case) -> bool:
+    case.store.delete(KEYS[:1])
+    return f"p/{KEYS[0]}" not in case.objects
+
+
+def delete_many(case: Case) -> bool:
+    case.store.delete(KEYS[:4])
+    return not any(f"p/{key}" in case.objects for key in KEYS[:4])
+
+
+def touch(case: Case) -> bool:
+    case.store.touch(KEYS[3])
+    return case.server.touched.get(f"{case.bucket}/p/{KEYS[3]}", 0) >= 1
+
+
+def now(case: Case) -> bool:
+    return abs(case.store.now_s() - time.time()) < 1000
+
+
+VERBS: list[Callable[[Case], bool]] = [
+    put, put_large, hold, get, get_ranges, stat, listed, delete, delete_many, touch, now,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HostileS3() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server, monkeypatch, tmp_path):
+    """Gives up after two attempts, each of which has 0.6 s."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hostile")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hostile")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return S3Store("s3://template/p", connect_timeout_s=0.3, read_timeout_s=0.3, attempts=2)
+
+
+def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: bool, stored: bool) -> str | None:
+    """What was wrong with one case, or None."""
+    rule = case.server.lie(case.part, lie, times=1 if once else 10**9, stored=stored)
+    began = time.monotonic()
+    wrong = None
+    try:
+        if not verb(case) and name not in CONSISTENT.get(verb.__name__, ()):
+            wrong = "success without truth"
+    except (NotFoundError, AlreadyExistsError) as error:
+        wrong = f"a lie about what is there: {error}"
+    except SnapstoreError as error:
+        wrong = foreign_words(error)
+    except Exception as error:  # noqa: BLE001 - whatever else
+        wrong = repr(error)
+    took_s = time.monotonic() - began
+    if took_s > HANGS_S:
+        wrong = f"{took_s:.0f} s"
+    if not rule.fired:
+        wrong = "the lie was not told"
+    case.server.honest(case.part)
+    try:
+        case.store.put("sessions/after", name.encode())
+        if case.store.get("sessions/after") != name.encode() or case.store.stat(KEYS[6]).size_bytes != len(SMALL):
+            wrong = "another request's answer"
+    except SnapstoreError as error:
+        wrong = f"afterwards: {error}"
+    return wrong and f"{verb.__name__}, {name!r}, {'once' if once else 'always'}, {stored=}: {wrong}"
+
+
+def foreign_words(error: BaseException) -> str | None:
+    """The first error in a chain that is not ours."""
+    chain = [error]
+    for one in chain:
+        chain += [other for other in (one.__cause__, one.__context__) if other is not None and other not in chain]
+        if not type(one).__module__.startswith("snapstore."):
+            return f"{type(one).__module__}.{type(one).__name__} in the chain"
+    return None
+
+
+def run_all(server: HostileS3, store: S3Store, lies: dict[str, Lie], share: float, threads: int) -> None:
+    cases = list(product(VERBS, lies, (True, False), (True, False)))
+    if not THOROUGH:
+        cases = random.sample(cases, int(len(cases) * share))
+    numbered = [(Case(server, store), *case) for case in cases]
+    with ThreadPool(threads) as pool:
+        found = pool.map_async(
+            lambda one: run(one[0], one[1], one[2], lies[one[2]], one[3], one[4]), numbered, chunksize=1
+        ).get(HANGS_S * len(cases) / threads + HANGS_S)
+    assert not any(found), "\n".join(wrong for wrong in found if wrong)
+
+
+def test_wrong_answers(server, store):
+    run_all(server, store, LIES, 0.04, 12)
+
+
+def test_answers_without_end(server, store):
+    run_all(server, store, SLOW, 0.1, 16)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_honest_answers(server, store, verb):
+    assert verb(Case(server, store))

@@ -5,6 +5,7 @@ of them failed.
 """
 
 import argparse
+import html
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from snapstore.storage import ObjectInfo, ObjectStore, open_store
 STEPS, FORK_STEPS, SAVE_EVERY, KEEP_EVERY = 60, 50, 10, 30
 KILL_FROM = 40  # the trainer is killed while it saves this step, or a later one
 OLD_STEP, FORK_STEP = 20, 30
+CELL = 12.2  # width of a character in the picture [px], at rich's font size of 20
 TRAINER = Path(__file__).with_name("train_gpt.py")
 
 console = Console(highlight=False, soft_wrap=True)
@@ -152,7 +154,7 @@ def collect_leftovers(demo: Demo) -> None:
     """No waiting for a time-out: the session's process is known dead, so gc reclaims what it left."""
     before, repository = stored(demo), Repository.open(demo.url)
     first, second = repository.gc(), repository.gc()
-    console.print(f"  gc deleted {first.deleted_objects} objects: {before} -> {stored(demo)} stored")
+    console.print(f"  stored before gc: {before}, after: {stored(demo)}; objects deleted: {first.deleted_objects}")
     demo.proofs.add(
         first.deleted_objects > 0
         and second.deleted_objects == 0
@@ -246,7 +248,10 @@ def forget(demo: Demo) -> None:
         console.print(f"  forget gpt@{snapshot.step}")
     collected = repository.gc()
     after_bytes = stored_bytes(demo)
-    console.print(f"  gc deleted {collected.deleted_objects} objects: {mib(before_bytes)} -> {mib(after_bytes)} stored")
+    console.print(
+        f"  stored before gc: {mib(before_bytes)}, after: {mib(after_bytes)}; "
+        f"objects deleted: {collected.deleted_objects}"
+    )
     demo.proofs.add(
         collected.deleted_bytes > 0 and after_bytes < before_bytes,
         f"gc freed {mib(before_bytes - after_bytes)} of {len(result.forgotten)} forgotten snapshots",
@@ -274,6 +279,26 @@ def stored(demo: Demo) -> str:
 
 def mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def portable_svg(picture: str) -> str:
+    """Return rich's picture such that every viewer shows the same.
+
+    rich puts blanks at the start of a text element. librsvg and others drop them, and the text moves to the left, into
+    what stands before it. Here each run of words is an element of its own, at its own place. No font is fetched.
+    """
+
+    def split(found: re.Match[str]) -> str:
+        before, x, y, after, text = found.groups()
+        return "".join(
+            f'<text {before}x="{float(x) + words.start() * CELL:g}" y="{y}" textLength="{len(words[0]) * CELL:g}"'
+            f"{after}>{html.escape(words[0])}</text>"
+            for words in re.finditer(r"\S+(?: \S+)*", html.unescape(text).replace("\xa0", " "))
+        )
+
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
+    picture = picture.replace("Fira Code, monospace", "monospace").replace(": arial", ": sans-serif")
+    return re.sub(r'<text ([^>]*)x="([\d.]+)" y="([\d.]+)" textLength="[\d.]+"([^>]*)>(.*?)</text>', split, picture)
 
 
 STORY: list[tuple[str, Callable[[Demo], None]]] = [
@@ -329,8 +354,7 @@ def main() -> int:
         f"[red]{failed} of {len(demo.proofs.lines)} proofs failed[/]" if failed else "[green]All proofs hold[/]"
     )
     if args.svg:
-        picture = console.export_svg(title="tools/demo")
-        args.svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # it fetches nothing
+        args.svg.write_text(portable_svg(console.export_svg(title="tools/demo", font_aspect_ratio=CELL / 20)))
     return 1 if failed else 0
 
 

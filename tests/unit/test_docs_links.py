@@ -1,0 +1,108 @@
+"""The pages a user reads hold what they show: code runs, links lead somewhere, the picture looks alike everywhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import snapstore
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+#: Links known to be broken, as (page, link). To be mended with the page.
+BROKEN = {("docs/reliability.md", "benchmarks.md#scale-tools-bench-scale")}
+
+
+def without_code(text):
+    """The prose of a page: code may hold brackets that are no links."""
+    return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def problem(page, link):
+    """What is wrong with a relative link; empty if nothing is."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.is_relative_to(ROOT) or not target.exists():
+        return f"{link}: no such file"
+    if anchor and anchor not in anchors(target):
+        return f"{link}: no such heading; there are: {', '.join(sorted(anchors(target)))}"
+    return ""
+
+
+def blocks(page):
+    """The Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page):
+    name = str(page.relative_to(ROOT))
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
+    relative = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    problems = [found for link in relative if (name, link) not in BROKEN and (found := problem(page, link))]
+    assert not problems
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    page = ROOT / "README.md"
+    assert problem(page, "docs/none.md") == "docs/none.md: no such file"
+    assert "no such heading" in problem(page, "docs/concepts.md#none")
+    assert not problem(page, "docs/concepts.md#words")
+    assert all(problem(ROOT / name, link) for name, link in BROKEN)
+
+
+def test_python_blocks_can_be_read():
+    found = [(page, block) for page in PAGES for block in blocks(page)]
+    assert len(found) >= 8
+    for page, block in found:
+        compile(block, str(page), "exec")
+
+
+def test_the_readme_code_runs(tmp_path):
+    (block,) = blocks(ROOT / "README.md")
+    code = block.replace("/data/snapshots", str(tmp_path / "snapshots"))
+    assert code != block
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = []
+
+    def train(model, optimizer):
+        steps.append(1)
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+
+    names = {"model": model, "optimizer": optimizer, "train": train}
+    exec(code, {**names, "total": 101})
+    assert len(steps) == 101
+    exec(code, {**names, "total": 201})  # goes on behind step 100
+    assert len(steps) == 201
+    with snapstore.Repository.open(tmp_path / "snapshots") as repository:
+        assert [snapshot.step for snapshot in repository.snapshots("exp1")] == [0, 100, 200]
+
+
+def test_the_script_of_the_saving_guide_runs(tmp_path, monkeypatch, capsys):
+    """With shorter intervals, since 100 steps take a while on a busy machine."""
+    page = blocks(ROOT / "docs" / "guides" / "saving.md")[0]
+    script = page.replace("/data/snapshots", str(tmp_path / "snapshots")).replace(
+        "interval_steps=100", "interval_steps=2"
+    )
+    for total in ("3", "4"):
+        monkeypatch.setattr(sys, "argv", ["train.py", total])
+        exec(script, {})
+    assert capsys.readouterr().out.splitlines() == ["starting at step 1", "starting at step 3"]
+
+
+def test_the_demo_picture_has_no_blanks_at_the_edges_of_texts():
+    """Viewers drop them, and the text moves into what stands before it."""
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "demo.svg").read_text())
+    assert "PASS" in texts
+    assert not [text for text in texts if re.search(r"^(\s|&#160;)|(\s|&#160;)$|\s\s|&#160;", text)]

@@ -17,7 +17,6 @@ from .records import Config
 from .storage import ObjectStore
 
 log = logging.getLogger("snapstore")
-ADVICE = "its volume was unmounted or replaced; nothing was written here; mount it again, then try again"
 
 
 @contextmanager
@@ -37,12 +36,15 @@ def _compare(store: ObjectStore, uuid: str) -> None:
     try:
         found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config").uuid
     except NotFoundError as error:
-        raise StorageError(f"{store.url}: the repository that was opened here is gone: {ADVICE}") from error
+        raise StorageError(
+            f"{store.url}: the repository that was opened here is gone: its volume was unmounted or replaced; nothing "
+            "was written; mount it again, then try again"
+        ) from error
     except (IntegrityError, FormatError) as error:  # a bit that flips in it must not stop the training
         log.warning("%s: its config has been damaged since it was opened; run 'snapstore repair': %s", store.url, error)
         return
     if found != uuid:
         raise StorageError(
-            f"{store.url}: another repository lies here than was opened, expected uuid {uuid}, got {found[:80]!r}: "
-            f"{ADVICE}"
+            f"{store.url}: another repository lies here than was opened, expected uuid {uuid}, got {found[:80]!r}: its "
+            "volume was replaced, or its config was repaired; nothing was written; mount the volume, or open it again"
         )

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -284,10 +285,11 @@ def test_a_bad_inode_on_a_local_disk_stops_nobody_who_does_not_need_it(tmp_path,
     }[what]  # fmt: skip
 
     def refusing(real):
-        def call(path, *args, **kwargs):
-            if str(path) == str(disk.root / key):
+        def call(path, *args, dir_fd=None, **kwargs):
+            above = Path() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+            if above / path == disk.root / key:
                 raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN), path)
-            return real(path, *args, **kwargs)
+            return real(path, *args, dir_fd=dir_fd, **kwargs)
 
         return call
 

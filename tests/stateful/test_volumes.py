@@ -21,6 +21,7 @@ from faults import (
     FaultStore,
     check_restores,
     check_whole,
+    keys_of,
     one_thread,
     opened,
     sampled,
@@ -30,6 +31,7 @@ from tally import tally
 
 from snapstore import KeepLast, Repository, SnapshotManager, SnapstoreError, StorageError
 from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.no_cover
 
@@ -309,3 +311,32 @@ def test_a_config_that_is_damaged_meanwhile_stops_no_training(made, tmp_path, ca
         save(repository, "a", 4, 4)
         assert "its config has been damaged since it was opened" in caplog.text
         assert len(check_restores(repository)) == 4
+
+
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_a_store_that_holds_another_repository_by_now(how):
+    """Where there is nothing to pin, the config's uuid alone tells."""
+    store, other = MemoryStore(), MemoryStore()
+    Repository.create(other, chunk_bytes=1024).close()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        config = store.get("config")
+        store.delete(["config"])
+        if how == "another":
+            store.put("config", other.get("config"))
+        before = keys_of(store)
+        for verb in (
+            lambda: save(repository, "a", 1, 1),
+            lambda: repository.gc(),
+            lambda: repository.tag("a@0", "x"),
+            lambda: repository.forget_snapshots(["a@0"], force=True),
+            lambda: repository.recode(),
+            lambda: repository.set_policies("a", [KeepLast(1)]),
+        ):
+            with pytest.raises(StorageError, match="gone: its volume" if how == "gone" else "another repository lies"):
+                verb()
+        assert keys_of(store) == before
+        store.delete(["config"])
+        store.put("config", config)
+        save(repository, "a", 1, 1)
+    check_whole(store)

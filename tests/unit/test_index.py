@@ -27,7 +27,6 @@ from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, S
 from snapstore import cache as cache_module
 from snapstore import index as index_module
 from snapstore.environment import Environment
-from snapstore.errors import SnapstoreError
 from snapstore.records import Snapshot, encode
 from snapstore.storage import local
 from snapstore.storage.local import LocalStore
@@ -304,7 +303,7 @@ def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as new:
             assert (new.view().vanished, new.view().missing) == ([], [])
             save(new, "a", 0, 0)
-            with pytest.raises(SnapstoreError):  # it digests under another seed, and its index is no business of ours
+            with pytest.raises(StorageError, match="another repository lies here than was opened"):
                 save(old, "a", 1, 1)
             assert new._index._environment._file == new._index._environment._file_now()
             assert len(new.snapshots("a")) == 1

@@ -523,7 +523,8 @@ def test_a_record_that_is_gone(series):
     result = series("index", "rebuild", "--forget-missing", "--json")
     assert (json.loads(result.stdout), result.stderr) == ({"snapshots": 3}, "")
     assert series("log").stderr == ""
-    assert series.json("gc")["deleted_objects"]
+    assert "that no record explains" in series.fails("gc", code=20)
+    assert series.json("gc", "--unexplained")["deleted_objects"]
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])

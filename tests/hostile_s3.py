@@ -11,6 +11,7 @@ pages of a listing. A lie gets the connection and the honest answer, and sends w
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import socket
 import threading
@@ -350,6 +351,24 @@ def then_stalls(part: Callable[[bytes], bytes]) -> Lie:
     def lie(wire: Wire, honest: bytes) -> None:
         wire.send(part(honest))
         wire.stall()
+
+    return lie
+
+
+def mutates(seed: int) -> Lie:
+    """The honest answer with some bytes changed, dropped, doubled or cut off."""
+    chance = random.Random(seed)
+    goes_on = chance.random() < 0.5
+
+    def lie(wire: Wire, honest: bytes) -> bool:
+        data = bytearray(honest)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data) + 1) if chance.random() < 0.3 else chance.randrange(min(len(data), 300) + 1)
+            end = min(len(data), at + chance.choice((0, 1, 1, 2, 9)))
+            new = chance.choice((b"", b"0", b"-", b" ", b"\r\n", b"\0", b"\xff", b"9" * 9, bytes(data[at:end]) * 2))
+            data[at:end] = new
+        wire.send(bytes(data))
+        return goes_on
 
     return lie
 

@@ -608,6 +608,7 @@ def test_a_cached_header_of_another_manifest_is_not_believed(root):
     with Repository.open(root, options=OPTIONS) as repository:
         index, (ref, other) = repository._index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
         right = index.header(ref)
+        index.header(other)
         wrong = index._cached(other)
         index._environment.put(b"manifests", {ref.sha256: wrong})
         assert index._cached(ref) is None

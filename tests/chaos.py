@@ -366,6 +366,8 @@ class Chaos:
             self.wrong.append(f"{file}: other bytes")
 
     def _count(self, what: str, count: int = 1) -> None:
+        if not count:
+            return
         self.counts[what] += count
         tally(f"{'lying S3' if self.kinds & SORTS else 'chaos'}: {what}", count)
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 
+#: Copies of chunks begin at multiples of this.
+COPIED_ALIGNMENT = 64
 #: Blobs of this many chunks may be on their way from the threads to the packs.
 MAX_FREE_BUFFERS = 64
 #: How new blobs are coded: by standard streams that every machine reads, or by nvCOMP's ANS.
@@ -152,8 +154,8 @@ class Engine(Protocol):
         """How many chunks one batch should hold at most."""
         ...
 
-    def load(self, chunks: Chunks) -> Chunks:
-        """The same chunks where the engine works; they may be read until the save ends."""
+    def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
+        """The same chunks where the engine works; they may be read until the save ends. `copy`: in memory of ours."""
         ...
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
@@ -244,9 +246,16 @@ class CpuEngine:
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
-    def load(self, chunks: Chunks) -> Chunks:
+    def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
         """They are in host memory already."""
-        return chunks
+        if not copy:
+            return chunks
+        ends = np.cumsum(chunks.lengths + -chunks.lengths % COPIED_ALIGNMENT)
+        starts = ends - chunks.lengths - -chunks.lengths % COPIED_ALIGNMENT
+        copies = Chunks([np.empty(int(ends[-1]), np.uint8)], np.zeros(len(ends), np.int64), starts, chunks.lengths)
+        for own, given in zip(copies.views(), chunks.views(), strict=True):
+            own[:] = given
+        return copies
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
         """XXH3-128 of every chunk, (n, 16); by whoever waits for it, at tens of GB/s, beside an encoding batch."""

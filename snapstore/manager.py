@@ -198,14 +198,18 @@ class SnapshotManager:
         parts = flatten(state)
         handle = SaveHandle()
         work: list[tuple[Any, Any]] = []  # whoever begins takes it out: an error's frames should not hold it
-        if not self._async and not any(self._staging.on_device(value) for part in parts for value in part.values):
+        if not self._async and not any(self._staging.on_device(held.value) for p in parts for held in p.arrays):
             work.append((parts, None))
             del parts
             self._run(handle, request, work, started, None)
             return handle
-        work.append((parts, self._staging.copy(parts, chunking.INLINE_BYTES)))
+        try:
+            work.append((parts, self._staging.copy(parts, chunking.INLINE_BYTES)))
+        except InvalidInputError:
+            self._staging.failed()
+            raise
         for part in parts:
-            part.values.clear()  # the state itself is no business of the background
+            part.arrays.clear()  # the state itself is no business of the background
         del parts
         stall_s = time.monotonic() - started
         if not self._async:

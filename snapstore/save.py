@@ -85,6 +85,6 @@ def _write(
         return writer.write(store, engines, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
     keep = staging.overwrite(parts)
     return writer.write(
-        store, engines, session, parts, lambda p, t: engines.memory_of(parts[p].values[t]), bases, plain, plan,
-        on_run=keep, uncopied=True,
+        store, engines, session, parts, lambda p, t: parts[p].arrays[t].memory(engines.memory_of), bases, plain, plan,
+        on_run=keep, confirm=lambda p, t: parts[p].arrays[t].confirm(),
     )  # fmt: skip

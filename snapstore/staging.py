@@ -21,7 +21,7 @@ import numpy as np
 from .digest import Bytes
 from .engine import Engines
 from .errors import InvalidInputError
-from .state.arrays import Memory, copy_into
+from .state.arrays import Held, Memory
 from .state.flatten import Part
 
 if TYPE_CHECKING:
@@ -90,31 +90,37 @@ class Staging:
 
         Returns:
             Per part, per tensor (nbytes,) uint8, safe from later changes of the state once `landed` has returned.
+
+        Raises:
+            InvalidInputError: an array is not what was flattened, or is changed while it is copied.
         """
         names = [keys_of(part) for part in parts]
         if self._spare:
             self._spare.keep_only({key for keys in names for key in keys})
         copies: list[list[Memory]] = []
-        on_devices: list[tuple[int, int, Key, Any, int]] = []
+        on_devices: list[tuple[int, int, Key, Held]] = []
         for p, (part, keys) in enumerate(zip(parts, names, strict=True)):
             copies.append([])
-            for key, spec, value in zip(keys, part.specs, part.values, strict=True):
-                nbytes = spec.nbytes
-                if nbytes and self.on_device(value):
-                    on_devices.append((p, len(copies[-1]), key, value, nbytes))
+            for key, held in zip(keys, part.arrays, strict=True):
+                nbytes = held.spec.nbytes
+                if nbytes and self.on_device(held.value):
+                    on_devices.append((p, len(copies[-1]), key, held))
                     copies[-1].append(None)
                     continue
                 room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(key, nbytes)
-                copy_into(value, room)
+                held.copy_into(room)
                 copies[-1].append(room)
         if on_devices:
             if self._devices is None:
                 from .cuda.staging import DeviceStaging
 
                 self._devices = DeviceStaging(self._engines, self._mode, twice=self._keep_base)
-            values = [(key, value, nbytes) for _, _, key, value, nbytes in on_devices]
-            memories = self._devices.copy(values, self._spare, self._base, self._unpaid, inline_below)
-            for (p, t, *_), memory in zip(on_devices, memories, strict=True):
+            memories = self._devices.copy(
+                [(key, held.take(), held.spec.nbytes) for _, _, key, held in on_devices],
+                self._spare, self._base, self._unpaid, inline_below,
+            )  # fmt: skip
+            for (p, t, _, held), memory in zip(on_devices, memories, strict=True):
+                held.confirm()
                 copies[p][t] = memory
         return copies
 

@@ -21,15 +21,14 @@ from .blob import Column
 from .delta import Base, Bases
 from .digest import Bytes
 from .engine import Chunks, DecodeBatch, EncodeBatch, Engine, Engines
-from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, InvalidInputError, StorageError
+from .errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from .fetch import Fetcher, Wanted
 from .manifest import Box, ChunkTable, TensorEntry
 from .pack import DEFAULT_PACK_BYTES, Encoded
 from .packing import Packs
 from .records import ManifestRef, pack_key
 from .session import Session
-from .state.arrays import Memory, as_bytes
-from .state.containers import shown
+from .state.arrays import Memory, as_bytes, changed
 from .state.flatten import Part
 from .state.tensors import TensorSpec
 from .storage import ObjectStore
@@ -80,7 +79,7 @@ class Written:
 def write(
     store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
     plain: Plain, plan: Plan, *, rank: int = 0, on_run: Callable[[int, int, int, Bytes], None] | None = None,
-    uncopied: bool = False,
+    confirm: Callable[[int, int], None] | None = None,
 ) -> Written:  # fmt: skip
     """Store the parts' tensors, packs first, then one manifest a part; all durable on return.
 
@@ -89,13 +88,14 @@ def write(
         bases: what may be referenced.
         plain: the plain bytes of the first base; what is not there is read from the store.
         on_run: told (part, tensor, start, bytes) of a run of chunks once their bases are no longer needed.
-        uncopied: the bytes are those of the caller's own memory, which others may change in spite of all promises.
+        confirm: the bytes are those of the caller's own memory, which others may change in spite of all promises; it
+            is called with (part, tensor) once they have been read, and raises if they may not be the tensor's.
 
     Raises:
-        InvalidInputError: they have.
+        InvalidInputError: they were changed.
         IntegrityError: what was encoded does not decode to what was given; nothing refers to it.
     """
-    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run, uncopied)
+    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run, confirm)
     try:
         layouts = [_write_part(chunks, number, part, source, plan) for number, part in enumerate(parts)]
         chunks.finish()
@@ -124,6 +124,7 @@ def _write_part(chunks: _Chunks, number: int, part: Part, source: Source, plan: 
         if 0 < spec.nbytes < chunking.INLINE_BYTES:
             inline = (len(layout.inline), spec.nbytes)
             layout.inline += as_bytes(source(number, index)).tobytes()
+            chunks.confirm(number, index)
         elif spec.nbytes:
             count = chunking.chunk_count(spec.nbytes, plan.chunk_bytes)
             boxes = [Box([0] * len(spec.shape), list(spec.shape), layout.rows, count)]
@@ -235,6 +236,7 @@ class _Encoding:
     new: Column  # which of the rows are new
     run_of: Column  # of every new one, which of the runs it belongs to
     candidates: Column  # of every new one
+    given: Chunks  # every new one where the source has it; `batch` has copies if that is the caller's memory
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
 
@@ -244,9 +246,9 @@ class _Chunks:
 
     def __init__(
         self, store: ObjectStore, engines: Engines, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
-        on_run: Callable[[int, int, int, Bytes], None] | None, uncopied: bool,
+        on_run: Callable[[int, int, int, Bytes], None] | None, confirm: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
-        self._uncopied, self.digest_seed = uncopied, engines.digest_seed
+        self._confirm, self.digest_seed = confirm, engines.digest_seed
         self._store, self._engines, self._session = store, engines, session
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self.rows = 0
@@ -292,6 +294,15 @@ class _Chunks:
                 first += count
             if first < total:
                 self._flush()
+
+    def confirm(self, part: int, tensor: int) -> None:
+        """Memory of the caller's own is still the tensor's.
+
+        Raises:
+            InvalidInputError: it is not.
+        """
+        if self._confirm is not None:
+            self._confirm(part, tensor)
 
     def end_part(self) -> None:
         """Everything of the part is in its packs."""
@@ -340,6 +351,8 @@ class _Chunks:
         which = np.repeat(np.arange(len(runs)), [run.count for run in runs])
         starts = np.concatenate([run.starts(chunk_bytes) for run in runs])
         lengths = np.minimum(np.array([run.spec.nbytes for run in runs])[which] - starts, chunk_bytes)
+        for run in runs:
+            self.confirm(run.part, run.tensor)  # before it is read: what was moved elsewhere is not there any more
         chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
         candidates = self._candidates(runs, which, starts, lengths)
         has_plain = np.array([run.plain is not None for run in runs])[which]
@@ -368,11 +381,17 @@ class _Chunks:
         rows = _Rows(digests, lengths, twins, known, np.full((count, 4), -1, np.int64))
         self._rows_begun += count
         self.done.append(rows)
-        encode = self._batch(batch, rows, new, self._base_bytes(batch, new, plain_digests))
+        given = chunks = batch.chunks.take(new)
+        if self._confirm is not None and len(new):
+            chunks = batch.engine.load(given, copy=True)
+            self._check_unchanged(batch, batch.which[new], chunks, digests[new])
+        encode = self._batch(batch, rows, new, chunks, self._base_bytes(batch, new, plain_digests))
         encoding = batch.engine.start_encode(encode)
         self._encoding.append(
-            _Encoding(batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], encode, encoding)
-        )
+            _Encoding(
+                batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], given, encode, encoding
+            )
+        )  # fmt: skip
         while len(self._encoding) > batch.engine.depth:
             self._drain()
 
@@ -389,13 +408,13 @@ class _Chunks:
         allowed &= ~delta.is_keyframe(self.bases.generation, tensor + index, self._plan.max_depth)
         return np.where(allowed, rows, -1)
 
-    def _batch(self, batch: _Hashing, rows: _Rows, new: Column, bases: Chunks) -> EncodeBatch:
+    def _batch(self, batch: _Hashing, rows: _Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
         """What to encode, each chunk with its base's bytes where it has a candidate."""
         runs, which = batch.runs, batch.which[new]
         taken = np.maximum(batch.candidates[new], 0)
         has = len(self.bases.table) > 0
         return EncodeBatch(
-            batch.chunks.take(new), rows.digests[new],
+            chunks, rows.digests[new],
             np.array([run.spec.element_size for run in runs], np.uint8)[which],
             np.array([planes.ROTATED if run.spec.is_float else planes.BYTES for run in runs], np.uint8)[which], bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
@@ -434,8 +453,8 @@ class _Chunks:
         encoding = self._encoding[0]
         made = encoding.wait()
         self._encoding.popleft()
-        if self._uncopied and encoding.engine is self._engines.cpu:
-            self._check_unchanged(encoding)
+        if self._confirm is not None:
+            self._check_unchanged(encoding, encoding.run_of, encoding.given, encoding.batch.digests)
         at = 0
         for encoded in made:
             self._place(encoding, at, encoded)
@@ -447,20 +466,19 @@ class _Chunks:
                 start = run.first * self._plan.chunk_bytes
                 self._on_run(run.part, run.tensor, start, run.data[start : start + run.count * self._plan.chunk_bytes])
 
-    def _check_unchanged(self, encoding: _Encoding) -> None:
-        """What was encoded out of the caller's own memory is what was digested.
+    def _check_unchanged(self, batch: _Hashing | _Encoding, run_of: Column, chunks: Chunks, digests: Bytes) -> None:
+        """The caller's memory, or the copy that is encoded, holds what was digested, and is still the tensors'.
+
+        Only the copy is encoded, so that no chunk is stored under a digest that it does not have, whatever changes.
 
         Raises:
             InvalidInputError: something has changed it meanwhile.
         """
-        digests = encoding.engine.start_digests(encoding.batch.chunks)()
-        changed = np.flatnonzero((digests != encoding.batch.digests).any(axis=1))
-        if len(changed):
-            spec = encoding.runs[encoding.run_of[changed[0]]].spec
-            raise InvalidInputError(
-                f"{shown(spec.path)}: was changed while it was saved (by a thread, or in a mapped file?); nothing "
-                "was committed; save again, and let nothing change it until that is done"
-            )
+        for run in batch.runs:
+            self.confirm(run.part, run.tensor)
+        others = np.flatnonzero((batch.engine.start_digests(chunks)() != digests).any(axis=1))
+        if len(others):
+            raise changed(batch.runs[run_of[others[0]]].spec, "other values")
 
     def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
         """Blobs into packs, and where they lie into the columns; `at`: the first one's place among the new ones."""

@@ -173,16 +173,18 @@ class CudaEngine:
 
     # -- chunks in
 
-    def load(self, chunks: Chunks) -> Chunks:
-        """Pinned chunks as device memory; the others as they are."""
-        pinned = [i for i, memory in enumerate(chunks.memories) if isinstance(memory, Pinned)]
-        used = np.isin(chunks.which, pinned)
+    def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
+        """Pinned chunks as device memory; the others as they are, or all in memory of ours (`copy`)."""
+        moved = [i for i, memory in enumerate(chunks.memories) if copy or isinstance(memory, Pinned)]
+        used = np.isin(chunks.which, moved)
         if not used.any():
             return chunks
         try:
             return self._upload(chunks, np.flatnonzero(used))
         except torch.OutOfMemoryError:
             self._shrink("an upload")
+            if copy:
+                return _all_on_host(chunks)
             memories = [memory.array if isinstance(memory, Pinned) else memory for memory in chunks.memories]
             return Chunks(memories, chunks.which, chunks.starts, chunks.lengths)
 
@@ -197,7 +199,7 @@ class CudaEngine:
             first = np.flatnonzero(np.concatenate([[True], ~joined]))
             last = np.concatenate([first[1:], [len(rows)]]) - 1
             for i, j in zip(first.tolist(), last.tolist(), strict=True):
-                source = chunks.memories[which[i]].array.ctypes.data + int(starts[i])
+                source = _address_of(chunks.memories[which[i]]) + int(starts[i])
                 size = int(starts[j] + lengths[j] - starts[i])
                 copy_async(memory.data_ptr() + int(places[i]), source, size, lane.stream)
         moved = Chunks([*chunks.memories, memory], chunks.which.copy(), chunks.starts.copy(), chunks.lengths)
@@ -307,6 +309,11 @@ class CudaEngine:
             self.settle()
 
         return finish
+
+
+def _address_of(memory: Memory) -> int:
+    address: int = memory.array.ctypes.data if isinstance(memory, Pinned) else memory.data_ptr()
+    return address
 
 
 def _any_on_host(chunks: Chunks) -> bool:

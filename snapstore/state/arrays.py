@@ -1,24 +1,25 @@
-"""The bytes of one array: what it is, where its memory lies, and copies into it and out of it.
+"""The bytes of one array: its form, where its memory lies, and copies into it and out of it.
 
 In: a tensor of any device and strides, an ndarray, or bytes. Out: its kind, dtype and shape, or its bytes in C order as
 (nbytes,) uint8; and back into an array that exists or a new one. Both directions use this: saving reads, restoring
 writes. Bytes lie in host memory, or where the caller works on a device itself, in the memory of that device.
 
-Invariants: copies keep every bit, a NaN's payload too; no function keeps a reference to what it is given. torch is
-imported only once there are tensors. Different arrays may be worked on by different threads.
+Invariants: copies keep every bit, a NaN's payload too; no function keeps a reference to its arguments, only `Held`
+does. torch is imported only once there are tensors. Different arrays may be worked on by different threads.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CapabilityError, UnsupportedLeafError
-from .containers import shown
+from ..errors import CapabilityError, InvalidInputError, UnsupportedLeafError
+from .containers import Path, shown
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:
@@ -62,14 +63,22 @@ def _described_tensor(value: torch.Tensor) -> tuple[str, str]:
     if problem is None:
         if value.is_meta:
             problem = "meta tensor, which has no values,"
-        elif not value.untyped_storage().nbytes() and value.numel():
-            problem = "tensor whose storage was freed"
+        elif not _is_whole(value):
+            problem = "tensor whose storage was freed, or cut short,"
     if problem:
         raise UnsupportedLeafError(
             f"{problem} has no stored form: convert it to a dense torch.Tensor, or wrap it in an object with "
             "state_dict/load_state_dict"
         )
     return kind, dtype
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether the storage of a tensor holds all of its elements."""
+    count = value.numel()
+    if count and not value.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return not count or (value.storage_offset() + count) * value.dtype.itemsize <= value.untyped_storage().nbytes()
 
 
 @cache  # a state has thousands of tensors of a few forms
@@ -183,6 +192,8 @@ def _copy_tensor(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bits between tensors of one dtype and shape, on any devices."""
     import torch
 
+    if not _is_whole(source):  # torch does not look
+        raise RuntimeError("the storage of a tensor was freed, or cut short")
     with torch.no_grad():
         source = source.resolve_conj().resolve_neg()  # torch 2.11 copies strided conjugates wrongly between devices
         if not destination.is_conj() and not destination.is_neg():
@@ -261,6 +272,108 @@ def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
     # strides of a contiguous tensor may be any where sizes are 0 or 1.
     memory = value.data.as_strided((value.numel(),), (1,)).view(torch.uint8)
     return memory if direct else memory.numpy()
+
+
+class Held:
+    """An array of a state, from `flatten` until its bytes have been taken; others may change it meanwhile.
+
+    A `state_dict()` that is called later, or a thread, may give it other memory (`.data =`, `set_`), resize it or its
+    storage, or assign its dtype or shape. Whoever reads it calls `take`, reads what that returns, then `confirm`: if
+    both return, all that was read lies in memory of the array's own, and is of the form in `spec`.
+
+    The memory stays alive meanwhile, but for a storage that another thread resizes while torch copies out of it: torch
+    has no lock against that. NumPy resizes no array in place to which there is a weak reference.
+    """
+
+    __slots__ = ("_alias", "_place", "_unresizable", "spec", "ties", "value")
+
+    def __init__(self, value: Array, spec: TensorSpec) -> None:
+        self.value, self.spec = value, spec
+        self.ties: list[tuple[Path, Array]] = []  # other objects of the state over the same memory
+        self._alias: Array = None
+        self._place: tuple[Any, ...] = ()
+        self._unresizable: Any = None
+
+    def take(self) -> Array:
+        """Return an array of our own over the memory: nobody else can change its form.
+
+        Raises:
+            InvalidInputError: The array is not what was flattened.
+        """
+        value, spec = self.value, self.spec
+        try:
+            self._place, form = _place_of(value), described(value)
+        except (UnsupportedLeafError, RuntimeError) as error:  # torch's of a tensor that is not strided any more
+            raise changed(spec, str(error)) from error
+        if form != (spec.kind, spec.dtype, spec.shape):
+            raise changed(spec, f"{form[0]} {form[1]}{list(form[2])}")
+        for path, other in self.ties:
+            if memory_key(other) != memory_key(value):
+                raise changed(spec, f"memory of its own, to which {shown(path)} is not tied any more")
+        if isinstance(value, np.ndarray):
+            self._unresizable = weakref.ref(value)
+        self._alias = value if isinstance(value, bytes) else value.view() if self._unresizable else value.detach()
+        self.confirm()
+        return self._alias
+
+    def confirm(self) -> None:
+        """Check that the array is as it was when it was taken: call it once its last byte has been read.
+
+        Raises:
+            InvalidInputError: It is not.
+        """
+        try:
+            same = self._place == _place_of(self.value) == _place_of(self._alias)
+        except RuntimeError as error:
+            raise changed(self.spec, str(error)) from error
+        if not same:
+            raise changed(self.spec, "other memory, or another form, while it was read")
+
+    def memory(self, memory_of: Callable[[Array], Memory]) -> Memory:
+        """Return the bytes as `memory_of` gives them; `confirm` them again if they are the array's own memory.
+
+        Raises:
+            InvalidInputError: The array is not what was flattened.
+        """
+        return self._read(memory_of)
+
+    def copy_into(self, destination: np.ndarray[Any, Any]) -> None:
+        """Copy the bytes in C order, as the function of this name does.
+
+        Raises:
+            InvalidInputError: The array is not what was flattened.
+        """
+        self._read(lambda alias: copy_into(alias, destination))
+
+    def _read(self, read: Callable[[Array], Any]) -> Any:
+        alias = self.take()
+        try:
+            found = read(alias)
+        except (RuntimeError, ValueError):  # of torch or NumPy: a storage that is too short by now, or another shape
+            self.confirm()
+            raise
+        self.confirm()
+        return found
+
+
+def _place_of(value: Array) -> tuple[Any, ...]:
+    """Return where an array's elements lie, and of which form they are; `memory_key` without what takes time."""
+    if isinstance(value, bytes):
+        return (id(value),)
+    if isinstance(value, np.ndarray):
+        return value.__array_interface__["data"][0], value.dtype, value.shape, value.strides
+    storage = value.untyped_storage().nbytes()
+    form = (value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg())
+    return value.data_ptr(), storage, *form
+
+
+def changed(spec: TensorSpec, got: str) -> InvalidInputError:
+    """Return the error for an array of a state that has become another one."""
+    return InvalidInputError(
+        f"{shown(spec.path)}: was changed while it was saved (by a thread, a later state_dict(), or in a mapped "
+        f"file?): expected {spec.kind} {spec.dtype}{list(spec.shape)} as it was, got {got}; nothing was committed; "
+        "save again, and let nothing change it until that is done"
+    )
 
 
 def fill(memory: Memory, data: np.ndarray[Any, Any]) -> None:

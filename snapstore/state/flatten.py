@@ -1,7 +1,8 @@
 """State in, parts out: nested containers, tensors and objects with state_dict/load_state_dict.
 
 In: what the user hands to `save`. Out: `Part`s, each a tree without arrays, specs of its arrays, and the arrays
-themselves, still the user's memory: nothing is copied here. `target.py` is the inverse.
+themselves, still the user's memory: nothing is copied here, and whoever reads it sees that it is what the specs say
+(`arrays.Held`). `target.py` is the inverse.
 
 Rules that users see:
 
@@ -22,30 +23,25 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from .arrays import address_of, described, memory_key
+from .arrays import Held, address_of, described, memory_key
 from .containers import CONTAINERS, Path, children
 from .objects import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree import Encoder
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_PARTS = 64  # more top-level entries than this share the part ""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a flattened state; `specs[i]` describes `values[i]`, which is still the user's memory."""
+    """One part of a flattened state; `specs[i]` describes `arrays[i]`, which is still the user's memory."""
 
     name: str
     tree: Node
     specs: list[TensorSpec]
-    values: list[torch.Tensor | np.ndarray[Any, Any] | bytes]
+    arrays: list[Held]
 
 
 def flatten(state: Any) -> list[Part]:
@@ -70,8 +66,9 @@ class _Flattener:
     def __init__(self) -> None:
         self._part = Part("", None, [], [])
         self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> what was put first, and its part and index
-        self._first: dict[tuple[Any, ...] | None, tuple[str, int]] = {}  # memory at such an address -> the same
+        self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory at an address -> the same
         self._tied: dict[tuple[str, int], int] = {}  # part and index of an earlier part -> index of what is tied to it
+        self._held: dict[tuple[str, int], Held] = {}  # part and index -> array
         self._encoder = Encoder(self._put, self._expand)
 
     def parts(self, state: Any) -> list[Part]:
@@ -104,17 +101,23 @@ class _Flattener:
         return (state_of(value, path),) if is_stateful(value) else None
 
     def _put(self, value: Any, path: Path) -> Node:
-        tag, dtype, shape = described(value)
-        stored = bytes(value) if tag == "bytearray" else value
+        stored = bytes(value) if type(value) is bytearray else value
+        kind, dtype, shape = described(stored)
+        tag = "bytearray" if stored is not value else kind
         grad = tag in ("tensor", "parameter") and value.requires_grad
         part, index = self._part, len(self._part.specs)
         first = self._put_first(stored, (part.name, index))
         tie = None if first[0] == part.name else first
         index = first[1] if tie is None else self._tied.setdefault(tie, index)
         if index == len(part.specs):
-            kind = "bytes" if tag == "bytearray" else tag
-            part.specs.append(TensorSpec(path, kind, dtype, shape, grad, tie))
-            part.values.append(stored)
+            spec = TensorSpec(path, kind, dtype, shape, grad, tie)
+            part.specs.append(spec)
+            part.arrays.append(Held(stored, spec))
+            self._held[part.name, index] = part.arrays[-1]
+            if tie is not None:
+                part.arrays[-1].ties.append((self._held[tie].spec.path, self._held[tie].value))
+        if self._held[first].value is not stored:
+            self._held[first].ties.append((path, stored))
         return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
@@ -126,8 +129,13 @@ class _Flattener:
         if other is value:
             return place
         # Few arrays begin where another does: only of those the whole key, a dozen calls of torch, is needed.
-        self._first.setdefault(memory_key(other), place)
-        return self._first.setdefault(memory_key(value), here)
+        self._first.setdefault(memory_key(other), (other, place))
+        key = memory_key(value)
+        first, place = self._first.setdefault(key, (value, here))
+        if memory_key(first) == key:
+            return place
+        self._first[key] = (value, here)  # a `state_dict()` gave the first other memory; its old place was used again
+        return here
 
 
 def _part_names(root: Any) -> list[str]:

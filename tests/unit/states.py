@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from snapstore.state.arrays import as_bytes, copy_into, fill
+from snapstore.state.arrays import as_bytes, fill
 from snapstore.state.flatten import flatten
 from snapstore.state.selection import parts_needed
 from snapstore.state.target import Target
@@ -52,10 +52,10 @@ class Saved:
         self.bytes = []
         for part in parts:
             self.bytes.append([])
-            for spec, value in zip(part.specs, part.values, strict=True):
-                memory = np.empty(spec.nbytes, np.uint8)
-                copy_into(value, memory)
-                assert memory.tobytes() == as_bytes(value).tobytes()
+            for held in part.arrays:
+                memory = np.empty(held.spec.nbytes, np.uint8)
+                held.copy_into(memory)
+                assert memory.tobytes() == as_bytes(held.value).tobytes()
                 self.bytes[-1].append(memory)
 
     def spec(self, name, index=0):

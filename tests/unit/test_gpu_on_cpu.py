@@ -14,7 +14,8 @@ TESTS = Path(__file__).parents[1]
 
 RUN = [
     "gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "gpu/test_gpu_memory.py",
-    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py", "attacks/test_collisions.py",
+    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py", "gpu/test_gpu_changes.py",
+    "attacks/test_collisions.py",
     "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
 ]  # fmt: skip
 

@@ -1,0 +1,94 @@
+"""States on a device that are changed while they are saved (tests/changes.py)."""
+
+import changes
+import pytest
+import torch
+from faults import THOROUGH, sampled
+
+from snapstore import InvalidInputError
+
+if torch.cuda.is_available():  # they import CuPy
+    from snapstore.cuda import engine, staging
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MODES = {
+    "repository": None,
+    "synchronous": {"async_save": False},
+    "asynchronous, device": {"staging": "device"},
+    "asynchronous, host": {"staging": "host"},
+}
+NAMES = [
+    "data: fewer", "data: more", "data: empty", "data: other dtype, as large", "data: half, of a parameter",
+    "data: other shape, as large", "data: same form", "data: contiguous", "data: fewer, of a strided one",
+    "data: conjugated", "data: swapped, and the old one overwritten", "resize_: fewer", "storage: freed",
+    "storage: cut", "set_: other", "transposed in place", "untied, and changed", "empty: more", "0-dim: other dtype",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch):
+    for name in ("BATCH_BYTES", "MIN_BATCH_BYTES"):
+        monkeypatch.setattr(engine, name, changes.BATCH_BYTES)
+
+
+def watched():
+    found = [(staging, name) for name in ("_gather", "copy_async", "as_memory", "copy_into", "_host_rooms")]
+    found += [(staging.DeviceStaging, name) for name in ("_begin", "_address", "_copy_small", "_rooms")]
+    return found + [(engine.CudaEngine, name) for name in ("load", "start_digests", "start_encode", "settle")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_change_at_any_moment(mode):
+    every = {**changes.CHANGES, **changes.OF_FEW}
+    cases = [(name, rows) for name in NAMES for rows in (changes.MIDDLE, changes.SMALL)]
+    with changes.Runs(MODES[mode], "cuda", watched()) as runs:
+        for number in sampled(len(cases), 4):
+            name, rows = cases[number]
+            total = runs.moments(every[name], rows)
+            for at in range(total) if THOROUGH else sampled(total, 1 + total // 3):
+                runs.run(every[name], rows, at)
+    assert runs.refused
+    assert runs.committed
+
+
+def test_a_device_is_waited_for_before_its_memory_is_copied():
+    """A synchronous save reads what the caller's stream has yet to write."""
+    with changes.Runs(None, "cuda") as runs:
+        for _ in range(3):
+            w = torch.zeros(300, 300, device="cuda")
+            for _ in range(50):
+                w = w @ w + 1
+            runs.repository.save({"w": w}, run="a", step=0)
+            assert torch.equal(runs.repository.restore("a@0")["w"], w.cpu())
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_values_that_change_during_a_synchronous_save(monkeypatch, back):
+    """Digested, changed, encoded, and perhaps changed back: no chunk is stored under another one's digest."""
+    w = changes.numbers(changes.MIDDLE, device="cuda")
+    before, encode = w.clone(), engine.CudaEngine.start_encode
+
+    def changed(self, batch):
+        w.add_(1)
+        torch.cuda.synchronize()
+        finish = encode(self, batch)
+
+        def finished():
+            made = finish()
+            if back:
+                w.copy_(before)
+                torch.cuda.synchronize()
+            return made
+
+        return finished
+
+    with changes.Runs(None, "cuda") as runs, monkeypatch.context() as patch:
+        patch.setattr(engine.CudaEngine, "start_encode", changed)
+        if back:
+            runs.repository.save({"w": w}, run="a", step=0)
+            assert changes.image(runs.repository.restore("a@0")["w"]) == changes.image(before)
+        else:
+            with pytest.raises(InvalidInputError, match=r"w: was changed while it was saved.*got other values"):
+                runs.repository.save({"w": w}, run="a", step=0)
+            assert runs.repository.snapshots() == []

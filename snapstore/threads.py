@@ -48,6 +48,7 @@ class Threads:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPool | None = None
+        self._members: set[int] = set()  # identities of its threads
         self._pid = 0
         self._lock = threading.Lock()
 
@@ -55,7 +56,9 @@ class Threads:
         """Begin `function` of every item; the call it returns waits for the results, in order."""
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = ThreadPool(self.count), os.getpid()
+                self._members = members = set()
+                self._pool = ThreadPool(self.count, lambda: members.add(threading.get_ident()))
+                self._pid = os.getpid()
             result: AsyncResult[Any] = self._pool.map_async(function, items, chunksize=max(1, len(items) // 64))
         return Pending(result)
 
@@ -66,11 +69,15 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """End the threads once they are idle."""
+        """End the threads once they are idle, and wait for that.
+
+        The garbage collector may call this in any thread. One of the pool's own cannot wait for itself.
+        """
         if self._pid != os.getpid():  # before the lock: a fork may have left it held
             return
         with self._lock:
             if self._pool is not None:
                 self._pool.close()
-                self._pool.join()
+                if threading.get_ident() not in self._members:
+                    self._pool.join()
             self._pool = None

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .ranks import check as check_ranks
 from .records import SaveRequest, Snapshot, check_name, check_step
 from .repository import Repository, SaveOptions
 from .storage import ObjectStore
@@ -80,6 +81,8 @@ class SnapshotManager:
         keep_base: hold the last snapshot's bytes where they were staged, as bases for the next; else bases are read
             back from the store.
         read_only: never write; for evaluation jobs.
+        ranks: False: no other rank of torch.distributed saves this run. Snapshots of several ranks together are not
+            built yet: without it a manager in one of several ranks is refused, here and at every save.
         options: how saves are stored, when the repository is opened here.
 
     Not for use across a fork, nor from a signal handler: set a flag there, and save from the loop.
@@ -89,9 +92,12 @@ class SnapshotManager:
         self, repository: str | Path | ObjectStore | Repository, *, run: str, save_interval_steps: int = 1,
         keep: Sequence[retention.Policy] = (), async_save: bool = True, on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto", keep_base: bool = True, read_only: bool = False,
-        options: SaveOptions | None = None,
+        ranks: bool | None = None, options: SaveOptions | None = None,
     ) -> None:  # fmt: skip
         self.run = check_name("run", run)
+        if not read_only:
+            check_ranks(self.run, ranks)
+        self._ranks = ranks
         if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         if on_busy not in ("wait", "skip"):
@@ -150,12 +156,13 @@ class SnapshotManager:
             metrics, metadata, tags: see `Repository.save`.
 
         Raises:
-            InvalidInputError: the state or an argument cannot be saved.
+            InvalidInputError: the state or an argument cannot be saved, or an array of the state was changed meanwhile.
             SnapstoreError: an earlier save failed in the background (this one was not begun).
         """
         self._check_open()
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
+        check_ranks(self.run, self._ranks)
         step = check_step(step)
         self._raise_of_saves()
         if not (force or self.should_save(step)):

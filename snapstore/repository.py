@@ -40,6 +40,7 @@ from .errors import (
 from .gc import GcResult
 from .index import Index
 from .pack import DEFAULT_PACK_BYTES
+from .ranks import check as check_ranks
 from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
 from .storage import ObjectStore, open_store
 from .view import PUT_BACK, View
@@ -294,8 +295,9 @@ class Repository:
     def save(
         self, state: Any, *, run: str, step: int, parent: str | None = None, bases: Sequence[str] = (),
         metrics: Mapping[str, float] | None = None, metadata: Any = None, tags: Sequence[str] = (), full: bool = False,
+        ranks: bool | None = None,
     ) -> Snapshot:  # fmt: skip
-        """Save a state and wait until it is committed.
+        """Save a state and wait until it is committed. Nothing may change it until then.
 
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
@@ -307,12 +309,16 @@ class Repository:
             metadata: plain values to keep beside it.
             tags: names; a tagged snapshot is never forgotten.
             full: store no deltas, for a snapshot that is kept for long.
+            ranks: False: no other rank of torch.distributed saves this run. Without it a save from one of several ranks
+                is refused.
 
         Raises:
-            InvalidInputError: a name, step, metric or leaf cannot be saved; nothing was written.
+            InvalidInputError: a name, step, metric or leaf cannot be saved, or an array of the state was changed
+                meanwhile; nothing was committed.
             StorageError: the store failed; nothing was committed.
             ConflictError: a gc gave this save up as dead; save again.
         """
+        check_ranks(run, ranks)
         request = self.request(run, step, parent, bases, metrics, metadata, tags, full)
         from .staging import Staging
         from .state.flatten import flatten

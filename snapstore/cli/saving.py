@@ -68,7 +68,7 @@ def save(
             state, about = files.read(file)
             snapshot = repository.save(
                 state, run=run, step=step, parent=parent, bases=base or [], metrics=metrics,
-                metadata={"safetensors": about} if about else None, tags=tag or [], full=full,
+                metadata={"safetensors": about} if about else None, tags=tag or [], full=full, ranks=False,
             )  # fmt: skip
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})

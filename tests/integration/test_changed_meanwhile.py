@@ -78,7 +78,7 @@ def test_a_thread_that_swaps_all_the_time(async_save):
                 try:
                     snapshots.save(step, {"w": w, "n": np.ones(9)})
                 except InvalidInputError as error:
-                    assert str(error).startswith("w: was changed while it was saved")  # noqa: PT017
+                    assert str(error).startswith("w: ")  # noqa: PT017
                     refused += 1
         finally:
             over.set()

@@ -176,3 +176,23 @@ def test_cycles_depth_and_failing_state_dicts():
 
     with pytest.raises(InvalidInputError, match=r"o: .*Broken.state_dict\(\) failed"):
         flatten({"o": Broken()})
+
+
+def test_memory_that_is_used_again_is_no_tie():
+    """A later `state_dict()` swaps the memory of two tied tensors, and makes another tensor in the old one."""
+    memory = np.arange(2000, dtype=np.float32)
+    w = torch.from_numpy(memory)
+    v = w.detach()
+
+    class Later:
+        def state_dict(self):
+            w.data = v.data = torch.full((2000,), 7.0)
+            memory[:] = 1
+            return {"own": torch.from_numpy(memory)}
+
+        def load_state_dict(self, state): ...
+
+    restored = again({"a": {"w": w, "v": v}, "later": Later()})
+    assert torch.equal(restored["later"]["own"], torch.ones(2000))
+    for name in ("w", "v"):
+        assert torch.equal(restored["a"][name], torch.full((2000,), 7.0))

@@ -12,11 +12,14 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 
-RUN = [
-    "gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "gpu/test_gpu_memory.py",
-    "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py", "gpu/test_gpu_changes.py",
-    "attacks/test_collisions.py",
-    "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
+#: A process each: together they take minutes on a busy machine.
+RUNS = [
+    ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
+    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py"],
+    [
+        "gpu/test_gpu_staging.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
+        "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
+    ],
 ]  # fmt: skip
 
 LEFT_OUT = {
@@ -61,19 +64,20 @@ LEFT_OUT = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
-def test_the_gpu_engine_on_a_cpu(tmp_path):
+@pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
+def test_the_gpu_engine_on_a_cpu(tmp_path, names):
     left_out = [f"--deselect=tests/{name}" for names in LEFT_OUT.values() for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-p", "fake_cuda", "-p", "no:cacheprovider", "-m", "gpu", "-q",
-            f"--junitxml={report}", *left_out, *(f"tests/{name}" for name in RUN),
+            f"--junitxml={report}", *left_out, *(f"tests/{name}" for name in names),
         ],
         cwd=TESTS.parent, env=environment(), capture_output=True, text=True, timeout=1700,
     )  # fmt: skip
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-20_000:]}\n{done.stderr[:6000]}"
     counts = Counter(outcome(case) for case in ElementTree.parse(report).iter("testcase"))
-    assert counts["passed"] > 100
+    assert counts["passed"] > 20
     assert set(counts) == {"passed"}, done.stdout[-3000:]
 
 

@@ -118,8 +118,9 @@ def unbuilt(
             proven.update(zip(rows, engine.proven, strict=True))
         return {}
     except CapabilityError as error:
-        return dict.fromkeys(rows, error)
+        return dict.fromkeys(rows, _bare(error))
     except (*DAMAGE, StorageError) as error:
+        _bare(error)
         if isinstance(error, StorageError):
             answers(store)
         if len(rows) == 1:
@@ -127,6 +128,12 @@ def unbuilt(
     half = len(rows) // 2  # and not row by row: each try is a request
     failed = unbuilt(store, engines, m, rows[:half], proven)
     return failed | unbuilt(store, engines, m, rows[half:], proven)
+
+
+def _bare(error: SnapstoreError) -> SnapstoreError:
+    """The error without the frames that it came through: these hold the memory of the chunk as long as it lives."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,12 +103,10 @@ class Fetcher:
                 yield self._finished(decoding)
         finally:
             for begun in reading:  # nothing may write into anybody's memory any more
-                with suppress(Exception):
-                    begun.wait()
+                _ended(begun.wait)
                 begun.engine.give_back(begun.buffer)
             for begun, wait in decoding:
-                with suppress(Exception):
-                    wait()
+                _ended(wait)
                 begun.engine.give_back(begun.buffer)
             if self._readers is not None:
                 self._readers.close()
@@ -194,6 +191,14 @@ class Fetcher:
                     pending, cost, count = [], 0, 0
         if pending and engine is not None:
             yield engine, _columns(pending)
+
+
+def _ended(wait: Callable[[], object]) -> None:
+    """Wait for what nobody wants any more, whatever becomes of it."""
+    try:
+        wait()
+    except Exception as error:  # noqa: BLE001
+        error.__traceback__ = None  # the result holds the error, its frames hold the result, and chunks' memory
 
 
 def _plain_bytes(table: ChunkTable, rows: Column) -> Column:

@@ -474,3 +474,15 @@ def test_a_long_cell_does_not_widen_every_row(tmp_path):
     assert result.exit_code == 0
     assert 100_000 < len(result.stdout) < 200_000
     assert result.stdout.count("loss=1.5") == 100
+
+
+def test_many_damaged_chunks_do_not_keep_their_memory():
+    """An error holds the frames that it came through, and these a chunk each. Mitigation: reports keep its words."""
+    world = World(MIB)
+    base = np.zeros(MIB, np.uint8)
+    (place,) = world.whole_pack(full(base))
+    others = [digest(np.full(MIB, i, np.uint8)) for i in range(1, 100)]
+    world.commit(world.manifest([(other, [place]) for other in others]))
+    with little_memory(24 * MIB), world.open() as repo:
+        result = repo.check("restore")
+    assert "chunks lost beside these: 79" in " ".join(problem.message for problem in result.problems)

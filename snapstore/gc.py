@@ -151,6 +151,7 @@ class _Gc:
                 self.store, self.index, view, {key: sizes[key] for key in unneeded}, sessions
             )  # fmt: skip
             if not left or before:  # what has come since is young, and left to the next gc
+                left -= orphans.damaged(self.store, {key: sizes[key] for key in left & before})
                 orphans.refuse({key: sizes[key] for key in left & before})
                 return view, unneeded - left, sizes
             # A session explains them; of one that has ended since, the record is there when all is looked at again.

@@ -8,21 +8,22 @@ the dead. A session explains what is being written.
 
 Cost: one ranged read (64 bytes of a pack, of a manifest its header) for each candidate that neither a ruling record
 names nor a manifest that is explained: what dead or running saves have put, or a rewrite has replaced. Each once in a
-process.
+process. A few that nothing explains are read whole: one whose bytes are not those of its name was damaged, and no
+snapshot that is whole needs it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from . import manifest, pack, records
-from .errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, UnknownFormatError
+from .errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
 from .index import Index
-from .reads import read_twice
+from .reads import read_twice, tried
 from .records import FORGOTTEN, MadeFor, counted, some
 from .session import all_needed_keys
 from .storage import ObjectStore
@@ -31,6 +32,8 @@ from .view import View
 
 #: On S3 each is a round trip.
 READ_THREADS = 16
+#: If no more are left without an explanation, they are read whole: damage of a header must not stop gc for good.
+MOST_READ = 16
 #: What to do about objects that nothing explains.
 GIVE_UP = "snapstore gc --unexplained"
 
@@ -49,10 +52,15 @@ class Origin:
     packs: frozenset[str] = frozenset()
 
 
-#: Of a pack that does not say: nothing explains it.
+#: Of an object that does not say: nothing explains it.
 NOBODY = Origin("", MadeFor(bytes(16), 0))
 #: What was read of candidates that are still there, by key.
 _KNOWN: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
+
+
+def damaged(store: ObjectStore, sizes: Mapping[str, int]) -> set[str]:
+    """Those of a few objects whose headers are no word of their writers; of many, which take long to read: none."""
+    return {key for key, size in sizes.items() if _is_damaged(store, key, size)} if len(sizes) <= MOST_READ else set()
 
 
 def refuse(sizes: Mapping[str, int]) -> None:
@@ -76,7 +84,6 @@ def unexplained(
         sessions: ids of those that were there after the objects were listed, and before the records.
 
     Raises:
-        UnknownFormatError: a later release has written one.
         StorageError: the store cannot be read.
     """
     known = _KNOWN.get(index, {})
@@ -103,7 +110,7 @@ def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:
 
 
 def _origins(store: ObjectStore, index: Index, sizes: Mapping[str, int]) -> dict[str, Origin | None]:
-    """What each object says of itself; None: it is gone, or a damaged manifest, which nothing can need."""
+    """What each object says of itself; None: it is gone."""
     known = _KNOWN.setdefault(index, {})
     unread = [key for key in sizes if key not in known]
     found: dict[str, Origin | None] = {}
@@ -116,10 +123,9 @@ def _origins(store: ObjectStore, index: Index, sizes: Mapping[str, int]) -> dict
 
 
 def _origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
-    """What one object says of itself; None: as above.
+    """What one object says of itself; None: it is gone.
 
     Raises:
-        UnknownFormatError: a later release has written it.
         StorageError: the store cannot be read.
     """
     try:
@@ -129,14 +135,13 @@ def _origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
         data = read_twice(store, partial(manifest.read_header, store, key, size_bytes))
         header = manifest.decode_header(data, key)
         return Origin(header.save_id.hex(), header.made_for, frozenset(map(records.pack_key, header.pack_names)))
-    except (NotFoundError, UnknownFormatError) as error:
-        if isinstance(error, UnknownFormatError):
-            raise
+    except NotFoundError:
         return None
-    except DAMAGE:
-        if key.startswith("manifests/"):
-            with suppress(*DAMAGE):
-                read_twice(store, partial(manifest.read_bytes, store, key[-64:], size_bytes))
-                raise  # these bytes have its name
-            return None
+    except DAMAGE:  # or of a later release
         return NOBODY
+
+
+def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
+    """Whether the bytes of an object are not those of its name."""
+    data = tried(store, partial(store.get, key, limit_bytes=size_bytes))
+    return data is None or hashlib.sha256(data).hexdigest() != key[-64:]

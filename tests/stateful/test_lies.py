@@ -21,6 +21,8 @@ from faults import (
     SEED,
     THOROUGH,
     Actor,
+    Crash,
+    FaultStore,
     check_whole,
     clone,
     committed,
@@ -443,3 +445,35 @@ def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
         actor.finish()
     assert {s.state for s in _states(store, 8)} == {"aborted"}
     check_whole(store)
+
+
+@pytest.mark.parametrize("at", [0, 8, 40, 56])
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+def test_a_damaged_header_of_what_nobody_needs_stops_no_gc(monkeypatch, kind, at):
+    """What a dead save has left, altered in its magic, its version, or the record that it was made for."""
+    one_thread(monkeypatch, index=False)
+    store = clone(history())
+    dead = FaultStore(store)
+    with opened(dead) as repository:
+        monkeypatch.setattr(dead, "put", _dying(dead))
+        with pytest.raises(Crash):
+            save(repository, "a", 7, 7)
+    key = next(key for key in keys_of(store, kind) if key not in keys_of(history(), kind))
+    data = bytearray(store.get(key))
+    data[at] ^= 0x55
+    store.delete([key])
+    store.put(key, data)
+    check_whole(store)
+
+
+def _dying(store: FaultStore) -> Callable[[str, Any], None]:
+    """A `put` in whose place the process dies once it would commit."""
+    real = store.put
+
+    def put(key: str, data: Any) -> None:
+        if key.startswith("snapshots/"):
+            store.die()
+            raise Crash(key)
+        real(key, data)
+
+    return put

@@ -210,7 +210,7 @@ def test_wrong_answers(server, store):
 
 
 def test_answers_without_end(server, store):
-    run_all(server, store, SLOW, 0.1, 16)
+    run_all(server, store, SLOW, 0.06, 16)
 
 
 def test_mutated_answers(server, store):

@@ -148,7 +148,7 @@ def test_bodies_that_give_a_byte_an_attempt(server):
         head, _, body = honest.partition(b"\r\n\r\n")
         wire.send(head + b"\r\n\r\n" + body[:1])
 
-    server.objects["bucket/p/a"] = os.urandom(60_000), time.time()
+    server.objects["bucket/p/a"] = os.urandom(4_000), time.time()
     server.lie("/p/a", lie)
     assert "in the time there is" in str(ends_with_an_error(lambda: store().get("a")))
 
@@ -215,7 +215,9 @@ def test_a_late_answer(server, status):
         server.objects[f"bucket/p/{name}"] = name.encode() * 10, time.time()
     one = patient()
     late = answer(200, b"the object of another", ETag='"x"')
-    server.lie("/p/late", lambda wire, _: first(b"HTTP/1.1 %d Odd\r\n\r\n" % status, 0.05)(wire, late))
+    server.lie(
+        "/p/late", lambda wire, _: first(b"HTTP/1.1 %d Odd\r\nContent-Length: 0\r\n\r\n" % status, 0.05)(wire, late)
+    )
     with pytest.raises(SnapstoreError):
         one.put("late", b"x")
     time.sleep(0.2)

@@ -154,7 +154,8 @@ def put_once(claim: Claim, key: str, data: bytes | memoryview) -> None:
         IntegrityError: what is there is not what its name says.
         StorageError: it comes and goes.
     """
-    claim.wrote, store = True, claim.store
+    store = claim.store
+    claim.written.add(key)
     for _ in range(PUT_ATTEMPTS):
         try:
             store.put(key, data)

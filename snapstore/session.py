@@ -91,7 +91,7 @@ class Claim:
         id: of the session; names what is put meanwhile.
         key: of the record to be.
         made_for: the same, as packs and manifests say it.
-        wrote: whether a pack or manifest was put for it, or may have been.
+        written: keys of the packs and manifests that were put for it, or may have been.
         quarantined: packs that are known to be damaged, once `marked` has looked.
         verb: what it is for, in errors.
     """
@@ -106,7 +106,7 @@ class Claim:
         self.run, self.step, name, revision = parsed
         self.made_for = MadeFor(bytes.fromhex(name), revision)
         self.id = records.new_id() if revision else name
-        self.wrote = False
+        self.written: set[str] = set()
         self._session_key = f"sessions/{self.id}"
         self._announced = records.encode(records.this_session(self.id, key))
         self._last_beat = time.monotonic()
@@ -139,16 +139,24 @@ class Claim:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.wrote and not self._decided:
+        if self.written and not self._decided:
             LEFT_OVER.add(self.id)  # the session keeps our packs safe, and explained, until a gc has fenced us
             if not self._unclear:  # else it was tried
-                with suppress(SnapstoreError):
-                    self._create(self._instead(f"{self.verb} failed: {exc[1]}"[:500]))
-        if self.wrote and not self._decided:
+                self._give_up(f"{self.verb} failed: {exc[1]}"[:500])
+        if self.written and not self._decided:
             self._place.close()
         else:
             LEFT_OVER.discard(self.id)
             self._release()
+
+    def _give_up(self, reason: str) -> None:
+        """Explain what was put by a record that commits nothing; where there is no room for one, take it away."""
+        with suppress(SnapstoreError):
+            try:
+                self._create(self._instead(reason))
+            except StorageFullError:  # the store has answered: our record can no longer appear, and nobody else needs
+                self.store.delete(sorted(self.written))  # what is ours alone
+                self.written.clear()
 
     def _release(self) -> None:
         """End the session; failing to is no failure of the save: gc sees a dead, stale or left-over session."""

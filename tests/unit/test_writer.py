@@ -21,7 +21,7 @@ KEY = pack_key(hashlib.sha256(DATA).hexdigest())
 
 
 def claim_of(store):
-    return SimpleNamespace(store=store, wrote=False)
+    return SimpleNamespace(store=store, written=set())
 
 
 # --- an object that is there already ---------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class Rewriting(ABC):
         """
         started = time.monotonic()
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self.store, self.index.uuid, key, self.verb) as claim:
+        with Claim(self.store, self.index, key, self.verb) as claim:
             marked = claim.marked()
             self._heed(claim.quarantined)
             view = self.index.refresh()

@@ -76,7 +76,7 @@ class Claim:
 
     Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
     another record under its key first, so exactly one of the two wins. And the store keeps to the place that held the
-    repository, by its uuid, when this began (confirm.py): nothing is put where another volume is mounted since.
+    repository when this began (confirm.py): nothing is put where another volume is mounted since.
 
     Attributes:
         id: of the session; names what is put meanwhile.
@@ -85,7 +85,7 @@ class Claim:
         verb: what it is for, in errors.
     """
 
-    def __init__(self, store: ObjectStore, uuid: str, key: str, verb: str) -> None:
+    def __init__(self, store: ObjectStore, index: Index, key: str, verb: str) -> None:
         self.store, self.key, self.verb = store, key, verb
         self._place = ExitStack()
         parsed = records.parse_record_key(key)
@@ -96,7 +96,7 @@ class Claim:
         self._last_beat = time.monotonic()
         self._unclear = False
         self.quarantined: set[str] = set()
-        self._place.enter_context(confirmed(store, uuid))
+        self._place.enter_context(confirmed(store, index))
         try:
             store.hold(self._session_key, records.encode(records.this_session(self.id, key)))
         except BaseException:
@@ -240,7 +240,7 @@ class Session(Claim):
     def __init__(
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
-        super().__init__(store, index.uuid, records.record_key(run, step, records.new_id(), 0), "save")
+        super().__init__(store, index, records.record_key(run, step, records.new_id(), 0), "save")
         self._index = index
         try:
             marked = self.marked()

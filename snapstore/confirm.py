@@ -3,6 +3,9 @@
 A volume that is unmounted beneath an open repository leaves an empty folder of the same name; what is saved into that
 is gone when the volume comes back. So each such verb pins the place (`ObjectStore.pinned`), reads the config there
 again and compares its uuid. As long as the pin stands, the store refuses any other place under that name.
+
+A config that was damaged, lost or repaired since must not stop a training run: a record that this process knows proves
+the place as well, since its name is random and no record is ever deleted.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import contextmanager
 
 from . import records
 from .errors import FormatError, IntegrityError, NotFoundError, StorageError
+from .index import Index
 from .records import Config
 from .storage import ObjectStore
 
@@ -20,31 +24,40 @@ log = logging.getLogger("snapstore")
 
 
 @contextmanager
-def confirmed(store: ObjectStore, uuid: str) -> Iterator[None]:
-    """Keep to the place of this repository, by its config's uuid; none was ever known if that is empty.
+def confirmed(store: ObjectStore, index: Index) -> Iterator[None]:
+    """Keep to the place of the repository that an index is of.
 
     Raises:
-        StorageError: the store holds no repository, or another one; or the config cannot be read.
+        StorageError: the store holds no repository, or another one; or it cannot be read.
     """
     with store.pinned():
-        if uuid:
-            _compare(store, uuid)
+        wrong = _wrong(store, index.uuid)
+        if wrong:
+            if not _has_known_record(store, index):
+                raise StorageError(
+                    f"{store.url}: this is not the repository that was opened: {wrong}; its volume was unmounted or "
+                    "replaced; nothing was written; mount it again, then try again"
+                )
+            log.warning("%s: %s, since it was opened; open it again", store.url, wrong)
         yield
 
 
-def _compare(store: ObjectStore, uuid: str) -> None:
+def _wrong(store: ObjectStore, uuid: str) -> str:
+    """What is wrong with the config; empty if it is that of a repository."""
     try:
         found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config").uuid
-    except NotFoundError as error:
-        raise StorageError(
-            f"{store.url}: the repository that was opened here is gone: its volume was unmounted or replaced; nothing "
-            "was written; mount it again, then try again"
-        ) from error
-    except (IntegrityError, FormatError) as error:  # a bit that flips in it must not stop the training
-        log.warning("%s: its config has been damaged since it was opened; run 'snapstore repair': %s", store.url, error)
-        return
-    if found != uuid:
-        raise StorageError(
-            f"{store.url}: another repository lies here than was opened, expected uuid {uuid}, got {found[:80]!r}: its "
-            "volume was replaced, or its config was repaired; nothing was written; mount the volume, or open it again"
-        )
+    except NotFoundError:
+        return "it has no config"
+    except (IntegrityError, FormatError):
+        return "its config is damaged"
+    return "" if found == uuid else f"its config has another uuid, expected {uuid}, got {found[:80]!r}"
+
+
+def _has_known_record(store: ObjectStore, index: Index) -> bool:
+    for key in index.some_keys():
+        try:
+            store.stat(key)
+        except NotFoundError:
+            continue
+        return True
+    return False

@@ -316,7 +316,7 @@ class Healer:
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
         """
         key = records.record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self._store, self._index.uuid, key, "repair", lambda _: ruling.revised()) as claim:
+        with Claim(self._store, self._index, key, "repair", lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             view = self._index.refresh()
             now = view.get(ruling.id)

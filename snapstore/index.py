@@ -246,6 +246,11 @@ class Index:
     def _read(key: str, data: bytes) -> Snapshot:
         return records.decode(data, Snapshot, key)
 
+    def some_keys(self, count: int = 4) -> list[str]:
+        """Keys of records that were known last."""
+        with self._lock:
+            return list(islice(reversed(self._records), count))
+
     def cached(self, key: str) -> Snapshot | None:
         """The record of a key as it was last read or made, whatever the store shows by now."""
         record = self._records.get(key)

@@ -131,7 +131,7 @@ def _in_one_place(
 
     @functools.wraps(verb)
     def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with confirmed(self.store, "" if self.config_problem else self.config.uuid):
+        with self.store.pinned() if self.config_problem else confirmed(self.store, self._index):
             return verb(self, *args, **kwargs)
 
     return call

@@ -289,7 +289,7 @@ class Rewriting(ABC):
         """
         started = time.monotonic()
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self.store, self.index.uuid, key, self.verb, lambda _: ruling.revised()) as claim:
+        with Claim(self.store, self.index, key, self.verb, lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             self._heed(claim.quarantined)
             view = self.index.refresh()

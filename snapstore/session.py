@@ -81,7 +81,7 @@ class Claim:
 
     Use as a context manager. As long as it stands, no gc deletes what was put since; a gc that gives it up creates
     another record under its key first, so exactly one of the two wins. And the store keeps to the place that held the
-    repository, by its uuid, when this began (confirm.py): nothing is put where another volume is mounted since.
+    repository when this began (confirm.py): nothing is put where another volume is mounted since.
 
     Args:
         instead: from the reason of a failure, the record that takes the place of the one to be: it can never appear
@@ -97,7 +97,7 @@ class Claim:
     """
 
     def __init__(
-        self, store: ObjectStore, uuid: str, key: str, verb: str, instead: Callable[[str], Snapshot]
+        self, store: ObjectStore, index: Index, key: str, verb: str, instead: Callable[[str], Snapshot]
     ) -> None:  # fmt: skip
         self.store, self.key, self.verb, self._instead = store, key, verb, instead
         self._place = ExitStack()
@@ -113,7 +113,7 @@ class Claim:
         self._unclear = False
         self._decided = False  # a record lies under the key, whosoever
         self.quarantined: set[str] = set()
-        self._place.enter_context(confirmed(store, uuid))
+        self._place.enter_context(confirmed(store, index))
         try:
             store.hold(self._session_key, self._announced)
         except BaseException:
@@ -313,9 +313,7 @@ class Session(Claim):
         self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
     ) -> None:
         self.seq = 0
-        super().__init__(
-            store, index.uuid, records.record_key(run, step, records.new_id(), 0), "save", self._aborted
-        )  # fmt: skip
+        super().__init__(store, index, records.record_key(run, step, records.new_id(), 0), "save", self._aborted)
         self._index = index
         try:
             marked = self.marked()

@@ -19,7 +19,6 @@ import torch
 from faults import (
     OPTIONS,
     FaultStore,
-    check_restores,
     check_whole,
     keys_of,
     one_thread,
@@ -292,7 +291,7 @@ def test_a_remounted_volume_is_the_same_repository(made, tmp_path):
         snapshots.save(0, {"w": torch.zeros(10)}).result()
         places.swap()
         for call in (lambda: snapshots.save(1, {"w": torch.ones(10)}).result(), lambda: snapshots.save(2, {}).result()):
-            with pytest.raises(StorageError, match="gone: its volume was unmounted or replaced"):
+            with pytest.raises(StorageError, match="it has no config; its volume was unmounted or replaced"):
                 call()
         assert list(places.root.iterdir()) == []
         places.root.rmdir()
@@ -301,29 +300,15 @@ def test_a_remounted_volume_is_the_same_repository(made, tmp_path):
         assert snapshots.all_steps() == [0, 3]
 
 
-def test_a_config_that_is_damaged_meanwhile_stops_no_training(made, tmp_path, caplog):
-    places = Renamed(tmp_path, made, "empty")
-    with Repository.open(places.root, options=OPTIONS) as repository:
-        config = places.root / "config"
-        data = bytearray(config.read_bytes())
-        data[40] ^= 1
-        config.write_bytes(data)
-        save(repository, "a", 4, 4)
-        assert "its config has been damaged since it was opened" in caplog.text
-        assert len(check_restores(repository)) == 4
-
-
 @pytest.mark.parametrize("how", ["gone", "another"])
 def test_a_store_that_holds_another_repository_by_now(how):
     """Where there is nothing to pin, the config's uuid alone tells."""
     store, other = MemoryStore(), MemoryStore()
-    Repository.create(other, chunk_bytes=1024).close()
+    with Repository.create(other, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
-        config = store.get("config")
-        store.delete(["config"])
-        if how == "another":
-            store.put("config", other.get("config"))
+        ours, store._objects = store._objects, dict(other._objects) if how == "another" else {}
         before = keys_of(store)
         for verb in (
             lambda: save(repository, "a", 1, 1),
@@ -333,10 +318,31 @@ def test_a_store_that_holds_another_repository_by_now(how):
             lambda: repository.recode(),
             lambda: repository.set_policies("a", [KeepLast(1)]),
         ):
-            with pytest.raises(StorageError, match="gone: its volume" if how == "gone" else "another repository lies"):
+            with pytest.raises(StorageError, match=r"not the repository that was opened: .*its volume was unmounted"):
                 verb()
         assert keys_of(store) == before
-        store.delete(["config"])
-        store.put("config", config)
+        store._objects = ours
         save(repository, "a", 1, 1)
+    check_whole(store)
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged", "repaired"])
+def test_a_config_that_is_not_as_it_was_stops_no_training(how, caplog):
+    """A record that the process knows proves the place as well."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        data = bytearray(store.get("config"))
+        data[40] ^= 1
+        store.delete(["config"])
+        if how != "lost":
+            store.put("config", bytes(data))
+        if how == "repaired":
+            with Repository.open(store, options=OPTIONS, damaged=True) as found:
+                found.repair(apply=True)
+        save(repository, "a", 1, 1)
+        repository.gc()
+        assert {"lost": "has no config", "damaged": "is damaged", "repaired": "another uuid"}[how] in caplog.text
+        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+            found.repair(apply=True)
     check_whole(store)

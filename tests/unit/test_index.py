@@ -303,7 +303,9 @@ def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as new:
             assert (new.view().vanished, new.view().missing) == ([], [])
             save(new, "a", 0, 0)
-            with pytest.raises(StorageError, match="another repository lies here than was opened"):
+            with pytest.raises(
+                StorageError, match="this is not the repository that was opened: its config has another uuid"
+            ):
                 save(old, "a", 1, 1)
             assert new._index._environment._file == new._index._environment._file_now()
             assert len(new.snapshots("a")) == 1

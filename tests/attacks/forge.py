@@ -64,7 +64,8 @@ def budget(world, *, decoded_bytes=0, fits=False):
     stored = world.stored_bytes
     # A byte of a tree is at most 64 unpacked, each an object of some sixty; a chunk and what it is decoded by.
     limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
-    with little_memory(32 * MIB + 4096 * stored + 8 * world.size + declared, limit_s):
+    room = 96 * MIB + 4096 * stored + 8 * world.size + declared  # modules that a verb imports first included
+    with little_memory(room, limit_s):
         yield
 
 

@@ -35,6 +35,7 @@ from snapstore import (
     Repository,
     SaveOptions,
     SnapshotManager,
+    SnapstoreError,
     blob,
     cli,
     manifest,

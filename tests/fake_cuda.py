@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import re
 import sys
 import threading
 import types
@@ -406,7 +407,7 @@ class RawKernel:
     _lock = threading.Lock()
 
     def __init__(self, code: str, name: str, options: tuple[str, ...] = ()) -> None:
-        assert f'extern "C" __global__ void {name}(' in code
+        assert re.search(rf'extern "C" __global__ void (__launch_bounds__\(.*\) )?{name}\(', code)
         self.name = name
 
     num_regs = 32

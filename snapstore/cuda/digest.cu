@@ -210,7 +210,10 @@ __device__ u64 merge_accumulators(const u64* acc, int secret, u64 seed, u64 star
 
 // what: 0 XXH3-128 to out[2i], canonical (big-endian); 1 XXH3-64 to out[i]; 2 XXH3-64 to the 8 bytes before the input
 // (a blob's checksum precedes what it covers). seed: of XXH3-128; 0 for XXH3-64.
-extern "C" __global__ void digest(const u64* addresses, const u64* lengths, u64* out, u64 what, u64 seed) {
+//
+// Three blocks must fit on a multiprocessor, which leaves 32 registers a thread: on an H200, 3,072 chunks of 1 MiB hash
+// at 3,971 GB/s; with the 60 registers that the compiler takes of itself only one fits, and it is 2,354 GB/s.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) digest(const u64* addresses, const u64* lengths, u64* out, u64 what, u64 seed) {
     __shared__ u64 sums[2][TILE][8];
     __shared__ u64 final_acc[8];
     const u8* in = (const u8*)addresses[blockIdx.x];

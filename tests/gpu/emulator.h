@@ -12,6 +12,7 @@
 #include <vector>
 
 #define __global__
+#define __launch_bounds__(...)
 #define __device__
 #define __constant__ static const
 #define __shared__ static

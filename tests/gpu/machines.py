@@ -61,7 +61,9 @@ class Emulator:
 def emulated(kernel):
     """A kernel built for this CPU."""
     source = (FOLDER / f"{kernel}.cu").read_text()
-    (parameters,) = re.findall(rf'extern "C" __global__ void {kernel}\((.*?)\)', source, re.DOTALL)
+    (parameters,) = re.findall(
+        rf'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?{kernel}\((.*?)\)', source, re.DOTALL
+    )
     names = re.findall(r"(\w+)(?:,|$)", parameters)
     types = [re.sub(r"\s*\w+$", "", p.strip()) for p in parameters.split(",")]
     casts = ", ".join(f"({t})a{i}" for i, t in enumerate(types))

@@ -144,10 +144,12 @@ class Reader:
                     raise short(key, self._requests.url, offset, len(view), now_bytes)
             try:
                 while done < len(view):
-                    count = guarded(answer["Body"].readinto, view[done : done + READ_PIECE_BYTES])
-                    if not count:  # of an answer that says less than its range
+                    # not readinto: old releases of botocore have none, and urllib3's copies as well
+                    data = guarded(answer["Body"].read, min(READ_PIECE_BYTES, len(view) - done))
+                    if not data:  # of an answer that says less than its range
                         raise Failure("ShortBody", "the body broke off; check the network, then try again")
-                    done += count
+                    view[done : done + len(data)] = data
+                    done += len(data)
                     failures = 0
             except Failure:
                 failures += 1

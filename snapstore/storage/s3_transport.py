@@ -161,16 +161,16 @@ class _Body:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._raw, name)
 
-    def readinto(self, view: memoryview) -> int:
-        self._deadline.allow(len(view))
+    def read(self, size_bytes: int) -> bytes:
+        self._deadline.allow(size_bytes)
         try:
-            count: int = self._raw.readinto(view)
+            data: bytes = self._raw.read(size_bytes)
         except Exception:
             self._check()
             raise
-        if count < len(view):
+        if len(data) < size_bytes:
             self._check()
-        return count
+        return data
 
     def stream(self, *_: object, **__: object) -> Iterator[bytes]:
         """All of it, if it is an answer in words."""

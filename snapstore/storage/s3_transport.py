@@ -30,6 +30,7 @@ from .s3_deadline import SLOWEST_BYTES_PER_S, Deadline, in_time
 
 #: A page of a thousand of the longest names takes 4 MB; answers to other requests are smaller.
 ANSWER_LIMIT_BYTES = 8 * 1024**2
+PIECE_BYTES = 64 * 1024
 #: What S3 answers to requests that it has read whole.
 _LEAVES_IN_ORDER = {200, 204, 206, 404}
 _MAX_LINES, _MAX_LINE_BYTES = 100, 64 * 1024  # as http.client has them
@@ -60,10 +61,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _unsent_bytes(sock: socket.socket | None) -> int:
+def _unsent_bytes(sock: socket.socket) -> int:
     """What was sent, and waits in the kernel for a slow line; 0 where it does not tell."""
     try:
-        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder) if sock is not None else 0
+        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:
         return 0
 
@@ -91,16 +92,21 @@ class _Watched:
             _current.deadline.guard(sock)
         return super().request(*args, **options)  # type: ignore[misc]
 
-    def send(self, data: Any) -> Any:
+    def send(self, data: Any) -> None:
+        if hasattr(data, "read"):  # urllib3 1 has files sent by http.client, whole
+            while piece := data.read(PIECE_BYTES):
+                self.send(piece)
+            return
         if _current.deadline is not None:
             _current.deadline.allow(len(data))
-        return super().send(data)  # type: ignore[misc]
+        super().send(data)  # type: ignore[misc]
 
     def getresponse(self) -> Any:
-        queued = _unsent_bytes(getattr(self, "sock", None))
-        if queued and _current.deadline is not None:  # a slow line: no answer before these have left
-            _current.deadline.allow(queued)
+        sock: socket.socket | None = getattr(self, "sock", None)
+        if sock is not None and _current.deadline is not None and (queued := _unsent_bytes(sock)):
+            _current.deadline.allow(queued)  # a slow line: there is no answer before these have left
             self.timeout: float = self.timeout + queued / SLOWEST_BYTES_PER_S
+            sock.settimeout((sock.gettimeout() or 0) + queued / SLOWEST_BYTES_PER_S)  # which urllib3 1 has set already
         response = super().getresponse()  # type: ignore[misc]
         sent_whole = not getattr(self, "_response_received", False)  # else the answer came in place of "go on"
         if not sent_whole and response.status < 300:
@@ -175,7 +181,7 @@ class _Body:
     def stream(self, *_: object, **__: object) -> Iterator[bytes]:
         """All of it, if it is an answer in words."""
         done = 0
-        for piece in self._raw.stream(64 * 1024):
+        for piece in self._raw.stream(PIECE_BYTES):
             done += len(piece)
             if done > ANSWER_LIMIT_BYTES:
                 raise OddAnswerError(f"a body of more than {ANSWER_LIMIT_BYTES} bytes")

@@ -359,6 +359,7 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
         raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
     if isinstance(found, Snapshot):
         _check_sizes(found, key)
+        found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # or it keeps all of the bytes
     return found
 
 

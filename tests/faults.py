@@ -351,7 +351,8 @@ def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple
 
 def lasting(snapshot: Snapshot) -> str:
     """What no verb may change of a record; as text, in which NaN equals itself."""
-    return repr({f: getattr(snapshot, f) for f in snapshot.__struct_fields__ if f not in REVISED | REWRITTEN})
+    fields = {f: getattr(snapshot, f) for f in snapshot.__struct_fields__ if f not in REVISED | REWRITTEN}
+    return repr(fields | {"metadata_node": bytes(snapshot.metadata_node)})
 
 
 #: What has been restored by repositories that had just been opened, see `_content_of`.

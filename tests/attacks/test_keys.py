@@ -13,7 +13,7 @@ from snapstore import manifest, policies, records
 from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.records import Policy
 from snapstore.state.containers import MAX_ALIKE
-from snapstore.state.tree import decode_plain, encode_plain, unpack
+from snapstore.state.tree import decode_plain, encode_plain, unpack_nodes
 
 MODULUS = 2**61 - 1  # CPython's hash of a number is the number modulo this
 N = 15_000  # colliding, these take minutes; else milliseconds
@@ -111,7 +111,7 @@ def test_a_map_where_a_node_should_stand():
     world = World()
     for packed in (bomb, b"\x92\xa4list\x91" + bomb):
         with little_time(), pytest.raises(FormatError, match="holds a map"):
-            unpack(packed)
+            unpack_nodes(packed)
         with little_time(), pytest.raises(FormatError, match="holds a map"):
             manifest.decode(with_section(world.manifest(), "tree", packed, len(packed), 0), "here")
 
@@ -124,12 +124,12 @@ def test_a_map_in_the_metadata_or_the_policies():
         world.commit(world.manifest(), metadata_node=metadata)
         with little_time(), world.open() as repo, pytest.raises(FormatError, match=why):
             assert repo.snapshot("r@0").metadata
-    data = records.encode(Policy(run="r", policies=[{"kind": "KeepLast", "n": bomb}]))
+    data = records.encode(Policy(run="r", revision=0, policies=[{"kind": "KeepLast", "n": bomb}]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
-        policies.decode(data, "r", "key")
-    data = records.encode(Policy(run="r", policies=[bomb]))
+        policies.decode(data, "policies/r.0")
+    data = records.encode(Policy(run="r", revision=0, policies=[bomb]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
-        policies.decode(data, "r", "key")
+        policies.decode(data, "policies/r.0")
 
 
 def test_nodes_that_look_like_maps_are_read():
@@ -140,7 +140,7 @@ def test_nodes_that_look_like_maps_are_read():
         *(rng.bytes(n) for n in (*range(300), 4000)), *("\u00df\u07ff\uffde" * n for n in range(200)),
         2**200, "x" * 70_000, (2**32,) * 20, *({i: None} for i in range(300)), *([[]] * n for n in (3, 16, 66_000)),
     ]  # fmt: skip
-    assert decode_plain(unpack(msgspec.msgpack.encode(encode_plain(value)))) == value
+    assert decode_plain(unpack_nodes(msgspec.msgpack.encode(encode_plain(value)))) == value
 
 
 def test_every_kind_of_token_is_stepped_over():
@@ -158,8 +158,8 @@ def test_every_kind_of_token_is_stepped_over():
     assert set(range(256)) == tokens.keys() | rest
     for token in tokens.values():
         with pytest.raises(FormatError, match="holds a map"):
-            unpack(b"\x93" + token + b"\x80\xc0")
-        unpack(b"\x91" + token)
+            unpack_nodes(b"\x93" + token + b"\x80\xc0")
+        unpack_nodes(b"\x91" + token)
 
 
 @pytest.mark.parametrize(

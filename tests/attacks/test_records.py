@@ -103,9 +103,9 @@ POLICIES = st.fixed_dictionaries(
 def test_any_policy(made, stored):
     """Mitigation: policies are made of what is stored by their own constructors, which check it."""
     tally("fuzz inputs")
-    data = records.encode(Policy(run="r", policies=stored))
+    data = records.encode(Policy(run="r", revision=0, policies=stored))
     with little_memory(), contextlib.suppress(SnapstoreError):
-        found = policies.decode(data, "r", "key")
+        found = policies.decode(data, "policies/r.0")
         made_of = [retention.from_dict(policy) for policy in found]
         retention.apply(made_of, [made[1]], force=True)
         assert retention.describe(made_of)
@@ -121,8 +121,8 @@ def test_policies_of_every_kind_are_stored_and_read():
         retention.KeepSteps((1, 2)),
         retention.KeepBest("x", n=2),
     ]
-    data = records.encode(Policy(run="r", policies=[retention.to_dict(policy) for policy in keep]))
-    assert [retention.from_dict(policy) for policy in policies.decode(data, "r", "key")] == keep
+    data = records.encode(Policy(run="r", revision=0, policies=[retention.to_dict(policy) for policy in keep]))
+    assert [retention.from_dict(policy) for policy in policies.decode(data, "policies/r.0")] == keep
 
 
 def test_a_record_of_a_hundred_thousand_tags():
@@ -131,4 +131,4 @@ def test_a_record_of_a_hundred_thousand_tags():
         id="b" * 32, run="r", step=5, seq=1, state="committed", write_id="", tags=[f"t{i}" for i in range(100_000)]
     )
     with little_memory(32 * MIB):
-        assert len(records.decode(records.encode(snapshot), Snapshot, "key").tags) == 100_000
+        assert len(records.decode(records.encode(snapshot), Snapshot, snapshot.key).tags) == 100_000

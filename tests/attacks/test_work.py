@@ -13,6 +13,7 @@ from forge import (
     MIB,
     World,
     budget,
+    digest,
     forge_blob,
     full,
     header_of,
@@ -29,7 +30,6 @@ from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
 from snapstore import Repository, SaveOptions, cli, limits, manifest, records
-from snapstore.digest import digest
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
 from snapstore.manifest import Box, TensorEntry
 from snapstore.state.tree import encode_plain

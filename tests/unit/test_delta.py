@@ -36,8 +36,8 @@ def a_manifest(digests, packs=(0,), part="model", entries=(), depth=0):
         ref_sizes=np.full(n * per, 64, np.uint32),
     )
     header = ManifestHeader(
-        save_id=bytes(16), snapshot=bytes(16), revision=0, rank=0, sequence=0, part=part, chunk_bytes=64, digest_seed=0, tensors=len(entries),
-        chunks=n, refs=n * per, logical_bytes=0, depth=depth,
+        save_id=bytes(16), snapshot=bytes(16), revision=0, rank=0, sequence=0, part=part, chunk_bytes=64,
+        digest_seed=0, tensors=len(entries), chunks=n, refs=n * per, logical_bytes=0, depth=depth,
         packs=b"".join(bytes.fromhex(pack_name(p)) for p in packs),
         pack_sizes=np.array([1000 + p for p in packs], "<u8").tobytes(), sections=[],
     )  # fmt: skip

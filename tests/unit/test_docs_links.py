@@ -11,8 +11,6 @@ import snapstore
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-#: Links known to be broken, as (page, link). To be mended with the page.
-BROKEN = {("docs/reliability.md", "benchmarks.md#scale-tools-bench-scale")}
 
 
 def without_code(text):
@@ -44,10 +42,9 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page):
-    name = str(page.relative_to(ROOT))
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
     relative = [link for link in links if "://" not in link and not link.startswith("mailto:")]
-    problems = [found for link in relative if (name, link) not in BROKEN and (found := problem(page, link))]
+    problems = [found for link in relative if (found := problem(page, link))]
     assert not problems
 
 
@@ -56,7 +53,6 @@ def test_a_link_that_leads_nowhere_is_found():
     assert problem(page, "docs/none.md") == "docs/none.md: no such file"
     assert "no such heading" in problem(page, "docs/concepts.md#none")
     assert not problem(page, "docs/concepts.md#words")
-    assert all(problem(ROOT / name, link) for name, link in BROKEN)
 
 
 def test_python_blocks_can_be_read():

@@ -394,7 +394,7 @@ def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
     beside = [one for one in asked if one[1] not in ("packs", "manifests")]
     session, record = "sessions", "snapshots"
     assert beside == [
-        ("hold", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
+        ("get", "config"), ("hold", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
         ("get", session), ("put", record), ("get", record), ("release", session),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ it first, so a folder under its own name is always whole, and whoever waited for
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -97,6 +98,7 @@ def begin_use(folder: Path) -> int:
                 raise
             continue
         with suppress(FileNotFoundError):  # removed meanwhile: again
+            _require_private(folder)
             fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
@@ -107,6 +109,13 @@ def begin_use(folder: Path) -> int:
                 os.close(fd)
                 raise
             os.close(fd)
+
+
+def _require_private(folder: Path) -> None:
+    """Raise PermissionError unless a folder is one, ours, and nobody else can write to it: LMDB trusts its file."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "expected a folder that only you can write to", str(folder))
 
 
 def end_use(fd: int) -> None:

@@ -24,14 +24,14 @@ log = logging.getLogger("snapstore")
 
 
 @contextmanager
-def confirmed(store: ObjectStore, index: Index) -> Iterator[None]:
-    """Keep to the place of the repository that an index is of.
+def confirmed(store: ObjectStore, index: Index) -> Iterator[Config | None]:
+    """Keep to the place of the repository that an index is of; gives its config as it is now, if that can be read.
 
     Raises:
         StorageError: the store holds no repository, or another one; or it cannot be read.
     """
     with store.pinned():
-        wrong = _wrong(store, index.uuid)
+        config, wrong = _look(store, index.uuid)
         if wrong:
             if not _has_known_record(store, index):
                 raise StorageError(
@@ -39,18 +39,19 @@ def confirmed(store: ObjectStore, index: Index) -> Iterator[None]:
                     "replaced; nothing was written; mount it again, then try again"
                 )
             log.warning("%s: %s, since it was opened; open it again", store.url, wrong)
-        yield
+        yield config
 
 
-def _wrong(store: ObjectStore, uuid: str) -> str:
-    """What is wrong with the config; empty if it is that of a repository."""
+def _look(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:
+    """The config, and what is wrong with it; empty if it is that of a repository."""
     try:
-        found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config").uuid
+        found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
     except NotFoundError:
-        return "it has no config"
+        return None, "it has no config"
     except (IntegrityError, FormatError):
-        return "its config is damaged"
-    return "" if found == uuid else f"its config has another uuid, expected {uuid}, got {found[:80]!r}"
+        return None, "its config is damaged"
+    wrong = f"its config has another uuid, expected {uuid}, got {found.uuid[:80]!r}"
+    return found, "" if found.uuid == uuid else wrong
 
 
 def _has_known_record(store: ObjectStore, index: Index) -> bool:

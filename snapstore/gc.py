@@ -182,11 +182,14 @@ class _Gc:
         if left:
             self.result.waiting_for.extend(left)
             return False
-        while True:  # until no un-forget has slipped in between
+        for tries in range(revisions.ATTEMPTS, -1, -1):  # until no un-forget has slipped in between
             view, unneeded, sizes = self._candidates()
             doomed = mark.keys() & unneeded
-            if _write_swept(store, self.index, view, doomed):
+            revised = _write_swept(store, self.index, view, doomed)
+            if revised is None:
                 break
+            if not tries:
+                raise revisions.hidden(store, revised)
         try:
             store.stat(records.key_of(mark))
         except NotFoundError:
@@ -315,14 +318,15 @@ def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[Vie
 
     A snapshot that is forgotten and swept by another gc while we read its manifests is no damage: we look again.
     """
-    while True:
+    for left in range(revisions.ATTEMPTS, -1, -1):
         view = _settled_view(store, index)
         try:
             return view, live_keys(store, index, view, present)
         except IntegrityError:
             still = {snapshot.key for snapshot in index.refresh().snapshots()}
-            if still.issuperset(snapshot.key for snapshot in view.snapshots()):
+            if not left or still.issuperset(snapshot.key for snapshot in view.snapshots()):
                 raise
+    raise AssertionError("unreachable")
 
 
 def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
@@ -341,8 +345,8 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     return wait
 
 
-def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> bool:
-    """A `swept` revision for every forgotten record that loses bytes; False when one was revised under us."""
+def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> Snapshot | None:
+    """A `swept` revision for every forgotten record that loses bytes; gives one that was revised under us, if any."""
     for snapshot, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
         # A bad sector must not stop every gc: what a repair has dropped was given up by somebody who knew of it.
         if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
@@ -352,8 +356,8 @@ def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str])
             try:
                 revisions.revise(store, index, snapshot, state=SWEPT)
             except ConflictError:
-                return False
-    return True
+                return snapshot
+    return None
 
 
 def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:

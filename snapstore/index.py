@@ -100,8 +100,12 @@ class _Rest:
 class Index:
     """The cache of one repository, and the way to a View. Safe to use from several threads."""
 
-    def __init__(self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES) -> None:
+    def __init__(
+        self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES,
+        digest_seed: int | None = None,
+    ) -> None:  # fmt: skip
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
+        self.digest_seed = digest_seed  # of the repository, as it was opened
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}

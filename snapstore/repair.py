@@ -294,7 +294,14 @@ class _Repair:
             self._do("remove", key, f"{key}: is damaged and removed", partial(effect, key))
 
     def _end_session(self, key: str) -> None:
-        """Remove a damaged session. A record that never was explains what it has put, since nobody knows its own."""
+        """Remove a damaged session. A record that never was explains what it has put, since nobody knows its own.
+
+        Raises:
+            ConflictError: it can be read: one wrong answer must not take the session of a save that runs.
+        """
+        with suppress(*DAMAGE, NotFoundError):
+            records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), records.Session, key)
+            raise ConflictError(f"{key}: can be read")
         name = key.removeprefix("sessions/")
         if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
             record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")

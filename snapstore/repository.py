@@ -150,7 +150,7 @@ class Repository:
         folder, temporary = index.folder_for(store, config.uuid)
         if config_problem:  # its uuid is made up: the index that is there stays as it is
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        self._index = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES)
+        self._index = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
         if temporary is None:
             shrink()
         self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())

@@ -23,6 +23,8 @@ from .records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Snapshot
 from .storage import ObjectStore
 from .threads import Threads
 
+#: So often is decided again by a new listing; a revision that no listing shows must not keep anybody for ever.
+ATTEMPTS = 20
 #: Each revision is one small durable put: they wait for the disk, not for a core.
 FORGET_THREADS = 8
 
@@ -97,10 +99,25 @@ def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, poli
 
 
 def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
+    """Forget one; None if it was tagged or revised away.
+
+    Raises:
+        StorageError: a revision of it is there that no listing shows.
+    """
     current: Snapshot | None = snapshot
-    while current is not None and current.state == COMMITTED and not current.tags:
+    for _ in range(ATTEMPTS):
+        if current is None or current.state != COMMITTED or current.tags:
+            return None
         try:
             return revise(store, index, current, state=FORGOTTEN, policy=policy, reason=reason)
         except ConflictError:
             current = index.refresh().get(snapshot.id)
-    return None
+    raise hidden(store, snapshot)
+
+
+def hidden(store: ObjectStore, snapshot: Snapshot) -> StorageError:
+    """The error of a revision that is there, and that no listing shows."""
+    return StorageError(
+        f"{snapshot.ref} (id:{snapshot.id[:12]}) in {store.url}: a later revision of its record is there, and the "
+        "listing does not show it; nothing was changed; try again"
+    )

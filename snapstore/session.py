@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Self
 
-from . import records
+from . import manifest, records
 from .confirm import confirmed
 from .errors import (
     AlreadyExistsError,
@@ -38,6 +38,7 @@ from .errors import (
     StorageFullError,
 )
 from .index import Index
+from .manifest import ManifestHeader
 from .reads import listed
 from .records import ABORTED, COMMITTED, MAX_OBJECT_BYTES, MadeFor, Mark, Snapshot
 from .storage import ObjectStore
@@ -113,8 +114,13 @@ class Claim:
         self._unclear = False
         self._decided = False  # a record lies under the key, whosoever
         self.quarantined: set[str] = set()
-        self._place.enter_context(confirmed(store, index))
+        config = self._place.enter_context(confirmed(store, index))
         try:
+            if config is not None and index.digest_seed not in (None, config.digest_seed):
+                raise StorageError(
+                    f"{store.url}: config has another digest seed than when this repository was opened: it was "
+                    f"replaced or repaired; nothing was written; open the repository again, then {verb} again"
+                )
             store.hold(self._session_key, self._announced)
         except BaseException:
             self._release()
@@ -139,15 +145,16 @@ class Claim:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.written and not self._decided:
-            LEFT_OVER.add(self.id)  # the session keeps our packs safe, and explained, until a gc has fenced us
-            if not self._unclear:  # else it was tried
-                self._give_up(f"{self.verb} failed: {exc[1]}"[:500])
-        if self.written and not self._decided:
+        try:
+            if self.written and not self._decided:
+                LEFT_OVER.add(self.id)  # the session keeps our packs safe, and explained, until a gc has fenced us
+                if not self._unclear:  # else it was tried
+                    self._give_up(f"{self.verb} failed: {exc[1]}"[:500])
+            if self._decided or not self.written:
+                LEFT_OVER.discard(self.id)
+                self._release()
+        finally:
             self._place.close()
-        else:
-            LEFT_OVER.discard(self.id)
-            self._release()
 
     def _give_up(self, reason: str) -> None:
         """Explain what was put by a record that commits nothing; where there is no room for one, take it away."""
@@ -156,7 +163,9 @@ class Claim:
                 self._create(self._instead(reason))
             except StorageFullError:  # the store has answered: our record can no longer appear, and nobody else needs
                 self.store.delete(sorted(self.written))  # what is ours alone
-                self.written.clear()
+                for prefix in ("packs/", "manifests/"):
+                    self.store.settle(prefix)  # a power loss must not bring it back, unexplained
+                self.written &= self.store.sizes(self.written).keys()
 
     def _release(self) -> None:
         """End the session; failing to is no failure of the save: gc sees a dead, stale or left-over session."""
@@ -320,9 +329,22 @@ class Session(Claim):
             view = index.refresh()
             self.parent, self.bases = self._choose(view, parent, also, marked)
             self.seq = view.next_seq(run)
+            if not self.bases:
+                self._compare_seed(view)
         except BaseException:
             self._release()
             raise
+
+    def _compare_seed(self, view: View) -> None:
+        """Without bases, whose seeds are compared anyway, compare that of the oldest snapshot.
+
+        Raises:
+            FormatError: config is another repository's, as far as can be told.
+        """
+        refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests][:1]
+        for header in self._index.headers(refs):
+            if self._index.digest_seed is not None and isinstance(header, ManifestHeader):
+                manifest.check_seed(header, self._index.digest_seed, refs[0].key)
 
     def _choose(
         self, view: View, parent: str | None, also: Sequence[str], marked: set[str] | None

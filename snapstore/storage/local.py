@@ -534,7 +534,7 @@ class LocalStore:
         if isinstance(error, SymbolicLinkError):
             return StorageError(
                 f"{error.filename} in {self.url}: is a symbolic link, and nothing in a repository is reached through "
-                "one; put what it leads to in its place (a bind mount serves as well), or remove it"
+                "one; put what it leads to in its place, or remove it"
             )
         return _translate(f"{key} in {self.url}: cannot {verb}", error)
 

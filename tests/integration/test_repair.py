@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from functools import partial
 
 import msgspec
@@ -36,6 +37,7 @@ from snapstore import (
     SaveOptions,
     SnapshotManager,
     SnapstoreError,
+    StorageError,
     blob,
     cli,
     manifest,
@@ -999,3 +1001,44 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
         report = repository.repair(apply=True)
         assert report.ok
         assert "heal" in {action.kind for action in report.actions}
+
+
+def test_one_wrong_get_of_a_session_takes_it_from_nobody(store, monkeypatch):
+    """Repair reads a session again before it removes it as damaged."""
+    sessions = [records.this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
+    for session in sessions:
+        store.put(records.key_of(session), records.encode(session))
+    store.clock = lambda: time.time() + 7200  # long silent, and of another host
+    real, lies = store.get, iter([records.encode(sessions[1])])
+
+    def get(key, **options):
+        return next(lies, None) or real(key, **options) if key == records.key_of(sessions[0]) else real(key, **options)
+
+    monkeypatch.setattr(store, "get", get)
+    with opened(store) as found:
+        report = found.repair(apply=True)
+    assert any("can be read" in line for line in report.open)
+    assert records.key_of(sessions[0]) in keys_of(store, "sessions/")
+
+
+def test_a_config_of_another_seed_ends_the_saves_of_who_has_it_open(store):
+    """Though a record that it knows proves the place: it would commit what nobody else can verify."""
+    with opened(store) as found:
+        found.view()
+        with_config(store, found.config, digest_seed=found.config.digest_seed ^ 1)
+        with pytest.raises(StorageError, match=r"another digest seed.*open the repository again"):
+            save(found, "a", 9, 9)
+        with_config(store, found.config)
+        save(found, "a", 9, 9)
+
+
+def test_a_first_save_beside_a_foreign_config_is_refused(store):
+    """A run without bases compares the seed of the oldest snapshot there is."""
+    with opened(store) as found:
+        config = found.config
+    with_config(store, config, digest_seed=config.digest_seed ^ 1)
+    with Repository.open(store, options=OPTIONS) as found, pytest.raises(FormatError, match="another seed"):
+        save(found, "new", 0, 0)
+    with_config(store, config)
+    with opened(store) as found:
+        save(found, "new", 0, 0)

@@ -46,6 +46,7 @@ from snapstore import (
     Snapshot,
     SnapstoreError,
     StorageError,
+    StorageFullError,
     policies,
 )
 from snapstore.storage import ObjectInfo
@@ -477,3 +478,67 @@ def _dying(store: FaultStore) -> Callable[[str, Any], None]:
         real(key, data)
 
     return put
+
+
+class Hiding(FaultStore):
+    """No listing shows one object."""
+
+    hidden = ""
+
+    def list(self, prefix):
+        return iter([info for info in super().list(prefix) if info.key != self.hidden])
+
+
+@pytest.mark.parametrize("verb", ["gc", "forget", "forget_snapshots"])
+def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
+    inner = MemoryStore()
+    with Repository.create(inner, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(3):
+            save(repository, "a", step, step)
+        repository.forget_snapshots(["a@1"])
+        if verb == "gc":
+            revision = repository.unforget("a@1")
+        else:
+            repository.unforget("a@1")
+            revision = repository.tag("a@1", "kept")
+    store = Hiding(inner)
+    store.hidden = revision.key
+    before = keys_of(inner)
+    with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageError, match="does not show it"):
+        {
+            "gc": repository.gc,
+            "forget": lambda: repository.forget([KeepLast(1)], run="a"),
+            "forget_snapshots": lambda: repository.forget_snapshots(["a@1"]),
+        }[verb]()
+    assert {key for key in before if not key.startswith("gc/")} <= set(keys_of(inner))
+    with opened(inner) as repository:
+        assert repository.snapshot("a@1").state == "committed"
+
+
+def test_a_full_store_that_does_not_delete_leaves_the_session():
+    """What a save had put is explained by its session, until it is gone for certain."""
+
+    class Full(FaultStore):
+        kept = True
+
+        def put(self, key, data):
+            if key.startswith("snapshots/"):
+                raise StorageFullError(f"{key}: full")
+            super().put(key, data)
+
+        def delete(self, keys):
+            if not self.kept:
+                super().delete(keys)
+
+    for kept in (True, False):
+        inner = MemoryStore()
+        with Repository.create(inner, chunk_bytes=1024, options=OPTIONS) as repository:
+            save(repository, "a", 0, 0)
+        store = Full(inner)
+        store.kept = kept
+        with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageFullError):
+            save(repository, "a", 1, 1)
+        assert bool(keys_of(inner, "sessions/")) == kept
+        with opened(inner) as repository:
+            repository.gc()
+            assert repository.stats().unneeded_bytes == 0

@@ -883,3 +883,23 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
     with Repository.open(root, options=OPTIONS) as repository:
         assert len(repository.snapshots("other")) == 4
     assert "damaged or unfinished" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["a link", "writable by others"])
+def test_an_index_folder_that_is_not_ours_alone_is_not_used(root, tmp_path, how, caplog):
+    """In the cache, too: LMDB trusts its file."""
+    Repository.open(root).close()
+    folder, out = index_of(root), tmp_path / "elsewhere"
+    shutil.rmtree(folder)
+    out.mkdir()
+    (out / "data.mdb").write_text("mine")
+    if how == "a link":
+        folder.symlink_to(out)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with Repository.open(root) as repository:
+        assert repository.snapshots()
+    assert "only you can write to" in caplog.text
+    assert {p.name: p.read_text() for p in out.iterdir()} == {"data.mdb": "mine"}
+    assert how == "a link" or list(folder.iterdir()) == []

@@ -45,14 +45,14 @@ def parse_size(text: str) -> int:
 
 
 def from_environment(name: str) -> int | None:
-    """A limit that a variable sets; None: it does not.
+    """A limit that a variable sets; None: it is not set, or empty.
 
     Raises:
         InvalidInputError: its value is no size.
     """
     value = os.environ.get(name)
     try:
-        return None if value is None else parse_size(value)
+        return parse_size(value) if value else None
     except InvalidInputError as error:
         raise InvalidInputError(f"{name}={error}") from error
 
@@ -162,10 +162,14 @@ def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of a group that its kernel gives back when they are needed."""
+    """Bytes of a group, and of those below it, that its kernel gives back when they are needed.
+
+    In version 1 the plain numbers are of the group alone, though its usage counts those below: `total_` has them all.
+    """
     found = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
     names = ("active_file", "inactive_file", "slab_reclaimable")
-    return sum(int(found[name]) for name in names if found.get(name, "").isdecimal())
+    counts = (found.get(f"total_{name}", found.get(name, "")) for name in names)
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _zfs_cache(root: Path) -> int:

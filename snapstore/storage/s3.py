@@ -67,7 +67,7 @@ READERS = 8
 #: A server that says nothing for so long is asked again. Sending has the first one a piece of a body.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 #: The first and nine more, with pauses that double from 0.1 to 20 s: these bridge 35 s without a server, and one that
-#: never answers fails a request within six minutes.
+#: never answers fails a request within eight minutes.
 ATTEMPTS = 10
 DELETE_BATCH = 1000  # what S3 takes in one request
 #: Bodies above this size are sent without a copy, and after the server has said that it wants them.

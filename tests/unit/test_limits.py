@@ -64,7 +64,15 @@ def test_control_groups_of_version_1(machine):
     listed = {"proc/self/cgroup": "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n"}
     unlimited = {f"{at}memory.limit_in_bytes": 2**63 - 4096, f"{at}memory.usage_in_bytes": GIB}
     assert machine(listed | unlimited) == 10
-    assert machine(listed | {f"{at}memory.limit_in_bytes": 3 * GIB, f"{at}memory.usage_in_bytes": GIB}) == 4
+    limited = listed | {f"{at}memory.limit_in_bytes": 3 * GIB, f"{at}memory.usage_in_bytes": GIB}
+    assert machine(limited) == 4
+    stat = f"active_file 0\ninactive_file 0\ntotal_active_file 0\ntotal_inactive_file {GIB}\n"
+    assert machine(limited | {f"{at}memory.stat": stat}) == 5, "usage counts groups below, which alone have read files"
+
+
+def test_an_empty_variable_sets_no_limit(monkeypatch):
+    monkeypatch.setenv(limits.MEMORY, "")
+    assert limits.from_environment(limits.MEMORY) is None
 
 
 def test_resource_limits(machine, monkeypatch):

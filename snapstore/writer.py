@@ -123,8 +123,7 @@ def _write_part(chunks: _Chunks, number: int, part: Part, source: Source, plan: 
         inline: tuple[int, int] | None = None
         if 0 < spec.nbytes < chunking.INLINE_BYTES:
             inline = (len(layout.inline), spec.nbytes)
-            layout.inline += as_bytes(source(number, index)).tobytes()
-            chunks.confirm(number, index)
+            layout.inline += chunks.inline_bytes(number, index, source)
         elif spec.nbytes:
             count = chunking.chunk_count(spec.nbytes, plan.chunk_bytes)
             boxes = [Box([0] * len(spec.shape), list(spec.shape), layout.rows, count)]
@@ -270,6 +269,20 @@ class _Chunks:
     def begin_part(self, name: str) -> None:
         """Packs never mix parts."""
         self.packs.begin(self._rank, name)
+
+    def inline_bytes(self, part: int, index: int, source: Source) -> bytes:
+        """The bytes of a small tensor, which lie in the manifest.
+
+        Raises:
+            InvalidInputError: it was changed while they were read.
+        """
+        try:
+            data = as_bytes(source(part, index)).tobytes()  # from a device, a copy of what may be resized meanwhile
+        except RuntimeError:
+            self.confirm(part, index)
+            raise
+        self.confirm(part, index)
+        return data
 
     def add_tensor(self, part: int, index: int, name: str, spec: TensorSpec, data: Memory) -> None:
         """Cut a tensor's bytes into chunks."""

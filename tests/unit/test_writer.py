@@ -9,9 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from faults import OPTIONS, check_restores, save
 
-from snapstore import AlreadyExistsError, IntegrityError, Repository, SaveOptions, StorageError, packing
+from snapstore import (
+    AlreadyExistsError,
+    IntegrityError,
+    InvalidInputError,
+    Repository,
+    SaveOptions,
+    StorageError,
+    packing,
+)
 from snapstore.engine import CpuEngine
 from snapstore.records import pack_key
 from snapstore.storage.memory import MemoryStore
@@ -132,3 +141,18 @@ def test_a_save_holds_no_more_packs_than_the_bound_allows(monkeypatch, bound_byt
         assert (repository.restore("a@0")["w"] == state["w"]).all()
     assert 1 <= highest <= most
     assert 1 <= buffers <= most + 1
+
+
+def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
+    """From a device they are copied behind the look at it: torch's error is not what the caller should see."""
+    tensor = torch.zeros(8)
+
+    def cut(_):
+        tensor.data = torch.zeros(4)
+        raise RuntimeError("the storage of a tensor was freed, or cut short")
+
+    monkeypatch.setattr("snapstore.writer.as_bytes", cut)
+    with Repository.create(MemoryStore()) as repository:
+        with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
+            repository.save({"w": tensor}, run="a", step=0)
+        assert repository.snapshots() == []

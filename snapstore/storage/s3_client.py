@@ -25,6 +25,7 @@ import boto3
 from botocore import auth
 from botocore import exceptions as aws
 from botocore.config import Config
+from botocore.credentials import RefreshableCredentials
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError, LocationValueError
 
@@ -47,6 +48,8 @@ _FROZEN = {"GLACIER", "DEEP_ARCHIVE"}
 _PREFIX_LIMIT = 512
 #: Credentials may come from a program, or from a server.
 CREDENTIALS_TIMEOUT_S = 60.0
+#: Those that expire sooner are used no more: botocore's own limit.
+CREDENTIALS_LEFT_S = 600
 _CREATE_LOCK = threading.Lock()  # boto3's default session is not safe to make clients from several threads
 
 
@@ -148,6 +151,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         ) from failure
     endpoint = client._endpoint
     endpoint.http_session = Session(endpoint.http_session, connect_timeout_s + read_timeout_s)
+    client.meta.events.register("before-sign.s3", _renew)
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
     client.meta.events.register("before-parse.s3.ListObjectsV2", _keep_page)
     client.meta.events.register("after-call.s3", _expect)
@@ -155,6 +159,22 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
     client.meta.events.register("after-call-error.s3", close_body)
     made: S3Client = client
     return made
+
+
+def _renew(request_signer: Any, **_: Any) -> None:
+    """Renew credentials that expire soon, in a thread: the program or server that tells them may never answer.
+
+    Raises:
+        CredentialRetrievalError: it does not in time, and those at hand are about to expire.
+    """
+    held = request_signer._credentials
+    if not isinstance(held, RefreshableCredentials) or not held.refresh_needed():
+        return
+    try:
+        in_time(held.get_frozen_credentials, CREDENTIALS_TIMEOUT_S)
+    except TimeoutError:
+        if held.refresh_needed(CREDENTIALS_LEFT_S):
+            raise aws.CredentialRetrievalError(provider="credentials", error_msg="no answer in time") from None
 
 
 def _keep_page(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any) -> None:

@@ -5,17 +5,20 @@ Limits judge hangs: those of the store are under a second, those of the tests a 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from multiprocessing.pool import ThreadPool
 
 import pytest
 from hostile_s3 import HostileS3, answer, before_body, etag, first, says
 
-from snapstore.errors import SnapstoreError, StorageError
+from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage import s3_deadline
 from snapstore.storage.s3 import S3Store
 from snapstore.storage.s3_deadline import Deadline, in_time
@@ -139,6 +142,33 @@ def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_PROFILE", "slow")
     with pytest.raises(SnapstoreError, match="TimeoutError"):
         store()
+
+
+@pytest.mark.parametrize(("left_s", "fails"), [(300, True), (800, False)])
+def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tmp_path, left_s, fails):
+    """Those at hand serve until ten minutes before they expire."""
+    script, config = tmp_path / "credentials.py", tmp_path / "config"
+    expires = datetime.now(UTC) + timedelta(seconds=left_s)
+    told = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": expires.isoformat()}
+    script.write_text(
+        "import pathlib, sys, time\nrun = pathlib.Path(sys.argv[0] + '.run')\n"
+        f"if run.exists(): time.sleep(60)\nrun.touch()\nprint({json.dumps(told)!r})\n"
+    )
+    config.write_text(f"[profile slow]\ncredential_process = {sys.executable} {script}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "slow")
+    opened, began = store(), time.monotonic()
+    monkeypatch.setattr("snapstore.storage.s3_client.CREDENTIALS_TIMEOUT_S", 0.5)
+    for _ in range(2):
+        if fails:
+            with pytest.raises(SnapstoreError, match="credentials could not be fetched"):
+                opened.put("a", b"x")
+        else:
+            with suppress(AlreadyExistsError):
+                opened.put("a", b"x")
+    assert time.monotonic() - began < 50, "it waited for the program"
 
 
 def test_bodies_that_give_a_byte_an_attempt(server):

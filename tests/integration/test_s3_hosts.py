@@ -130,7 +130,7 @@ def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
     with Repository.open(store, options=OPTIONS) as repository:
         assert len(repository.snapshots("a")) == 1000
         assert repository.snapshot("a@990").tags == ["tagged"]
-    assert len(sent) == 1 + 2 + 2, "the index had the rest"
+    assert len(sent) == 1 + 2 * 2 + 2, "config, the first look twice, the second once: the index had the rest"
 
 
 def test_a_copy_of_a_repository_has_an_index_of_its_own(url):

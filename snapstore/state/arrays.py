@@ -30,19 +30,20 @@ Memory = Any  # np.ndarray (nbytes,) uint8 in host memory, or torch.Tensor (nbyt
 OnDevice = Callable[["torch.device"], bool] | None  # whether bytes of tensors there are device memory; None: none are
 
 
-def described(value: Any) -> tuple[str, str, tuple[int, ...]]:
-    """Return kind, dtype name and shape of an array leaf.
+def described(value: Any, alias: Any = None) -> tuple[str, str, tuple[int, ...]]:
+    """Return kind, dtype name and shape of an array leaf; dtype and shape of `alias`, a view of its memory, if given.
 
     Raises:
         UnsupportedLeafError: It is of a type, layout or dtype without a stored form.
     """
+    form = value if alias is None else alias
     if isinstance(value, np.ndarray):
-        kind, dtype = _described_ndarray(value)
+        kind, dtype = _described_ndarray(form)
     elif type(value) in (bytes, bytearray):
         return type(value).__name__, "bytes", (len(value),)
     else:
-        kind, dtype = _described_tensor(value)
-    shape = tuple(value.shape)
+        kind, dtype = _described_tensor(type(value), form)
+    shape = tuple(form.shape)
     if len(shape) > MAX_DIMENSIONS:
         raise UnsupportedLeafError(f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} can be stored: reshape it")
     return kind, dtype, shape
@@ -58,8 +59,8 @@ def _described_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
     return "array", name
 
 
-def _described_tensor(value: torch.Tensor) -> tuple[str, str]:
-    kind, dtype, problem = _tensor_form(type(value), value.dtype, "nested" if value.is_nested else value.layout)
+def _described_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
+    kind, dtype, problem = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
     if problem is None:
         if value.is_meta:
             problem = "meta tensor, which has no values,"
@@ -289,7 +290,7 @@ class Held:
 
     def __init__(self, value: Array, spec: TensorSpec) -> None:
         self.value, self.spec = value, spec
-        self.ties: list[tuple[Path, Array]] = []  # other objects of the state over the same memory
+        self.ties: tuple[tuple[Path, Array], ...] = ()  # other objects of the state over the same memory
         self._alias: Array = None
         self._place: tuple[Any, ...] = ()
         self._unresizable: Any = None
@@ -302,19 +303,18 @@ class Held:
         """
         value, spec = self.value, self.spec
         try:
-            self._place, form = _place_of(value), described(value)
+            if isinstance(value, np.ndarray):
+                self._unresizable = weakref.ref(value)
+            self._alias = alias = _alias_of(value)
+            self._place, form = _place_of(alias), described(value, alias)
         except (UnsupportedLeafError, RuntimeError) as error:  # torch's of a tensor that is not strided any more
             raise changed(spec, str(error)) from error
         if form != (spec.kind, spec.dtype, spec.shape):
             raise changed(spec, f"{form[0]} {form[1]}{list(form[2])}")
         for path, other in self.ties:
-            if memory_key(other) != memory_key(value):
+            if memory_key(other) != memory_key(alias):
                 raise changed(spec, f"memory of its own, to which {shown(path)} is not tied any more")
-        if isinstance(value, np.ndarray):
-            self._unresizable = weakref.ref(value)
-        self._alias = value if isinstance(value, bytes) else value.view() if self._unresizable else value.detach()
-        self.confirm()
-        return self._alias
+        return alias
 
     def confirm(self) -> None:
         """Check that the array is as it was when it was taken: call it once its last byte has been read.
@@ -354,6 +354,13 @@ class Held:
             raise
         self.confirm()
         return found
+
+
+def _alias_of(value: Array) -> Array:
+    """Return an array of our own over the memory of another; bytes cannot change and are their own."""
+    if isinstance(value, bytes):
+        return value
+    return value.view() if isinstance(value, np.ndarray) else value.detach()
 
 
 def _place_of(value: Array) -> tuple[Any, ...]:

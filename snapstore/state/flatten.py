@@ -115,9 +115,9 @@ class _Flattener:
             part.arrays.append(Held(stored, spec))
             self._held[part.name, index] = part.arrays[-1]
             if tie is not None:
-                part.arrays[-1].ties.append((self._held[tie].spec.path, self._held[tie].value))
+                part.arrays[-1].ties += ((self._held[tie].spec.path, self._held[tie].value),)
         if self._held[first].value is not stored:
-            self._held[first].ties.append((path, stored))
+            self._held[first].ties += ((path, stored),)
         return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
         UnknownFormatError,
         UnsupportedLeafError,
     )
+    from .format.records import Snapshot
     from .manager import SaveHandle, SnapshotManager
-    from .records import Snapshot
-    from .repository import Repository, SaveOptions
+    from .options import SaveOptions
+    from .repository import Repository
     from .retention import (
         KeepBest,
         KeepDaily,
@@ -79,8 +80,8 @@ _HOME = {
     "Repository": "repository",
     "RngState": "state.rng",
     "SaveHandle": "manager",
-    "SaveOptions": "repository",
-    "Snapshot": "records",
+    "SaveOptions": "options",
+    "Snapshot": "format.records",
     "SnapshotManager": "manager",
     "SnapstoreError": "errors",
     "StorageError": "errors",
@@ -126,7 +127,7 @@ if not TYPE_CHECKING:  # or a misspelt name would pass a type checker
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used: the shell's `--help` needs none of them."""
         if name == "__version__":
-            return import_module(".records", __name__).VERSION
+            return import_module(".format.records", __name__).VERSION
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -14,10 +14,6 @@ SnapstoreError                    anything below; the message names the thing, s
     └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
 
-import re
-
-_LOOK_CLOSER = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
-
 
 class SnapstoreError(Exception):
     """Base of every error that snapstore raises on purpose."""
@@ -72,8 +68,3 @@ class UnknownFormatError(FormatError, CapabilityError):
 
 #: What reading a damaged repository raises.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
-
-
-def without_advice(error: object) -> str:
-    """What an error says, but not that one should look closer: for the reports of those who just do."""
-    return _LOOK_CLOSER.sub("", str(error))

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .format.records import SaveRequest, Snapshot, check_name, check_step
+from .options import SaveOptions
 from .ranks import check as check_ranks
-from .records import SaveRequest, Snapshot, check_name, check_step
-from .repository import Repository, SaveOptions
-from .storage import ObjectStore
+from .repository import Repository
+from .storage.base import ObjectStore
 
 log = logging.getLogger("snapstore")
 
@@ -110,8 +111,8 @@ class SnapshotManager:
         self._async, self._skip_busy = async_save, on_busy == "skip"
         self._owned = not isinstance(repository, Repository)
         self.repository = repository if isinstance(repository, Repository) else self._open(repository, options)
-        from . import save  # noqa: F401  # before there are threads (threads.py)
-        from .staging import Staging
+        from .save import pipeline  # noqa: F401  # before there are threads (threads.py)
+        from .save.staging import Staging
 
         self._staging = Staging(self.repository.engines, keep_base=keep_base, mode=staging)
         if staging != "auto":
@@ -199,7 +200,7 @@ class SnapshotManager:
 
     def _begin(self, request: SaveRequest, state: Any, started: float, token: dict[str, LockType]) -> SaveHandle:
         """Run the save, or copy the state and leave the rest to a thread."""
-        from . import chunking
+        from .format import chunking
         from .state.flatten import flatten
 
         parts = flatten(state)

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from . import chunking, gc, index, policies, records, retention, revisions, tagging
-from .cache import shrink
-from .confirm import confirmed
-from .delta import DEFAULT_MAX_DEPTH
-from .digest import new_seed
-from .engine import CODECS, Engines
+from . import retention
+from .catalog import index, policy_store
+from .catalog.history import PUT_BACK, View
+from .catalog.index import Index
+from .engine.registry import CODECS, Engines
 from .errors import (
     AlreadyExistsError,
     ConflictError,
@@ -35,24 +34,29 @@ from .errors import (
     SnapstoreError,
     StorageError,
     UnknownFormatError,
-    without_advice,
 )
-from .gc import GcResult
-from .index import Index
-from .pack import DEFAULT_PACK_BYTES
+from .format import chunking, records
+from .format.hashing import new_seed
+from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
+from .options import SaveOptions
+from .protocol import gc, quarantine, revisions
+from .protocol import tags as tagging
+from .protocol.gc import GcResult
+from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
-from .records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
-from .storage import ObjectStore, open_store
-from .view import PUT_BACK, View
+from .storage.base import ObjectStore
+from .storage.cache_dir import shrink
+from .storage.urls import open_store
+from .text import counted, some, without_advice
 
 if TYPE_CHECKING:
-    from .compact import CompactReport
-    from .findings import CheckResult
-    from .inspection import Diff, Stats
-    from .manifest import Manifest
-    from .recode import RecodeResult
-    from .repair import RepairReport
-    from .staging import Staging
+    from .check.report import CheckResult
+    from .format.manifest import Manifest
+    from .inspect.inspection import Diff, Stats
+    from .repair.repair import RepairReport
+    from .rewrite.compact import CompactReport
+    from .rewrite.recode import RecodeResult
+    from .save.staging import Staging
     from .state.arrays import Memory
     from .state.flatten import Part
 
@@ -72,43 +76,6 @@ class ForgetResult:
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How saves of a repository are stored; every default is a measured one (docs/design/).
-
-    Attributes:
-        max_depth: longest chain of deltas; 0 stores every chunk full.
-        pack_bytes: a pack is closed at this size.
-        threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
-        codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own, for CUDA tensors: faster,
-            but only a GPU with the same major release of nvCOMP reads it; `recode` leads out of it.
-        verify_writes: "off", "sample" (one new chunk in 64) or "full": decode what was encoded, before the commit.
-            "full" also asks the store for every new pack and manifest by name and size.
-    """
-
-    max_depth: int = DEFAULT_MAX_DEPTH
-    pack_bytes: int = DEFAULT_PACK_BYTES
-    threads: int | None = None
-    codec: Literal["portable", "ans"] = "portable"
-    verify_writes: Literal["off", "sample", "full"] = "sample"
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_depth", self.max_depth), ("pack_bytes", self.pack_bytes), ("threads", self.threads)):
-            if type(value) is not int and not (name == "threads" and value is None):
-                raise InvalidInputError(f"{name} {value!r}: expected an int, got {type(value).__name__}")
-        if not 0 <= self.max_depth <= 250:
-            raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
-        if not 4096 <= self.pack_bytes <= 1024**3:
-            raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
-        for name, choice, choices in (
-            ("codec", self.codec, CODECS), ("verify_writes", self.verify_writes, ("off", "sample", "full")),
-        ):  # fmt: skip
-            if choice not in choices:
-                raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
-        if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
 
 
 @dataclass(slots=True)
@@ -206,7 +173,7 @@ class Repository:
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
         if not damaged:
             return cls(store, cls._config(store), options or SaveOptions())
-        from .salvage import is_foreign, salvaged_config
+        from .check.recoverable import is_foreign, salvaged_config
 
         problem = ""
         try:
@@ -320,7 +287,7 @@ class Repository:
         """
         check_ranks(run, ranks)
         request = self.request(run, step, parent, bases, metrics, metadata, tags, full)
-        from .staging import Staging
+        from .save.staging import Staging
         from .state.flatten import flatten
 
         started = time.monotonic()
@@ -351,8 +318,8 @@ class Repository:
         started: float, stall_s: float | None = None,
     ) -> Snapshot:  # fmt: skip
         """Run the write path (save.py); SnapshotManager calls it from its own thread."""
-        from .save import save
-        from .writer import Plan
+        from .save.pipeline import save
+        from .save.writer import Plan
 
         options, before = self.options, self.view() if request.tags else None
         plan = Plan(
@@ -398,7 +365,7 @@ class Repository:
 
     def read(self, ref: str, into: Any, keys: str | Sequence[str] | None, device: Any) -> tuple[Snapshot, Any]:
         """`restore` without a say in the lineage of later saves: (the snapshot, its state)."""
-        from .restore import restore
+        from .restore.pipeline import restore
 
         snapshot = self.snapshot(ref)
         while True:
@@ -495,7 +462,7 @@ class Repository:
         if not snapshots:
             there = ", ".join(view.runs()) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
-        damaged = gc.in_need_of_quarantined(self.store, self._index, snapshots)
+        damaged = quarantine.in_need_of_quarantined(self.store, self._index, snapshots)
         decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
         chosen = [d.snapshot for d in decisions if not d.reasons]
         by_id = {s.id: s for s in snapshots}
@@ -591,7 +558,7 @@ class Repository:
             CapabilityError: the GPU that a codec needs is not here.
             StorageError: the store failed; snapshots before that are recoded.
         """
-        from .recode import recode
+        from .rewrite.recode import recode
 
         if codec not in CODECS:
             raise InvalidInputError(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
@@ -623,7 +590,7 @@ class Repository:
             IntegrityError: a record is damaged or missing, so what lives cannot be told; nothing was rewritten.
             StorageError: the store failed; snapshots before that are rewritten.
         """
-        from .compact import compact
+        from .rewrite.compact import compact
 
         if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
             raise InvalidInputError(f"max_repack_bytes {max_repack_bytes!r}: expected an int of 0 or more, or None")
@@ -644,12 +611,12 @@ class Repository:
 
     def policies(self, run: str) -> list[retention.Policy]:
         """The retention policies stored for a run, newest revision."""
-        return policies.read(self.store, run)
+        return policy_store.read(self.store, run)
 
     @_in_one_place
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
         """Store the retention policies of a run, so that `forget` needs none named."""
-        policies.store(self.store, check_name("run", run), keep)
+        policy_store.store(self.store, check_name("run", run), keep)
 
     # -- look closer
 
@@ -665,7 +632,7 @@ class Repository:
             max_decoded_bytes: how much "restore" decodes at most; None: 8192 times what is stored, and 1 GiB, which no
                 repository exceeds that snapstore has made.
         """
-        from .check import check
+        from .check.check import check
 
         return check(
             self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
@@ -678,7 +645,7 @@ class Repository:
 
         Reads nothing of them while no pack is in quarantine.
         """
-        return gc.in_need_of_quarantined(self.store, self._index, snapshots)
+        return quarantine.in_need_of_quarantined(self.store, self._index, snapshots)
 
     @_in_one_place
     def repair(
@@ -697,7 +664,7 @@ class Repository:
         Raises:
             StorageError: the store failed; what was done is whole, repair again.
         """
-        from .repair import repair
+        from .repair.repair import repair
 
         return repair(
             self.store, self._index, self.engines, level=level, apply=apply, drop=drop, purge=purge,
@@ -715,9 +682,9 @@ class Repository:
             InvalidInputError: records are gone, and `forget_missing` is not set; nothing was changed.
         """
         if not forget_missing and (missing := self.view().missing):
-            names = records.some([f"{s.ref} (id:{s.id[:12]}, {s.state})" for s in missing])
+            names = some([f"{s.ref} (id:{s.id[:12]}, {s.state})" for s in missing])
             raise InvalidInputError(
-                f"index rebuild: would give up {records.counted(len(missing), 'snapshot')} of which only the index "
+                f"index rebuild: would give up {counted(len(missing), 'snapshot')} of which only the index "
                 f"still has the record: {names}; {PUT_BACK}"
             )
         view = self._index.rebuild(keep_unreadable=not forget_missing)
@@ -725,13 +692,13 @@ class Repository:
 
     def stats(self) -> Stats:
         """Bytes by tensor group and codec, dedup, ratio, chain depths."""
-        from .inspection import stats
+        from .inspect.inspection import stats
 
         return stats(self.store, self._index)
 
     def diff(self, a: str, b: str) -> Diff:
         """What changed between two snapshots, tensor by tensor."""
-        from .inspection import diff
+        from .inspect.inspection import diff
 
         view = self.view()
         return diff(self.store, self.engines, view.resolve(a), view.resolve(b))

@@ -21,9 +21,10 @@ import pytest
 import torch
 
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
-from snapstore import staging as host_staging
-from snapstore.engine import CpuEngine, Engines
-from snapstore.packing import Packs
+from snapstore.chunks.uploader import Packs
+from snapstore.engine.cpu import CpuEngine
+from snapstore.engine.registry import Engines
+from snapstore.save import staging as host_staging
 from snapstore.state import arrays
 from snapstore.state import flatten as flattening
 from snapstore.storage.memory import MemoryStore

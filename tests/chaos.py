@@ -38,7 +38,7 @@ from tally import tally
 
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
-from snapstore.storage import ObjectStore
+from snapstore.storage.base import ObjectStore
 
 #: What a class of chaos does to the processes, beside running them.
 KINDS: dict[str, frozenset[str]] = {

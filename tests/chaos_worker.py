@@ -33,16 +33,16 @@ from faults import same, version_of
 from lying_proxy import LyingProxy, Memory, Told
 
 import snapstore.cli
-import snapstore.compact
-import snapstore.gc
-import snapstore.inspection
-import snapstore.recode
-import snapstore.repair
-import snapstore.save
-import snapstore.session
+import snapstore.inspect.inspection
+import snapstore.protocol.gc
+import snapstore.protocol.session
+import snapstore.repair.repair
+import snapstore.rewrite.compact
+import snapstore.rewrite.recode
+import snapstore.save.pipeline
 from snapstore import KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.errors import SnapstoreError
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 #: Runs of which nobody forgets anything, and runs of which everybody does.
 KEPT, CHURNED = ("kept-a", "kept-b"), ("churned-a", "churned-b")
@@ -341,7 +341,7 @@ class LiedTo(Worker):
         self._server = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
         self._memory, self._proxy, self._inside = Memory(), None, False
         self._confirms = self.random.random() < 0.5
-        snapstore.session.HEARTBEAT_S = 0.2
+        snapstore.protocol.session.HEARTBEAT_S = 0.2
 
     def open(self) -> Repository:
         """With the index that there is, or through another proxy, whose client knows nothing."""

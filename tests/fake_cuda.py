@@ -1,4 +1,4 @@
-"""A CUDA device made of this CPU, so that the host code of the GPU engine (snapstore/cuda) runs where there is no GPU.
+"""A CUDA device made of this CPU, so that the host code of the GPU engine (engine/cuda) runs where there is no GPU.
 
 A plugin of pytest, for a process of its own: `pytest -p fake_cuda tests/gpu` with this folder on PYTHONPATH. Beneath
 snapstore all that is the device's is replaced: torch.cuda's streams, events and allocator, tensors on the device
@@ -379,7 +379,7 @@ def column(address: int, count: int) -> list[int]:
 
 
 def digest(count: int, addresses: int, lengths: int, out: int, what: int, seed: int) -> None:
-    """snapstore/cuda/digest.cu."""
+    """snapstore/engine/cuda/digest.cu."""
     for i, (address, length) in enumerate(zip(column(addresses, count), column(lengths, count), strict=True)):
         data = (ctypes.c_char * length).from_address(address)
         if what == 0:
@@ -391,7 +391,7 @@ def digest(count: int, addresses: int, lengths: int, out: int, what: int, seed: 
 
 
 def gather(count: int, sources: int, destinations: int, lengths: int) -> None:
-    """snapstore/cuda/gather.cu."""
+    """snapstore/engine/cuda/gather.cu."""
     columns = (column(at, count) for at in (sources, destinations, lengths))
     for source, destination, length in zip(*columns, strict=True):
         ctypes.memmove(destination, source, length)
@@ -632,7 +632,7 @@ def install() -> None:
     nvidia: Any = types.ModuleType("nvidia")
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
-    from snapstore.cuda import capture
+    from snapstore.engine.cuda import capture
     from snapstore.state import arrays
 
     arrays.type = kind_of

@@ -23,10 +23,13 @@ import lmdb
 import numpy as np
 import torch
 
-from snapstore import Repository, SaveOptions, Snapshot, index, manifest, records
+from snapstore import Repository, SaveOptions, Snapshot
+from snapstore.catalog import index
+from snapstore.check.report import CheckResult
 from snapstore.errors import SnapstoreError, StorageError, StorageFullError
-from snapstore.findings import CheckResult
-from snapstore.storage import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
+from snapstore.format import manifest, records
+from snapstore.format.keys import pack_key
+from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.locks import _HELD_FDS, let_go
 from snapstore.storage.memory import MemoryStore
@@ -252,11 +255,11 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     """Run pools in the caller's thread and commit's retries without sleeping; without LMDB if not `index` (faster)."""
     import time
 
-    monkeypatch.setattr("snapstore.engine.Threads.start", _start_now)
-    monkeypatch.setattr("snapstore.session.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
+    monkeypatch.setattr("snapstore.engine.cpu.Threads.start", _start_now)
+    monkeypatch.setattr("snapstore.protocol.session.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
-        monkeypatch.setattr("snapstore.index.Environment.open", _no_index)
-        monkeypatch.setattr("snapstore.index.folder_for", lambda *_: (Path("nowhere"), None))
+        monkeypatch.setattr("snapstore.catalog.index.Environment.open", _no_index)
+        monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_: (Path("nowhere"), None))
 
 
 def index_of(root: Path) -> Path:
@@ -268,7 +271,9 @@ def index_of(root: Path) -> Path:
 def index_in_place(monkeypatch: Any) -> None:
     """The index of a repository that a `FaultStore` shows is its own one on the disk, as if it were opened itself."""
     real = index.folder_for
-    monkeypatch.setattr("snapstore.index.folder_for", lambda store, uuid: real(getattr(store, "inner", store), uuid))
+    monkeypatch.setattr(
+        "snapstore.catalog.index.folder_for", lambda store, uuid: real(getattr(store, "inner", store), uuid)
+    )
 
 
 def _no_index(*_: object) -> Any:
@@ -428,7 +433,7 @@ def _content_of(store: ObjectStore, snapshot: Snapshot, expected: Values) -> byt
         data = store.get(ref.key)
         digest.update(data)
         for name in manifest.decode_header(data, ref.key).pack_names:
-            digest.update(store.get(records.pack_key(name)))
+            digest.update(store.get(pack_key(name)))
     return digest.digest()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from snapstore import blob, codecs
 from snapstore.errors import IntegrityError
+from snapstore.format import blob, codecs
 
 BLOCK_BYTES = 256 * 1024
 

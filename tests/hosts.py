@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from snapstore import KeepLast, Repository, SaveOptions, Snapshot
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
 

@@ -22,7 +22,7 @@ from itertools import islice
 from faults import FaultStore
 
 from snapstore.errors import AlreadyExistsError, IntegrityError, NotFoundError
-from snapstore.storage import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
+from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 
 #: So many other objects' bytes are tried for one read.
 OTHERS = 2

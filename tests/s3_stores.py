@@ -16,7 +16,7 @@ import botocore.session
 import pytest
 from moto import mock_aws
 
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 #: `s3://bucket` of the real server: eval "$(tools/s3-server start)"
 SERVER = os.environ.get("SNAPSTORE_TEST_S3", "")

@@ -15,7 +15,7 @@ from faults import SEED, Actor, check_clean, clone, opened, restored, run_random
 from tally import EXAMPLES, tally
 
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
-from snapstore.storage import ObjectStore
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 #: As many as a run of the tests makes; other ones in each run.

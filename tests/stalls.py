@@ -9,7 +9,7 @@ from faults import FaultStore
 from schedules import collecting, forgetting
 
 from snapstore.errors import IntegrityError
-from snapstore.storage import ObjectStore
+from snapstore.storage.base import ObjectStore
 
 
 class Stalling(FaultStore):

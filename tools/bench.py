@@ -34,8 +34,9 @@ from bench_data import SERIES, logical_bytes, parse, plain, tensors_of
 from bench_peers import THREADS, Peer, peers, stored_bytes
 
 import snapstore
-from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager, blob, pack, planes
-from snapstore.records import Snapshot
+from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
+from snapstore.format import blob, pack, planes
+from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parent.parent
 MiB = 1024 * 1024

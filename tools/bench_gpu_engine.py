@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from bench_gpu_train import State, nbytes, tensors
 
-from snapstore import planes
-from snapstore.blob import Column
-from snapstore.digest import new_seed
-from snapstore.engine import Chunks, EncodeBatch, Engines
-from snapstore.pack import Encoded
+from snapstore.arrays import Column
+from snapstore.engine.base import Chunks, EncodeBatch
+from snapstore.engine.registry import Engines
+from snapstore.format import planes
+from snapstore.format.hashing import new_seed
+from snapstore.format.pack import Encoded
 
 CHUNK_BYTES = 1024 * 1024
 REPEATS = 5
@@ -160,8 +161,8 @@ def _to_host(engine: Any, batches: list[EncodeBatch]) -> None:
 
 def _kernels(engine: Any, state: State, base: State) -> dict[str, float]:
     """Digests, and sample + fused pass, batch after batch on one lane, by CUDA events."""
-    from snapstore.cuda.encoding import Encoding
-    from snapstore.cuda.lanes import Lane
+    from snapstore.engine.cuda.encoding import Encoding
+    from snapstore.engine.cuda.streams import Lane
 
     batches = list(_batches(engine, state, base))
     spent = {"digest": 0.0, "delta_planes": 0.0}

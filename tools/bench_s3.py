@@ -26,9 +26,10 @@ import boto3
 import numpy as np
 import torch
 
-from snapstore import Repository, SnapshotManager, manifest
-from snapstore.records import Snapshot, encode, new_id
-from snapstore.storage.s3 import S3Store
+from snapstore import Repository, SnapshotManager
+from snapstore.format import manifest
+from snapstore.format.records import Snapshot, encode, new_id
+from snapstore.storage.s3.store import S3Store
 
 ROOT = Path(__file__).parent.parent
 MiB = 1024 * 1024

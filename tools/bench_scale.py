@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 from bench_page import ROOT, Row, publish, row
 
-from snapstore import Repository, manifest, pack, records
-from snapstore.blob import ALIGNMENT
-from snapstore.digest import checksum
-from snapstore.manifest import Box, ChunkTable, TensorEntry
-from snapstore.records import Snapshot
+from snapstore import Repository
+from snapstore.format import manifest, pack, records
+from snapstore.format.blob import ALIGNMENT
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import pack_key
+from snapstore.format.manifest import Box, ChunkTable, TensorEntry
+from snapstore.format.records import Snapshot
 from snapstore.storage.local import LocalStore
 
 MiB = 1024 * 1024
@@ -122,7 +124,7 @@ def thousand_snapshots(folder: Path, snapshots: int, shared: int) -> None:
         for number in range(snapshots):
             tables.append(chunk_table(shared, 1, seed=number))
             names.append(hashlib.sha256(f"pack {number}".encode()).hexdigest())
-            sparse_pack(folder / records.pack_key(names[-1]), tables[-1], ids[number])
+            sparse_pack(folder / pack_key(names[-1]), tables[-1], ids[number])
             window = range(max(0, number - 9), number + 1)
             table = ChunkTable.concatenate([tables[i] for i in window])
             table.ref_packs = np.repeat(np.arange(len(window), dtype=np.uint32), shared)

@@ -27,7 +27,8 @@ from rich.table import Table
 from train_gpt import digests
 
 from snapstore import KeepEvery, KeepLast, Repository
-from snapstore.storage import ObjectInfo, ObjectStore, open_store
+from snapstore.storage.base import ObjectInfo, ObjectStore
+from snapstore.storage.urls import open_store
 
 STEPS, FORK_STEPS, SAVE_EVERY, KEEP_EVERY = 60, 50, 10, 30
 KILL_FROM = 40  # the trainer is killed while it saves this step, or a later one

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions
-from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
+from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
 from snapstore.state.tensors import TORCH_DTYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"

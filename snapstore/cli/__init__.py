@@ -15,10 +15,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from . import caring, keeping, looking, saving  # importing a module registers its verbs
-from .shell import app
+from . import inspect, maintenance, retention, save_restore  # importing a module registers its verbs
+from .app import app
 
-__all__ = ["app", "caring", "keeping", "looking", "main", "saving"]
+__all__ = ["app", "inspect", "main", "maintenance", "retention", "save_restore"]
 
 
 def main() -> None:

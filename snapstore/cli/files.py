@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError
-from ..records import some
 from ..state.containers import CONTAINERS, children, display
+from ..text import some
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ..state.containers import step
 
 if TYPE_CHECKING:
-    from ..records import Snapshot
-    from ..view import View
+    from ..catalog.history import View
+    from ..format.records import Snapshot
 
 #: A spinner appears only for what takes longer [s].
 SPINNER_AFTER_S = 1.0
@@ -116,8 +116,8 @@ def note(text: str) -> None:
 
 def note_unknown(view: View) -> bool:
     """Say which records a look at all snapshots has left out; whether there are any."""
-    from ..records import counted, some
-    from ..view import PUT_BACK
+    from ..catalog.history import PUT_BACK
+    from ..text import counted, some
 
     if unknown := [*view.damaged, *view.unread]:
         note(f"snapstore: warning: left out: {counted(len(unknown), 'record')} that cannot be read: {some(unknown)}; "

@@ -17,10 +17,20 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ..arrays import Bytes
 from ..errors import CapabilityError, InvalidInputError, UnsupportedLeafError
 from .containers import Path, shown
-from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
+from .tensors import (
+    MAX_DIMENSIONS,
+    TORCH_DTYPES,
+    TensorSpec,
+    family,
+    is_array,
+    numpy_dtype,
+    numpy_dtype_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -436,3 +446,24 @@ def assign(target: Any, home: Memory, spec: TensorSpec) -> None:
 
         stored = torch.from_numpy(home) if isinstance(home, np.ndarray) else home
         _copy_tensor(target, stored.view(_torch_dtype(spec)).view(spec.shape))
+
+
+def as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None:
+    """Bytes as numbers (complex: real and imaginary parts); None for what has no numbers."""
+    if spec.kind == "bytes" or data.size == 0:
+        return None
+    if spec.kind == "array":
+        dtype = np.dtype(spec.dtype)
+        if dtype.kind not in "biufc":
+            return None
+        values = data.view(dtype)
+        return (values.view(values.real.dtype) if dtype.kind == "c" else values).astype(np.float64)
+    import torch
+
+    if spec.dtype.startswith(("bits", "float4")):
+        return None
+    tensor = torch.from_numpy(data if data.flags.writeable else data.copy()).view(getattr(torch, spec.dtype))
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    result: npt.NDArray[np.float64] = tensor.to(torch.float64).numpy().reshape(-1)
+    return result

@@ -27,7 +27,7 @@ from typing import Any
 
 from .arrays import Held, address_of, described, memory_key
 from .containers import CONTAINERS, Path, children
-from .objects import is_stateful, state_of
+from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree import Encoder
 

@@ -41,15 +41,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import (
-    CapabilityError,
-    InvalidInputError,
-    NotFoundError,
-    SnapstoreError,
-    StorageError,
-    StorageFullError,
-)
-from . import (
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError, StorageFullError
+from .base import (
     GET_LIMIT_BYTES,
     MAX_LEVELS,
     RESERVED,

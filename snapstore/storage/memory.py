@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from ..errors import InvalidInputError
-from . import (
+from .base import (
     GET_LIMIT_BYTES,
     Buffer,
     ObjectInfo,

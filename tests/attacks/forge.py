@@ -10,13 +10,15 @@ import msgspec
 import numpy as np
 import torch  # noqa: F401  (before memory is measured: importing it takes much)
 
-from snapstore import Repository, SaveOptions, blob, manifest, pack, planes, records
-from snapstore import digest as digests
-from snapstore.digest import checksum
-from snapstore.engine import EncodedChunk, HostEncoded
+from snapstore import Repository, SaveOptions
+from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
-from snapstore.manifest import Box, ChunkTable, TensorEntry
-from snapstore.records import Config, ManifestRef, Snapshot
+from snapstore.format import blob, manifest, pack, planes, records
+from snapstore.format import hashing as digests
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import manifest_key, pack_key
+from snapstore.format.manifest import Box, ChunkTable, TensorEntry
+from snapstore.format.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 
 MIB = 1024 * 1024
@@ -142,7 +144,7 @@ class World:
             at += len(data) + -len(data) % 8
         data = b"".join(pieces) + b"footer" + len(self.packs).to_bytes(4, "little")
         name = hashlib.sha256(data).hexdigest()
-        self.store.put(records.pack_key(name), data)
+        self.store.put(pack_key(name), data)
         self.packs.append((name, size_bytes or len(data)))
         return places
 
@@ -153,7 +155,7 @@ class World:
         offsets = writer.extend(made, 0, len(blobs)).tolist()
         data = bytes(writer.seal())
         name = hashlib.sha256(data).hexdigest()
-        self.store.put(records.pack_key(name), data)
+        self.store.put(pack_key(name), data)
         self.packs.append((name, len(data)))
         return [(len(self.packs) - 1, offset, len(b)) for offset, b in zip(offsets, blobs, strict=True)]
 
@@ -193,7 +195,7 @@ class World:
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
             with suppress(AlreadyExistsError):
-                self.store.put(records.manifest_key(name), data)
+                self.store.put(manifest_key(name), data)
             refs.append(ref_of(name, data))
         fields = {
             "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 from forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 
-from snapstore import codecs, manifest
 from snapstore.errors import FormatError, IntegrityError
+from snapstore.format import codecs, manifest
 
 GIB = 1024 * MIB
 

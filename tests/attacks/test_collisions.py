@@ -19,8 +19,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstore import Repository, SaveOptions, SnapshotManager, cuda, records
-from snapstore.engine import Chunks, CpuEngine
+from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore.engine import cuda
+from snapstore.engine.base import Chunks
+from snapstore.engine.cpu import CpuEngine
+from snapstore.format import records
 from snapstore.storage.memory import MemoryStore
 
 MASK = 2**64 - 1

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
-from snapstore import blob, codecs, manifest, pack, records
-from snapstore.digest import checksum
-from snapstore.engine import EncodedChunk, HostEncoded
+from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
-from snapstore.records import Config, Mark, Policy, Session, Snapshot
+from snapstore.format import blob, codecs, manifest, pack, records
+from snapstore.format.hashing import checksum
+from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
 from snapstore.state.tree import _READERS
 from snapstore.storage.memory import MemoryStore
 

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
-from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, policies, records, retention
+from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, retention
+from snapstore.catalog import policy_store
 from snapstore.errors import SnapstoreError
-from snapstore.records import Policy, Snapshot
+from snapstore.format import records
+from snapstore.format.keys import record_key
+from snapstore.format.records import Policy, Snapshot
 from snapstore.state.tree import encode_plain
 
 MIB = 1024 * 1024
@@ -71,7 +74,7 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
     if "metadata_node" in changes:
         changes["metadata_node"] = msgspec.Raw(msgspec.msgpack.encode(encode_plain(changes["metadata_node"])))
     forged = msgspec.structs.replace(good, **{"id": "b" * 32, "step": 5, "seq": 1} | changes)
-    key = records.record_key("r", forged.step, forged.id, forged.revision)
+    key = record_key("r", forged.step, forged.id, forged.revision)
     (place / "repo" / key).write_bytes(records.encode(forged))
     with contextlib.chdir(place):
         for args in verbs:
@@ -105,7 +108,7 @@ def test_any_policy(made, stored):
     tally("fuzz inputs")
     data = records.encode(Policy(run="r", revision=0, policies=stored))
     with little_memory(), contextlib.suppress(SnapstoreError):
-        found = policies.decode(data, "policies/r.0")
+        found = policy_store.decode(data, "policies/r.0")
         made_of = [retention.from_dict(policy) for policy in found]
         retention.apply(made_of, [made[1]], force=True)
         assert retention.describe(made_of)
@@ -122,7 +125,7 @@ def test_policies_of_every_kind_are_stored_and_read():
         retention.KeepBest("x", n=2),
     ]
     data = records.encode(Policy(run="r", revision=0, policies=[retention.to_dict(policy) for policy in keep]))
-    assert [retention.from_dict(policy) for policy in policies.decode(data, "policies/r.0")] == keep
+    assert [retention.from_dict(policy) for policy in policy_store.decode(data, "policies/r.0")] == keep
 
 
 def test_a_record_of_a_hundred_thousand_tags():

@@ -4,8 +4,8 @@ import pytest
 from faults import OPTIONS, check_restores, index_of, same, save, values, version_of
 
 from snapstore import KeepLast, Repository
-from snapstore.environment import Environment
-from snapstore.index import MAP_BYTES
+from snapstore.catalog.index import MAP_BYTES
+from snapstore.catalog.lmdb_file import Environment
 
 
 def planted(root, other, how):

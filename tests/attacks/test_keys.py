@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from forge import World, little_time, with_section
 
-from snapstore import manifest, policies, records
+from snapstore.catalog import policy_store
 from snapstore.errors import FormatError, UnsupportedLeafError
-from snapstore.records import Policy
+from snapstore.format import manifest, records
+from snapstore.format.records import Policy
 from snapstore.state.containers import MAX_ALIKE
 from snapstore.state.tree import decode_plain, encode_plain, unpack_nodes
 
@@ -126,10 +127,10 @@ def test_a_map_in_the_metadata_or_the_policies():
             assert repo.snapshot("r@0").metadata
     data = records.encode(Policy(run="r", revision=0, policies=[{"kind": "KeepLast", "n": bomb}]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
-        policies.decode(data, "policies/r.0")
+        policy_store.decode(data, "policies/r.0")
     data = records.encode(Policy(run="r", revision=0, policies=[bomb]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
-        policies.decode(data, "policies/r.0")
+        policy_store.decode(data, "policies/r.0")
 
 
 def test_nodes_that_look_like_maps_are_read():

@@ -20,8 +20,9 @@ from faults import OPTIONS, sampled, save
 from tally import tally
 from typer.testing import CliRunner
 
-from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli, records
-from snapstore.records import Session
+from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli
+from snapstore.format import records
+from snapstore.format.records import Session
 from snapstore.storage.local import LocalStore
 
 TEMP = "tmp/" + "0" * 32
@@ -327,7 +328,7 @@ def test_no_descriptor_of_the_root_stays_open(store):
 
 
 def test_evicted_indexes_and_trials_follow_no_links(store, tmp_path):
-    from snapstore.cache import cache_folder, shrink
+    from snapstore.storage.cache_dir import cache_folder, shrink
 
     canaries = outside(tmp_path / "user", tmp_path / "none")
     before = state_of(canaries)

@@ -11,10 +11,11 @@ import pytest
 from forge import World, digest, full, header_of, noise, reheader, rewrite
 from xxhash import xxh3_64_intdigest
 
-from snapstore import Repository, manifest, pack, records
+from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
-from snapstore.manifest import Box, TensorEntry
-from snapstore.records import Config, ManifestRef, Session, Snapshot
+from snapstore.format import manifest, pack, records
+from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.records import Config, ManifestRef, Session, Snapshot
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 

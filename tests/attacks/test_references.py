@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from forge import CHUNK_BYTES, SEED, SIZE, World, digest, full, header_of, little_memory, noise, reheader, rewrite, xor
 
-from snapstore import blob, manifest, pack, records
-from snapstore.digest import checksum
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.manifest import Box, TensorEntry
+from snapstore.format import blob, manifest, pack
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import pack_key
+from snapstore.format.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 A, B, C = noise(1), noise(2), noise(3)
@@ -225,7 +226,7 @@ def test_a_forged_cycle():
         data = again.manifest([(digest(A), chain)])
         out = np.empty(SIZE, np.uint8)
         blobs = [
-            world.store.get_ranges(records.pack_key(world.packs[number][0]), [(offset, size)])[0]
+            world.store.get_ranges(pack_key(world.packs[number][0]), [(offset, size)])[0]
             for number, offset, size in chain
         ]
         with pytest.raises(IntegrityError, match="ends in a delta"):

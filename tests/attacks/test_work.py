@@ -29,9 +29,11 @@ from hypothesis import strategies as st
 from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
-from snapstore import Repository, SaveOptions, cli, limits, manifest, records
+from snapstore import Repository, SaveOptions, cli
+from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
-from snapstore.manifest import Box, TensorEntry
+from snapstore.format import manifest, records
+from snapstore.format.manifest import Box, TensorEntry
 from snapstore.state.tree import encode_plain
 
 GIB = 1024 * MIB

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
-from snapstore.storage import ObjectStore
+from snapstore.storage.base import ObjectStore
 
 Held = Callable[[ObjectStore, str], AbstractContextManager[Callable[[], None]]]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import xxhash
 
-from snapstore import blob, planes
-from snapstore import digest as hashing
-from snapstore.engine import Chunks, DecodeBatch, EncodeBatch, Engines
+from snapstore.engine.base import Chunks, DecodeBatch, EncodeBatch
+from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
+from snapstore.format import blob, hashing, planes
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)

@@ -12,7 +12,7 @@ from s3_stores import fresh_url, moto_bucket, needs_server
 
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 
 class TestMemoryStore(ObjectStoreContract):

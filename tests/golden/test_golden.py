@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import Repository, SaveOptions, blob, pack, planes, records
-from snapstore import digest as hashing
-from snapstore.engine import EncodedChunk, HostEncoded
+from snapstore import Repository, SaveOptions
+from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
-from snapstore.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
+from snapstore.format import blob, hashing, pack, planes, records
+from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
 from snapstore.storage.memory import MemoryStore
 

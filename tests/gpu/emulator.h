@@ -1,5 +1,5 @@
 // CUDA's thread blocks on a CPU, for testing kernels where there is no device: every thread of a block is a fibre, and
-// a barrier runs the others. Just what the kernels in snapstore/cuda use.
+// a barrier runs the others. Just what the kernels in snapstore/engine/cuda use.
 
 #include <cmath>
 #include <csetjmp>

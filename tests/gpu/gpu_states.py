@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
-from snapstore.digest import checksum
-from snapstore.pack import scan
+from snapstore.format.hashing import checksum
+from snapstore.format.pack import scan
 from snapstore.state.arrays import as_bytes
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "snapstore" / "cuda"
+FOLDER = Path(__file__).parents[2] / "snapstore" / "engine" / "cuda"
 GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
 
 
@@ -95,7 +95,7 @@ class Device:
         return Placed(room, GUARD + misaligned, array, room.data_ptr())
 
     def launch(self, kernel, grid, block, *args):
-        from snapstore.cuda import kernels
+        from snapstore.engine.cuda import kernels
 
         assert block == kernels.THREADS[kernel]
         values = [a.address if isinstance(a, Placed) else int(a) for a in args]

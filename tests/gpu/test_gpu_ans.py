@@ -190,7 +190,7 @@ def no_packages(monkeypatch):
     def require():
         raise CapabilityError("the GPU engine needs CuPy and nvCOMP 6: no module; pip install 'snapstore[cuda13]'")
 
-    monkeypatch.setattr("snapstore.cuda.require", require)
+    monkeypatch.setattr("snapstore.engine.cuda.require", require)
 
 
 def test_without_packages_ans_is_refused_for_cuda_tensors_alone(no_packages):
@@ -228,7 +228,7 @@ def test_ans_blobs_without_packages(no_packages, monkeypatch):
     """Refused with a way out, by restores and as a base."""
     with repository(codec="ans") as repo:
         with monkeypatch.context() as patch:
-            patch.setattr("snapstore.cuda.require", lambda: None)
+            patch.setattr("snapstore.engine.cuda.require", lambda: None)
             repo.save({"w": floats(30_000, 1, "cuda")}, run="r", step=0)
         store = repo.store
     with Repository.open(store) as opened:
@@ -260,7 +260,7 @@ def test_device_memory_that_runs_out_is_no_damage():
 
 def test_the_packages_are_there():
     """Or nothing of this folder tests the GPU engine."""
-    from snapstore import cuda
+    from snapstore.engine import cuda
 
     cuda.require()
     assert "cupy" in sys.modules

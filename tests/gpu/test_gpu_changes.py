@@ -8,7 +8,7 @@ from faults import THOROUGH, sampled
 from snapstore import InvalidInputError
 
 if torch.cuda.is_available():  # they import CuPy
-    from snapstore.cuda import engine, staging
+    from snapstore.engine.cuda import engine, staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

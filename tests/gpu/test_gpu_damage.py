@@ -21,7 +21,7 @@ from gpu_states import (
 from snapstore import FormatError, IntegrityError
 
 if torch.cuda.is_available():  # they import CuPy
-    from snapstore.cuda import encoding
+    from snapstore.engine.cuda import encoding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DAMAGE = (FormatError, IntegrityError)

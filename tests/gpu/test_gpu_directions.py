@@ -244,7 +244,7 @@ def test_packs_of_any_size(pack_bytes):
 
 @pytest.mark.parametrize("batch", [1, 3000, 70_000])
 def test_states_larger_than_any_batch(monkeypatch, batch):
-    from snapstore.cuda import engine
+    from snapstore.engine.cuda import engine
 
     monkeypatch.setattr(engine, "BATCH_BYTES", batch)
     monkeypatch.setattr(engine, "MIN_BATCH_BYTES", batch)

@@ -8,11 +8,11 @@ import torch
 from gpu_states import MIB, differing, drift, facts, floats, manager, typed
 
 from snapstore import SaveOptions
-from snapstore.cuda import capture
+from snapstore.engine.cuda import capture
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # it imports CuPy
-    from snapstore.cuda import lanes
+    from snapstore.engine.cuda import streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -112,7 +112,7 @@ def test_graphs_are_captured_again_and_again_while_saves_run(mode):
 
 def test_page_locked_memory_may_be_let_go_by_who_captures():
     """As when Python collects garbage there."""
-    step, held = Step(), [lanes.pinned(MIB)]
+    step, held = Step(), [streams.pinned(MIB)]
     graph = step.capture(held.clear)
     step.check(graph)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_states import MIB, OPTIONS, manager, typed
 
-from snapstore.chunking import DEFAULT_CHUNK_BYTES
+from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 
 COUNT = 2**31 + 5 * MIB + 5
 #: Of device memory: the tensor, its copy and its base, what is restored, and work.

@@ -27,17 +27,17 @@ from gpu_states import (
 )
 
 from snapstore import Repository, SnapshotManager
-from snapstore.chunking import INLINE_BYTES
-from snapstore.engine import Engines
-from snapstore.staging import Staging
+from snapstore.engine.registry import Engines
+from snapstore.format.chunking import INLINE_BYTES
+from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy
     import cupy
 
-    from snapstore.cuda import engine as cuda_engine
-    from snapstore.cuda import kernels, lanes, staging
+    from snapstore.engine.cuda import engine as cuda_engine
+    from snapstore.engine.cuda import kernels, staging, streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -179,13 +179,13 @@ FAILINGS = pytest.mark.parametrize(
 @pytest.fixture
 def fail_lanes(monkeypatch):
     def begin(**kind):
-        failing, real = Failing(**kind), lanes.Lane.empty
+        failing, real = Failing(**kind), streams.Lane.empty
 
         def empty(self, nbytes):
             failing(nbytes)
             return real(self, nbytes)
 
-        monkeypatch.setattr(lanes.Lane, "empty", empty)
+        monkeypatch.setattr(streams.Lane, "empty", empty)
         return failing
 
     return begin
@@ -196,14 +196,14 @@ def fail_nvcomp(monkeypatch):
     """What nvCOMP works in."""
 
     def begin(**kind):
-        failing, real = Failing(**kind), lanes.Lane.room
+        failing, real = Failing(**kind), streams.Lane.room
 
         def room(self, name, nbytes):
             if name == "nvcomp":
                 failing(nbytes)
             return real(self, name, nbytes)
 
-        monkeypatch.setattr(lanes.Lane, "room", room)
+        monkeypatch.setattr(streams.Lane, "room", room)
         return failing
 
     return begin
@@ -403,7 +403,7 @@ def test_memory_from_an_engine_may_be_used_at_once():
 
 def test_buffers_belong_to_one_engine():
     """Page-locked memory that one engine let go may come to another one at the same address: it is that one's alone."""
-    first, second = lanes.PinnedBuffers(MIB), lanes.PinnedBuffers(MIB)
+    first, second = streams.PinnedBuffers(MIB), streams.PinnedBuffers(MIB)
     buffer = first.take(4096)
     if hasattr(second, "_addresses"):
         second._addresses.add(buffer.ctypes.data)  # as after it has had a buffer there
@@ -508,13 +508,13 @@ def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatc
 @pytest.fixture
 def pinned_bytes(monkeypatch):
     """How much page-locked memory is asked for."""
-    asked, real = [], lanes.pinned
+    asked, real = [], streams.pinned
 
     def pinned(nbytes):
         asked.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(lanes, "pinned", pinned)
+    monkeypatch.setattr(streams, "pinned", pinned)
     monkeypatch.setattr(staging, "pinned", pinned)
     return asked
 

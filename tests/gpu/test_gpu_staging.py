@@ -22,7 +22,7 @@ from snapstore import InvalidInputError, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy
-    from snapstore.cuda import staging
+    from snapstore.engine.cuda import staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import CapabilityError, codecs
-from snapstore.codecs import zstd
+from snapstore import CapabilityError
+from snapstore.format import codecs
+from snapstore.format.codecs import zstd
 
 if torch.cuda.is_available():
-    from snapstore.cuda import nvcomp
-    from snapstore.cuda.lanes import Lane
+    from snapstore.engine.cuda import nvcomp
+    from snapstore.engine.cuda.streams import Lane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NAMES = ["DEFLATE_MATCHES", "ZSTD", "ANS"]

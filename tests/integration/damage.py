@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from faults import OPTIONS, Crash, FaultStore, Unreadable, clone, keys_of, opened, same, save, values, version_of
 
-from snapstore import KeepLast, Repository, blob, pack, records
+from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
-from snapstore.records import Snapshot
+from snapstore.format import blob, pack, records
+from snapstore.format.keys import record_key
+from snapstore.format.records import Snapshot
 from snapstore.storage.memory import MemoryStore
 
 
@@ -87,7 +89,7 @@ def packs_of(store: MemoryStore, snapshot: Snapshot) -> list[str]:
 def _record(ref: str, revision: int) -> Callable[[MemoryStore], str]:
     def key(store: MemoryStore) -> str:
         s = everyone(repository())[ref]
-        return records.record_key(s.run, s.step, s.id, revision)
+        return record_key(s.run, s.step, s.id, revision)
 
     return key
 
@@ -170,7 +172,7 @@ def _another(name: str, key: str) -> bytes:
     if name.startswith("policy"):
         return records.encode(records.Policy(run="another", revision=0, policies=[]))
     if name == "session":
-        return records.encode(records.this_session(records.new_id(), records.record_key("b", 1, records.new_id(), 0)))
+        return records.encode(records.this_session(records.new_id(), record_key("b", 1, records.new_id(), 0)))
     if name == "mark":
         return records.encode(records.Mark(id=records.new_id(), started=0.0, packs=b"", manifests=b""))
     if name == "wait list":

@@ -24,9 +24,9 @@ from snapstore import (
     SaveOptions,
     SnapstoreError,
     UnsupportedLeafError,
-    records,
 )
-from snapstore.records import Config, Mark, Policy
+from snapstore.format import records
+from snapstore.format.records import Config, Mark, Policy
 from snapstore.storage.local import LocalStore
 
 
@@ -384,7 +384,7 @@ def damage(path: Path, how: str) -> None:
 
 def own_objects(repository: Repository, ref: str) -> dict[str, list[str]]:
     """Manifests and packs that only this snapshot needs, the others of the store being left alone."""
-    from snapstore.session import needed_keys
+    from snapstore.catalog.needed_keys import needed_keys
 
     mine = needed_keys(repository._index, repository.snapshot(ref))
     for other in repository.snapshots():

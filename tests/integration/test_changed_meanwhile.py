@@ -12,7 +12,7 @@ import torch
 from faults import THOROUGH, sampled
 
 from snapstore import InvalidInputError, Repository, SnapshotManager
-from snapstore.engine import CpuEngine
+from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
 
 EVERY = {**changes.CHANGES, **changes.OF_FEW}

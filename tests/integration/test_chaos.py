@@ -12,7 +12,7 @@ from s3_stores import fresh_url, needs_server
 from tally import EXAMPLES
 
 from snapstore.storage.local import LocalStore
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 #: Of each class, in CI.
 SECONDS = 5.0

@@ -19,12 +19,16 @@ import torch
 from faults import index_of
 from typer.testing import CliRunner
 
-from snapstore import KeepLast, NotFoundError, Repository, cli, records, tagging
-from snapstore import cache as cache_module
-from snapstore.cache import mount_of, on_network
-from snapstore.cli import caring, doctor, files, output, shell
-from snapstore.digest import checksum
+from snapstore import KeepLast, NotFoundError, Repository, cli
+from snapstore.cli import app, files, maintenance, output
+from snapstore.cli.doctor import doctor
 from snapstore.errors import ConflictError, StorageError
+from snapstore.format import records
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import record_key
+from snapstore.protocol import tags
+from snapstore.storage import cache_dir as cache_module
+from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore
 
 SNAPSHOT_KEYS = {
@@ -61,9 +65,9 @@ class Shell:
 
 
 def initialised(folder):
-    shell = Shell(folder)
-    shell("init", "--chunk-bytes", "4096")
-    return shell
+    app = Shell(folder)
+    app("init", "--chunk-bytes", "4096")
+    return app
 
 
 @pytest.fixture
@@ -79,10 +83,10 @@ def state(step=0):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    shell = initialised(tmp_path_factory.mktemp("series"))
+    app = initialised(tmp_path_factory.mktemp("series"))
     for step in range(4):
-        shell.save(state(step), step, "--metric", f"loss={4 - step}")
-    return shell
+        app.save(state(step), step, "--metric", f"loss={4 - step}")
+    return app
 
 
 @pytest.fixture
@@ -101,8 +105,8 @@ def series(made, tmp_path):
 def test_every_verb_has_help_and_stands_in_the_list():
     listed = CliRunner().invoke(cli.app, ["--help"])
     assert listed.exit_code == 0
-    assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(shell.VERBS)
-    for verb in shell.VERBS:
+    assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(app.VERBS)
+    for verb in app.VERBS:
         text = CliRunner().invoke(cli.app, [verb, "-h"]).stdout
         assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
 
@@ -674,14 +678,14 @@ def test_tags(series):
 
 def test_a_tag_that_went_elsewhere_at_once(series, monkeypatch):
     """It said "is now tagged" of a snapshot that another process had taken the tag from, to give it to a newer one."""
-    take = tagging.take
+    take = tags.take
 
     def late(*args):
-        monkeypatch.setattr(tagging, "take", take)
+        monkeypatch.setattr(tags, "take", take)
         series("tag", "exp@2", "good")
         return take(*args)
 
-    monkeypatch.setattr(tagging, "take", late)
+    monkeypatch.setattr(tags, "take", late)
     error = series.fails("tag", "exp@1", "good", code=11)
     assert "exp@1: good was given to another snapshot of the run at the same time" in error
     assert series.json("show", "exp@good")["snapshot"]["step"] == 2
@@ -800,7 +804,7 @@ def test_a_dry_gc_waits_where_a_gc_would(series):
 def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
     series("forget", "exp@0")
     with Repository.open(series.url) as repository:
-        key = records.record_key("exp", 9, "0" * 32, 0)
+        key = record_key("exp", 9, "0" * 32, 0)
         held = records.this_session("0" * 32, key)
         repository.store.hold(f"sessions/{held.id}", records.encode(held))
         result = series("gc", "--json", code=3)
@@ -935,7 +939,7 @@ def test_compact(sh):
     ("text", "expected"), [("0", 0), ("17", 17), ("3k", 3072), ("10G", 10 * 2**30), ("2MiB", 2**21)]
 )
 def test_sizes(text, expected):
-    assert caring._size(text) == expected
+    assert maintenance._size(text) == expected
 
 
 def test_compact_usage(series):
@@ -1143,14 +1147,14 @@ def test_demo(sh, monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, codes.pop(0))
 
     codes = [0, 1, -9]
-    monkeypatch.setattr(caring.subprocess, "run", run)
+    monkeypatch.setattr(maintenance.subprocess, "run", run)
     assert sh.json("demo", "--keep", tmp_path / "kept") == {"ok": True, "exit_code": 0}
     assert calls[0][0][1].endswith("tools/demo.py")
     assert calls[0][0][2:] == ["--keep", str(tmp_path / "kept")]
     assert calls[0][1] is not None
     sh("demo", code=1)
     sh("demo", code=1)
-    monkeypatch.setattr(caring, "__file__", str(tmp_path / "site" / "snapstore" / "cli" / "caring.py"))
+    monkeypatch.setattr(maintenance, "__file__", str(tmp_path / "site" / "snapstore" / "cli" / "maintenance.py"))
     assert "clone" in sh.fails("demo")
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from faults import THOROUGH
 
-from snapstore import KeepLast, Repository, index
+from snapstore import KeepLast, Repository
+from snapstore.catalog import index
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

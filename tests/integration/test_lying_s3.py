@@ -18,7 +18,7 @@ from s3_stores import fresh_url, impatient, needs_server
 from tally import EXAMPLES
 
 from snapstore.errors import SnapstoreError
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
 SECONDS = 12.0

@@ -34,8 +34,8 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
-from snapstore.engine import CpuEngine
-from snapstore.environment import Environment
+from snapstore.catalog.lmdb_file import Environment
+from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -545,7 +545,7 @@ def test_policies_stored_by_two_at_once(store):
 
 def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
     """The store is away during a commit; when it is back, this very process collects what it left behind."""
-    monkeypatch.setattr("snapstore.session.COMMIT_ATTEMPTS", 1)
+    monkeypatch.setattr("snapstore.protocol.session.COMMIT_ATTEMPTS", 1)
     faulty = FaultStore(store)
     with Repository.open(faulty, options=OPTIONS) as repository:
         repository.save(big(0), run="a", step=0)
@@ -798,7 +798,7 @@ def test_the_newest_is_another_one_once_it_is_collected(store, monkeypatch):
     ):
         training.save(1, big(1))
         training.wait_until_finished()
-        from snapstore import restore as module
+        from snapstore.restore import pipeline as module
 
         began, restore = iter([1]), module.restore
 

@@ -10,18 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore import (
-    FormatError,
-    IntegrityError,
-    KeepLast,
-    Repository,
-    SaveOptions,
-    SnapstoreError,
-    UnknownFormatError,
-    records,
-)
-from snapstore.digest import checksum
-from snapstore.manifest import Box, TensorEntry
+from snapstore import FormatError, IntegrityError, KeepLast, Repository, SaveOptions, SnapstoreError, UnknownFormatError
+from snapstore.format import records
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import record_key
+from snapstore.format.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 sys.path.append(str(Path(__file__).parents[1] / "attacks"))
@@ -133,7 +126,7 @@ def test_small_objects_of_another_version_are_kept(kind):
     value, key = {
         "policies": (records.Policy(run="a", revision=0, policies=[]), "policies/a.0"),
         "gc": (records.Mark(id=name, started=0.0, packs=b"", manifests=b""), f"gc/{name}.mark"),
-        "sessions": (records.this_session(name, records.record_key("a", 0, name, 0)), f"sessions/{name}"),
+        "sessions": (records.this_session(name, record_key("a", 0, name, 0)), f"sessions/{name}"),
     }[kind]
     data = bytearray(records.encode(value))
     data[5] = 2

@@ -38,15 +38,13 @@ from snapstore import (
     SnapshotManager,
     SnapstoreError,
     StorageError,
-    blob,
     cli,
-    manifest,
-    pack,
-    records,
 )
+from snapstore.check.scan import LEVELS, Survey
+from snapstore.format import blob, manifest, pack, records
+from snapstore.format.keys import pack_key, quarantined_names, record_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-from snapstore.survey import LEVELS, Survey
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +90,7 @@ def test_a_later_save_heals(store):
 
 def _needed(found, snapshot):
     return {
-        records.pack_key(name) for ref in snapshot.manifests for name in found._index.header(ref).pack_names
+        pack_key(name) for ref in snapshot.manifests for name in found._index.header(ref).pack_names
     }  # fmt: skip
 
 
@@ -185,7 +183,7 @@ def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
         found.repair(apply=True)
         kept = found.snapshot("a@2")
         assert found.in_need_of_quarantined([kept]) == {kept.id}
-    keys = [records.record_key("a", 2, kept.id, revision) for revision in range(kept.revision + 1)]
+    keys = [record_key("a", 2, kept.id, revision) for revision in range(kept.revision + 1)]
     good = {key: store.get(key) for key in keys}
     seen = Unreadable(store, keys[-1]) if how == "unreadable" else store
     with opened(seen) as found:
@@ -404,7 +402,7 @@ def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
     (then,) = notes(store)
     assert noted(store) == [[offset]]
     assert watched.log.index(("put", then)) < watched.log.index(("delete", first))
-    assert records.quarantined([then]) == {key}
+    assert quarantined_names([then]) == {key}
     store.delete([key])
     store.put(key, whole)
     with Repository.open(store, options=ONE_PACK) as found:
@@ -707,7 +705,7 @@ def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read
 
 def test_of_an_aborted_save_nothing_comes_back(store):
     """Its record says so, its manifests are gone: given up for good, if somebody asks for that."""
-    key = records.record_key("a", 9, records.new_id(), 0)
+    key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"SNAP and no more")
     with opened(store) as found:
         with pytest.raises(IntegrityError, match="nothing was deleted"):
@@ -948,7 +946,7 @@ def test_the_shell_with_a_broken_config(shell, disk):
 
 def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("snapstore.index.Index.headers", None)  # without a note, no manifest is read
+        patch.setattr("snapstore.catalog.index.Index.headers", None)  # without a note, no manifest is read
         assert json.loads(shell("log", "--json")[1])["damaged"] == []
     assert "health" not in shell("log")[1]
     with opened(disk) as found:
@@ -994,7 +992,7 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
             def busy(self, ruling):
                 raise ConflictError("another process has revised it")
 
-            patch.setattr("snapstore.heal.Healer._rewritten", busy)
+            patch.setattr("snapstore.repair.snapshots.Healer._rewritten", busy)
             report = repository.repair(apply=True, drop=True)
         assert not report.ok
         assert [s.ref for s in repository.snapshots()] == ["r@0"]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from snapstore import Repository, SaveOptions
-from snapstore.engine import CpuEngine
+from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
 
 # complex32: torch warns once that it is experimental, wherever one is cloned first

@@ -19,9 +19,9 @@ import pytest
 from hostile_s3 import HostileS3, answer, before_body, etag, first, says
 
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
-from snapstore.storage import s3_deadline
-from snapstore.storage.s3 import S3Store
-from snapstore.storage.s3_deadline import Deadline, in_time
+from snapstore.storage.s3 import deadline as s3_deadline
+from snapstore.storage.s3.deadline import Deadline, in_time
+from snapstore.storage.s3.store import S3Store
 
 HANGS_S = 60.0
 
@@ -133,7 +133,7 @@ def test_a_resolver(server, monkeypatch):
 
 
 def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
-    monkeypatch.setattr("snapstore.storage.s3_client.CREDENTIALS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("snapstore.storage.s3.client.CREDENTIALS_TIMEOUT_S", 0.5)
     config = tmp_path / "config"
     config.write_text("[profile slow]\ncredential_process = sleep 2\n")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -160,7 +160,7 @@ def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tm
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setenv("AWS_PROFILE", "slow")
     opened, began = store(), time.monotonic()
-    monkeypatch.setattr("snapstore.storage.s3_client.CREDENTIALS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("snapstore.storage.s3.client.CREDENTIALS_TIMEOUT_S", 0.5)
     for _ in range(2):
         if fails:
             with pytest.raises(SnapstoreError, match="credentials could not be fetched"):
@@ -186,8 +186,8 @@ def test_bodies_that_give_a_byte_an_attempt(server):
 def test_a_slow_line_is_no_stall(server, monkeypatch):
     """Twice the lowest rate, up and down, for longer than a request may take that moves nothing."""
     data, piece = os.urandom(420_000), 2 * s3_deadline.SLOWEST_BYTES_PER_S // 20
-    monkeypatch.setattr("snapstore.storage.s3_client.BODY_PIECE_BYTES", 16 * 1024)
-    monkeypatch.setattr("snapstore.storage.s3_reading.READ_PIECE_BYTES", 16 * 1024)
+    monkeypatch.setattr("snapstore.storage.s3.client.BODY_PIECE_BYTES", 16 * 1024)
+    monkeypatch.setattr("snapstore.storage.s3.reader.READ_PIECE_BYTES", 16 * 1024)
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # for what it accepts from now on
     slow = store(attempts=1, connect_timeout_s=2.5, read_timeout_s=2.5)
 

@@ -26,7 +26,7 @@ from faults import OPTIONS, THOROUGH, check_restores, check_whole, clone, keys_o
 from s3_stores import fresh_url, impatient, needs_server
 from tcp_proxy import Fault, Proxy, answer, lose_answer
 
-from snapstore import Repository, manifest
+from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -36,10 +36,12 @@ from snapstore.errors import (
     StorageError,
     StorageFullError,
 )
-from snapstore.records import ABORTED, Snapshot, encode, pack_key, parse_record_key
+from snapstore.format import manifest
+from snapstore.format.keys import pack_key, parse_record_key
+from snapstore.format.records import ABORTED, Snapshot, encode
 from snapstore.retention import KeepLast
 from snapstore.storage.memory import MemoryStore
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
 
@@ -369,7 +371,7 @@ def test_gets_that_always_break_off(world, how):
 def test_an_outage_under_eight_writers(proxy, monkeypatch):
     """All of them outlast it: retries are not rationed among them, as botocore's are (35 for all)."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    monkeypatch.setattr("snapstore.storage.s3_client._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("snapstore.storage.s3.client._LONGEST_PAUSE_S", 0.1)
     store = S3Store(fresh_url())
     rule = proxy.fault(put_of("packs"), answer(503, "ServiceUnavailable"), times=60)
     threads = [threading.Thread(target=store.put, args=(f"packs/{i}", b"x")) for i in range(16)]

@@ -19,7 +19,7 @@ from faults import SEED, THOROUGH
 from hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
 
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 SMALL, LARGE = os.urandom(700), os.urandom(100_000)
 KEYS = [f"manifests/{n:02}" for n in range(7)]  # three pages

@@ -15,8 +15,8 @@ from faults import OPTIONS, check_clean, check_restores, keys_of, same, save
 from s3_stores import fresh_url, needs_server
 
 from snapstore import Repository
-from snapstore.records import Snapshot, encode, new_id
-from snapstore.storage.s3 import S3Store
+from snapstore.format.records import Snapshot, encode, new_id
+from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
 

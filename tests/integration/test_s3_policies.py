@@ -14,7 +14,7 @@ from s3_stores import fresh_url, needs_server
 
 from snapstore import Repository, StorageError
 from snapstore.retention import KeepLast
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from snapstore import cli
 from snapstore.errors import SnapstoreError
-from snapstore.storage import open_store
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
+from snapstore.storage.urls import open_store
 
 SECRET = "hunter2XYZZY"
 #: As they come from a badly copied file.
@@ -176,7 +176,7 @@ def quick(server, monkeypatch, tmp_path):
         "SNAPSTORE_CACHE_DIR": str(tmp_path / "cache"),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("snapstore.storage.s3_client._LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("snapstore.storage.s3.client._LONGEST_PAUSE_S", 0.001)
 
 
 def said(call: Callable[[], Any]) -> list[str]:

@@ -15,8 +15,10 @@ from damage import flip, packs_of, refs, repository, three, twin, wound
 from faults import OPTIONS, FaultStore, Unreadable, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
-from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, blob, cli, records
+from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, cli
 from snapstore.errors import SnapstoreError, StorageError
+from snapstore.format import blob, records
+from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -100,7 +102,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
 def test_a_copy_that_hides_a_record_is_not_called_healed(store):
     with opened(store) as found:
         record = found.snapshot("a@2")
-    copy = records.record_key(record.run, record.step, record.id, 1)
+    copy = record_key(record.run, record.step, record.id, 1)
     store.put(copy, store.get(record.key))
     with opened(store) as found:
         assert refs(found.check().damaged) == {"a@2"}
@@ -355,7 +357,7 @@ def test_eio_of_a_manifest_beside_a_damaged_pack(store):
 def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
     with opened(store) as found:
         twin(found, "twin", 0)
-    key = records.record_key("a", 9, records.new_id(), 0)
+    key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"of an aborted save, say")
     wound(store)
     with Repository.open(Unreadable(store, key), options=OPTIONS) as found:
@@ -373,7 +375,7 @@ def test_eio_of_a_record_and_of_what_would_tell_of_it(store, beside, times):
         lost = found.snapshot("a@1")
     wound(store)
     flip(store, lost.key, 60)
-    before = records.record_key(lost.run, lost.step, lost.id, 0)
+    before = record_key(lost.run, lost.step, lost.id, 0)
     keys = [ref.key for ref in lost.manifests][: 1 if beside == "a manifest" else None]
     failing = Unreadable(store, *([before] if beside == "the revision before" else keys), times=times)
     with opened(failing) as found:
@@ -450,7 +452,7 @@ def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(st
         found.gc()
         ruling = found.snapshot("a@1")
     assert ruling.revision == 3
-    keys = [records.record_key(ruling.run, ruling.step, ruling.id, revision) for revision in (2, 3)]
+    keys = [record_key(ruling.run, ruling.step, ruling.id, revision) for revision in (2, 3)]
     good = {key: store.get(key) for key in keys}
     for key in keys:
         flip(store, key, 60)
@@ -700,8 +702,8 @@ def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_
 @pytest.fixture
 def slow(monkeypatch):
     """Every failure is a slow one."""
-    monkeypatch.setattr("snapstore.index.SLOW_FAILURE_S", 0.0)
-    monkeypatch.setattr("snapstore.index.RESTS", 10**9)
+    monkeypatch.setattr("snapstore.catalog.index.SLOW_FAILURE_S", 0.0)
+    monkeypatch.setattr("snapstore.catalog.index.RESTS", 10**9)
 
 
 def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store, slow):

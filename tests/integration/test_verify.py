@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager, engine, writer
+from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager
+from snapstore.engine import cpu
+from snapstore.save import writer
 from snapstore.storage.memory import MemoryStore
 
 CHUNK = 4096
@@ -30,7 +32,7 @@ def repository(verify, store=None):
 @pytest.fixture
 def spoil(monkeypatch):
     """Makes the encoder take one chunk of a state for another: every checksum holds, the bytes are wrong."""
-    original = engine.encode_chunk
+    original = cpu.encode_chunk
 
     def of(state, number):
         wanted = state.numpy().view(np.uint8)[number * CHUNK : (number + 1) * CHUNK].tobytes()
@@ -42,7 +44,7 @@ def spoil(monkeypatch):
                 job = dataclasses.replace(job, chunk=spoiled)
             return original(job, out)
 
-        monkeypatch.setattr(engine, "encode_chunk", wrong)
+        monkeypatch.setattr(cpu, "encode_chunk", wrong)
 
     yield of
     monkeypatch.undo()
@@ -141,7 +143,7 @@ def test_a_manager_goes_on_after_a_wrong_chunk(spoil, async_save):
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 def test_right_chunks_are_never_refused(verify, monkeypatch):
-    monkeypatch.setattr(engine.CpuEngine, "batch_chunks", 7)
+    monkeypatch.setattr(cpu.CpuEngine, "batch_chunks", 7)
     with repository(verify) as repo:
         for step in range(4):
             state = {"w": values(step), "n": torch.randint(0, 9, (5000,)), "few": torch.arange(step + 1), "e": b""}

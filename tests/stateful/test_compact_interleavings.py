@@ -36,8 +36,9 @@ from schedules import (
     unforgetting,
 )
 
-from snapstore import KeepLast, Repository, blob, pack
-from snapstore.storage import ObjectStore
+from snapstore import KeepLast, Repository
+from snapstore.format import blob, pack
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 

@@ -47,10 +47,10 @@ from snapstore import (
     SnapstoreError,
     StorageError,
     StorageFullError,
-    policies,
 )
-from snapstore.environment import Environment
-from snapstore.storage import ObjectStore
+from snapstore.catalog import policy_store
+from snapstore.catalog.lmdb_file import Environment
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -260,8 +260,8 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
         assert any("good" in tags for _, _, tags, _ in after.values()), f"{about}: nobody has the tag"
     ruling = [[KeepLast(2)]] if verb == "policies" else []
     if verb != "policies" or not done:
-        ruling.append(policies.read(VERBS[verb][0](), "a"))
-    assert policies.read(inner, "a") in ruling, about
+        ruling.append(policy_store.read(VERBS[verb][0](), "a"))
+    assert policy_store.read(inner, "a") in ruling, about
     assert len(new) <= (1 if verb in MAY_ADD else 0), about
     if isinstance(outcome, Crash):
         return
@@ -531,7 +531,7 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
 def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
     """What LMDB has committed and nobody has sealed is not believed: the next open begins anew, and answers right."""
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.index.RECORDS_IN_MEMORY", 2)  # several transactions
+    monkeypatch.setattr("snapstore.catalog.index.RECORDS_IN_MEMORY", 2)  # several transactions
     inner = on_a_disk(forgotten(), tmp_path / "repository")
     before = _known(inner, _ids(inner))
     seals, real = count(), Environment._seal
@@ -615,7 +615,7 @@ def test_a_listing_is_settled_before_it_is_acted_upon(verb, monkeypatch):
 
 def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.session.HEARTBEAT_S", 0.0)
     store = FaultStore(clone(history()))
     real = store.inner.touch
 
@@ -635,7 +635,7 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
 def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
     """A server without CopyObject: said once a save, not asked again."""
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.session.HEARTBEAT_S", 0.0)
     store, asked = clone(history()), []
 
     def touch(key: str) -> None:

@@ -29,16 +29,9 @@ from faults import (
 from schedules import PER_TEST, SCHEDULES, Body, Stage, collecting, forgetting, played, saving, several, unforgetting
 from tally import tally
 
-from snapstore import (
-    ConflictError,
-    IntegrityError,
-    KeepLast,
-    NotFoundError,
-    Repository,
-    StorageError,
-    pack,
-)
-from snapstore.storage import ObjectStore
+from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, Repository, StorageError
+from snapstore.format import pack
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 

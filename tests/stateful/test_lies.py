@@ -47,9 +47,9 @@ from snapstore import (
     SnapstoreError,
     StorageError,
     StorageFullError,
-    policies,
 )
-from snapstore.storage import ObjectInfo
+from snapstore.catalog import policy_store
+from snapstore.storage.base import ObjectInfo
 from snapstore.storage.memory import MemoryStore
 
 FULL = SaveOptions(pack_bytes=4096, threads=1, max_depth=3, verify_writes="full")
@@ -286,7 +286,7 @@ def _look(name: str, world: World, before: dict[str, Any]) -> None:
     if name == "unforget":
         assert world.outcome.id in after
     if name == "policies":
-        assert policies.read(world.store, "a") == [KeepLast(2)]
+        assert policy_store.read(world.store, "a") == [KeepLast(2)]
 
 
 @cache

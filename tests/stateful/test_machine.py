@@ -56,10 +56,10 @@ from snapstore import (
     Snapshot,
     SnapstoreError,
     StorageError,
-    manifest,
-    records,
 )
-from snapstore.session import LEFT_OVER
+from snapstore.format import manifest, records
+from snapstore.format.keys import pack_key, parse_record_key, quarantined_names
+from snapstore.protocol.session import LEFT_OVER
 from snapstore.storage.memory import MemoryStore
 
 RUNS = st.sampled_from(["a", "b"])
@@ -409,7 +409,7 @@ class Machine(RuleBasedStateMachine):
     @rule(process=PROCESSES, drop=st.booleans(), purge=st.booleans(), level=st.sampled_from(("data", "restore")))
     def repair(self, process, drop, purge, level) -> None:
         """Nothing is damaged, so it does nothing but build the index anew."""
-        quarantined = records.quarantined(keys_of(self.store, "gc/"))  # of an earlier repair
+        quarantined = quarantined_names(keys_of(self.store, "gc/"))  # of an earlier repair
         before = dict(self.store._objects)
         purge = purge and self.slow is None  # what leaves the quarantine is damage until a gc has deleted it
         report = self.at(process).repair(apply=True, drop=drop, purge=purge, level=level)
@@ -496,7 +496,7 @@ class Machine(RuleBasedStateMachine):
         for kind, number, place in flips:
             flipped.add(self.flip(kind, number, place, flipped))
         # Whose record cannot be read may change: what its last revision said is lost, unless an index knows it.
-        guessed = {records.parse_record_key(key)[2] for key in flipped if key.startswith("snapshots/")}
+        guessed = {parse_record_key(key)[2] for key in flipped if key.startswith("snapshots/")}
         if "config" in flipped:
             process, other = 2, 2
         whole = self.restoring(before)
@@ -565,7 +565,7 @@ class Machine(RuleBasedStateMachine):
         found = {}
         for i, snapshot in snapshots.items():
             headers = [manifest.decode_header(self.store.get(ref.key), ref.key) for ref in snapshot.manifests]
-            packs = {records.pack_key(name) for header in headers for name in header.pack_names}
+            packs = {pack_key(name) for header in headers for name in header.pack_names}
             found[i] = {snapshot.key} | {ref.key for ref in snapshot.manifests} | packs
         return found
 

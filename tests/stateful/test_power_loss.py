@@ -17,9 +17,10 @@ import pytest
 from faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
 from tally import tally
 
-from snapstore import KeepLast, Repository, pack
-from snapstore.environment import Environment
-from snapstore.storage import is_key
+from snapstore import KeepLast, Repository
+from snapstore.catalog.lmdb_file import Environment
+from snapstore.format import pack
+from snapstore.storage.base import is_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -237,7 +238,7 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
             folder.mkdir()
             (folder / "data.mdb").write_bytes(data)
             (folder / "verified").write_bytes(seal)
-            monkeypatch.setattr("snapstore.index.folder_for", lambda *_, folder=folder: (folder, None))
+            monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_, folder=folder: (folder, None))
         check(which, moment, disk, power.nothing_unsynced, "with an index", store)
 
 

@@ -35,7 +35,7 @@ from schedules import (
 )
 
 from snapstore import Repository
-from snapstore.storage import ObjectStore
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 

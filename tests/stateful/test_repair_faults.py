@@ -31,8 +31,9 @@ from stalls import Stalling, others_meanwhile
 from tally import tally
 from test_crash_points import on_a_disk
 
-from snapstore import IntegrityError, Repository, SnapstoreError, StorageError, pack
-from snapstore.storage import ObjectStore
+from snapstore import IntegrityError, Repository, SnapstoreError, StorageError
+from snapstore.format import pack
+from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 

@@ -15,8 +15,9 @@ from faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
 from schedules import Body, Stage, forgetting, saving, tagging
 from tally import tally
 
-from snapstore import Repository, records
-from snapstore.records import Snapshot
+from snapstore import Repository
+from snapstore.format import records
+from snapstore.format.records import Snapshot
 from snapstore.storage.memory import MemoryStore
 
 #: Who plays together, and which snapshot has the tag before.

@@ -10,8 +10,8 @@ from torch import nn
 
 from snapstore.state.arrays import as_bytes, fill
 from snapstore.state.flatten import flatten
+from snapstore.state.restore_plan import Target
 from snapstore.state.selection import parts_needed
-from snapstore.state.target import Target
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 from snapstore.state.tree import encode_plain
 

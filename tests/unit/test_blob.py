@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstore import blob, codecs, planes
-from snapstore import digest as hashing
-from snapstore.digest import checksum
 from snapstore.errors import FormatError, IntegrityError
+from snapstore.format import blob, codecs, hashing, planes
+from snapstore.format.hashing import checksum
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from faults import OPTIONS, check_restores, save
 
-from snapstore import Repository, cache
-from snapstore.cache import begin_use, end_use, shrink
+from snapstore import Repository
+from snapstore.storage import cache_dir
+from snapstore.storage.cache_dir import begin_use, end_use, shrink
 
 KiB = 1024
 
@@ -179,12 +180,12 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
 
 
 def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache.shrink, "__defaults__", (100 * KiB,))
+    monkeypatch.setattr(cache_dir.shrink, "__defaults__", (100 * KiB,))
     old = [index_of(folder, n, used_s=n + 1.0) for n in range(4)]
     Repository.create(tmp_path / "r").close()
     assert not old[0].exists()
     Repository.open(tmp_path / "r").close()
-    assert sum(cache._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "the open one is beside the bound"
+    assert sum(cache_dir._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "the open one is beside the bound"
 
 
 def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from snapstore import blob, pack, records
 from snapstore.errors import InvalidInputError
-from snapstore.records import Snapshot
-from snapstore.repository import Repository, SaveOptions
+from snapstore.format import blob, pack, records
+from snapstore.format.keys import parse_record_key
+from snapstore.format.records import Snapshot
+from snapstore.options import SaveOptions
+from snapstore.repository import Repository
 from snapstore.storage.memory import MemoryStore
 
 LEVELS = ("metadata", "data", "restore")
@@ -205,7 +207,7 @@ def test_a_damaged_record(store, how):
         replace(store, key, {"truncate": data[:-3], "extend": data + b"x", "empty": b""}[how])
     result = check(store, "restore")
     assert [(p.kind, p.key) for p in result.problems] == [("record", key)]
-    assert result.problems[0].snapshots == (records.parse_record_key(key)[2],)
+    assert result.problems[0].snapshots == (parse_record_key(key)[2],)
     assert names(result.restorable) == ["a@1", "b@0"]
 
 

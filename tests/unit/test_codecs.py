@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from snapstore import codecs
-from snapstore.codecs import deflate, zstd
 from snapstore.errors import FormatError, IntegrityError
+from snapstore.format import codecs
+from snapstore.format.codecs import deflate, zstd
 
 BLOCK = codecs.BLOCK_BYTES
 ENCODERS = {

@@ -19,12 +19,11 @@ from snapstore import (
     SaveOptions,
     SnapshotManager,
     StorageError,
-    blob,
-    compact_plan,
-    manifest,
-    records,
-    rewrite,
 )
+from snapstore.format import blob, manifest, records
+from snapstore.format.keys import pack_key
+from snapstore.rewrite import base as rewrite
+from snapstore.rewrite import compact_plan
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -375,11 +374,11 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     repo, store = in_memory, in_memory.store
     ref = repo.snapshot("a@7").manifests[1]
     header = manifest.read(store, ref, None).header
-    key = ref.key if "manifest" in harm else records.pack_key(header.pack_names[-1])
+    key = ref.key if "manifest" in harm else pack_key(header.pack_names[-1])
     if "missing" in harm:
         store.delete([key])
     elif harm == "blobs":
-        for key in map(records.pack_key, header.pack_names):
+        for key in map(pack_key, header.pack_names):
             for at in range(100, store.stat(key).size_bytes - 1000, 97):
                 alter(store, key, at)
     else:
@@ -486,7 +485,7 @@ def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other
         repo.forget([KeepLast(3)], run="b")
     (ref,) = lost.manifests
     names = manifest.read(store, ref, None).header.pack_names
-    bad = [ref.key] if what == "manifest" else map(records.pack_key, names)
+    bad = [ref.key] if what == "manifest" else map(pack_key, names)
     with faults.opened(faults.Unreadable(store, *bad)) as repo:
         report = getattr(repo, verb)()
         ((failed, message),) = report.failed

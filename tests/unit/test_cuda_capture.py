@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from snapstore.cuda import capture
+from snapstore.engine.cuda import capture
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import delta
-from snapstore.delta import Base, Bases
-from snapstore.manifest import Box, ChunkTable, Manifest, ManifestHeader, TensorEntry
-from snapstore.records import Snapshot
+from snapstore.format import delta
+from snapstore.format.delta import is_keyframe
+from snapstore.format.manifest import Box, ChunkTable, Manifest, ManifestHeader, TensorEntry
+from snapstore.format.records import Snapshot
+from snapstore.save.bases import Base, Bases
 
 
 def pack_name(number):
@@ -133,11 +134,11 @@ def test_keyframes_are_spread(max_depth):
     """Every chunk once in max_depth + 1 generations; in every generation its share of the chunks, and no more."""
     period, chunks = max_depth + 1, 72
     for chunk in range(chunks):
-        turns = [g for g in range(5 * period) if delta.is_keyframe(g, chunk, max_depth)]
+        turns = [g for g in range(5 * period) if is_keyframe(g, chunk, max_depth)]
         assert len(turns) == 5
         assert set(np.diff(turns)) <= {period}
     for generation in range(3 * period):
-        assert sum(delta.is_keyframe(generation, c, max_depth) for c in range(chunks)) == chunks // period
+        assert sum(is_keyframe(generation, c, max_depth) for c in range(chunks)) == chunks // period
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from snapstore import blob, planes
-from snapstore import digest as hashing
-from snapstore.engine import (
-    Chunks,
-    CpuEngine,
-    DecodeBatch,
-    EncodeBatch,
-    EncodedChunk,
-    EncodeJob,
-    HostEncoded,
-    Threads,
-    default_threads,
-    encode_chunk,
-)
+from snapstore.engine.base import Chunks, DecodeBatch, EncodeBatch, EncodeJob
+from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
+from snapstore.format import blob, hashing, planes
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)

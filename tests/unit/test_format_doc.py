@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore import blob, chunking, codecs, manifest, pack, planes, records
-from snapstore.codecs import deflate, zstd
+from snapstore.format import blob, chunking, codecs, manifest, pack, planes, records
+from snapstore.format.codecs import deflate, zstd
+from snapstore.format.keys import NAME
 from snapstore.state import containers, tensors, tree
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -104,7 +105,7 @@ def test_states():
 
 
 def test_names_and_steps():
-    assert f"`{records.NAME.pattern}`" in section("Layout")
+    assert f"`{NAME.pattern}`" in section("Layout")
     assert records.MAX_STEP == 10**12 - 1
     assert "Steps are 0 to 10^12 - 1" in section("Layout")
 

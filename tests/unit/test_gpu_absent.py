@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager, codecs, cuda
-from snapstore.digest import checksum
-from snapstore.engine import CpuEngine, Engines
-from snapstore.pack import scan
+from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager
+from snapstore.engine import cuda
+from snapstore.engine.cpu import CpuEngine
+from snapstore.engine.registry import Engines
+from snapstore.format import codecs
+from snapstore.format.hashing import checksum
+from snapstore.format.pack import scan
 from snapstore.storage.memory import MemoryStore
 
 CUDA = torch.device("cuda", 0)
@@ -107,7 +110,7 @@ def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
 def a_cupy(a_gpu, monkeypatch):
     """Packages that are there; what is asked of their modules may fail."""
     monkeypatch.setattr(cuda, "require", lambda: None)
-    modules = {name: ModuleType(f"snapstore.cuda.{name}") for name in ("hosted", "kernels", "nvcomp", "engine")}
+    modules = {name: ModuleType(f"snapstore.engine.cuda.{name}") for name in ("hosted", "kernels", "nvcomp", "engine")}
     modules["nvcomp"].check_rooms = lambda: None
     modules["kernels"].prepare = lambda device: None
     modules["engine"].CudaEngine = lambda *args: CpuEngine(0, 1)

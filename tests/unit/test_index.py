@@ -23,15 +23,16 @@ import xxhash
 from faults import OPTIONS, SEED, check_restores, clone, index_of, keys_of, save
 from s3_stores import fresh_url, moto_bucket, needs_server
 
-from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError, gc
-from snapstore import cache as cache_module
-from snapstore import index as index_module
-from snapstore.environment import Environment
-from snapstore.records import Snapshot, encode
+from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError
+from snapstore.catalog import index as index_module
+from snapstore.catalog.lmdb_file import Environment
+from snapstore.format.records import Snapshot, encode
+from snapstore.protocol import gc
+from snapstore.storage import cache_dir as cache_module
 from snapstore.storage import local
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-from snapstore.storage.s3 import S3Store
+from snapstore.storage.s3.store import S3Store
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +355,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
     print("held", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
-    monkeypatch.setattr("snapstore.environment.PATIENCE_S", 0.5)
+    monkeypatch.setattr("snapstore.catalog.lmdb_file.PATIENCE_S", 0.5)
     with Repository.open(root, options=OPTIONS) as repository:
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
             try:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import blob, pack
-from snapstore.inspection import TensorDiff, group_of
-from snapstore.repository import Repository, SaveOptions
+from snapstore.format import blob, pack
+from snapstore.inspect.inspection import TensorDiff, group_of
+from snapstore.options import SaveOptions
+from snapstore.repository import Repository
 from snapstore.storage.memory import MemoryStore
 
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from snapstore import limits
+from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, InvalidInputError
 from snapstore.storage.memory import MemoryStore
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import manifest
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.manifest import COLUMNS, Box, ChunkTable, ManifestHeader, TensorEntry
+from snapstore.format import manifest
+from snapstore.format.manifest import COLUMNS, Box, ChunkTable, ManifestHeader, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]

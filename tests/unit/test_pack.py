@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import blob, pack, planes
-from snapstore import digest as hashing
-from snapstore.engine import EncodedChunk, HostEncoded
+from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.records import MadeFor
+from snapstore.format import blob, hashing, pack, planes
+from snapstore.format.records import MadeFor
 from snapstore.storage.memory import MemoryStore
 
 SEED = 0xD1A5ED5EED

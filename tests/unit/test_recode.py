@@ -11,20 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstore import (
-    AlreadyExistsError,
-    CapabilityError,
-    InvalidInputError,
-    NotFoundError,
-    Repository,
-    StorageError,
-    blob,
-    codecs,
-    manifest,
-    pack,
-    records,
-)
-from snapstore import recode as module
+from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
+from snapstore.engine.registry import Engines
+from snapstore.format import blob, codecs, manifest, pack, records
+from snapstore.format.keys import pack_key
+from snapstore.rewrite import recode as module
 from snapstore.storage.memory import MemoryStore
 
 ANS = codecs.NAMES[codecs.ANS]
@@ -64,7 +55,7 @@ def blobs(repository, refs=None):
             for number, offset, length in zip(
                 m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
             ):
-                (data,) = repository.store.get_ranges(records.pack_key(names[number]), [(offset, length)])
+                (data,) = repository.store.get_ranges(pack_key(names[number]), [(offset, length)])
                 found[names[number], offset] = blob.parse(data, "")
     return found
 
@@ -90,7 +81,7 @@ def going(repository):
 
 
 def pack_listing(repository, name):
-    key = records.pack_key(name)
+    key = pack_key(name)
     return pack.read_listing(repository.store, key, repository.store.stat(key).size_bytes).entries
 
 
@@ -140,11 +131,11 @@ def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
             header = manifest.read(repo.store, ref, None).header
             assert (header.part, header.rank) == (ref.part, ref.rank)
             for name, size in zip(header.pack_names, header.pack_size_list, strict=True):
-                listing = pack.read_listing(repo.store, records.pack_key(name), size)
+                listing = pack.read_listing(repo.store, pack_key(name), size)
                 names.add((listing.header.save_id, listing.header.rank, listing.header.sequence))
                 for entry in listing.entries:
                     offset, length = int(entry["offset"]), int(entry["length"])
-                    (data,) = repo.store.get_ranges(records.pack_key(name), [(offset, length)])
+                    (data,) = repo.store.get_ranges(pack_key(name), [(offset, length)])
                     assert blob.entry(data, offset) == entry.tobytes()
                     places.add(name)
     assert len(names) == len(places)
@@ -239,7 +230,7 @@ def test_without_a_gpu(repo, monkeypatch):
 
 def test_there_and_back_again(repo, monkeypatch):
     """The encoder of codec 70 is the CPU engine, made to write it."""
-    monkeypatch.setattr(module, "_cuda_engine", lambda engines: type(engines.cpu)(engines.digest_seed, 1))
+    monkeypatch.setattr(Engines, "for_ans", lambda engines: type(engines.cpu)(engines.digest_seed, 1))
     portable = repo.recode(["a@2"])
     with foreign.written():
         result = repo.recode(codec="ans")
@@ -263,7 +254,7 @@ def test_there_and_back_again(repo, monkeypatch):
 def place_of(repository, ref):
     """The key of a pack in ANS that a snapshot needs and a@0 does not, and a blob's offset in it."""
     name, offset = min(stale(blobs(repository, [ref])).keys() - blobs(repository, ["a@0"]).keys())
-    return records.pack_key(name), offset
+    return pack_key(name), offset
 
 
 def users_of(repository, key, offset=None):
@@ -316,13 +307,13 @@ def test_damage_at_any_blob_is_named(repo):
     for name, offset in places:
         store = MemoryStore()
         store._objects = dict(repo.store._objects)
-        flip(store, records.pack_key(name), offset + 100)
+        flip(store, pack_key(name), offset + 100)
         with Repository.open(store, options=repo.options) as other:
             before = {s.id: s for s in other.snapshots()}
             failed = other.recode().failed
             assert failed
             for snapshot, message in failed:
-                assert records.pack_key(name) in message
+                assert pack_key(name) in message
                 now = other.snapshot(f"id:{snapshot.id}")
                 assert as_it_was(now, before[snapshot.id])
                 copies += now.revision - before[snapshot.id].revision
@@ -354,7 +345,7 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
 def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
     """Its checksum holds, its digest does not: somebody's encoder lied before us."""
     name, offset = next(place for place, h in stale(blobs(repo, ["a@0"])).items() if codecs.RAW in h.codecs[:2])
-    key = records.pack_key(name)
+    key = pack_key(name)
     users = users_of(repo, key, offset)
     data = bytearray(repo.store.get(key))
     header = blob.parse(memoryview(data)[offset:], "")
@@ -376,7 +367,7 @@ def test_a_twin_that_is_damaged_is_not_used(repo):
     repo.recode(["a@0"])
     old = {identity(h) for h in stale(blobs(repo, ["a@1"])).values()}
     place = next(place for place, h in blobs(repo, ["a@0"]).items() if identity(h) in old)
-    flip(repo.store, records.pack_key(place[0]), place[1] + blob.HEADER.size + 20)
+    flip(repo.store, pack_key(place[0]), place[1] + blob.HEADER.size + 20)
     with faults.opened(repo.store) as again:
         result = again.recode(["a@1", "a@2"])
     assert result.failed == []
@@ -411,7 +402,7 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
         real(key, data)
 
     monkeypatch.setattr(repo.store, "put", put)
-    monkeypatch.setattr("snapstore.session.time.sleep", lambda _: None)
+    monkeypatch.setattr("snapstore.protocol.session.time.sleep", lambda _: None)
     with pytest.raises(StorageError, match="timed out"):
         repo.recode(["a@0"])
     assert len(late) == 4
@@ -424,7 +415,7 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
 
 def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
     """Given up by a gc of another host in the midst: the work is done again under a new session."""
-    monkeypatch.setattr("snapstore.session.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.session.HEARTBEAT_S", 0.0)
     real, given_up = repo.store.touch, []
 
     def touch(key):

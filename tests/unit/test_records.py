@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import records
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError
-from snapstore.records import Config, Done, ManifestRef, Mark, Policy, Session, Snapshot, Wait
+from snapstore.format import records
+from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
+from snapstore.format.records import Config, Done, ManifestRef, Mark, Policy, Session, Snapshot, Wait
+from snapstore.text import human_bytes, some
 
 ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"").hexdigest()
@@ -154,14 +156,14 @@ def test_bad_steps(step):
 
 
 @given(
-    st.from_regex(records.NAME, fullmatch=True),
+    st.from_regex(NAME, fullmatch=True),
     st.integers(0, records.MAX_STEP),
     st.binary(min_size=16, max_size=16).map(bytes.hex),
     st.integers(0, 10**9 - 1),
 )
 def test_record_keys_round_trip(run, step, snapshot_id, revision):
-    key = records.record_key(run, step, snapshot_id, revision)
-    assert records.parse_record_key(key) == (run, step, snapshot_id, revision)
+    key = record_key(run, step, snapshot_id, revision)
+    assert parse_record_key(key) == (run, step, snapshot_id, revision)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +182,14 @@ def test_record_keys_round_trip(run, step, snapshot_id, revision):
     ],
 )
 def test_other_keys_are_no_records(key):
-    assert records.parse_record_key(key) is None
+    assert parse_record_key(key) is None
 
 
 def test_keys_and_names():
-    assert REF.key == f"manifests/{SHA[:2]}/{SHA}" == records.manifest_key(SHA)
-    assert records.pack_key(SHA) == f"packs/{SHA[:2]}/{SHA}"
-    assert records.sha256_names(bytes(32) + b"\xff" * 32) == ["00" * 32, "ff" * 32]
-    assert OBJECTS[4].keys() == {records.pack_key("00" * 32), records.manifest_key("00" * 32)}
+    assert REF.key == f"manifests/{SHA[:2]}/{SHA}" == manifest_key(SHA)
+    assert pack_key(SHA) == f"packs/{SHA[:2]}/{SHA}"
+    assert sha256_names(bytes(32) + b"\xff" * 32) == ["00" * 32, "ff" * 32]
+    assert OBJECTS[4].keys() == {pack_key("00" * 32), manifest_key("00" * 32)}
     snapshot = OBJECTS[1]
     assert (snapshot.key, snapshot.ref) == (f"snapshots/exp1/000000000007-{ID}.0", "exp1@7")
     assert snapshot.ratio == 0.0
@@ -216,12 +218,12 @@ def test_ids_are_random_hex():
     [(0, "0B"), (999, "999B"), (1000, "1.0kB"), (3.2e9, "3.2GB"), (5e15, "5000.0TB"), (-2e6, "-2.0MB")],
 )
 def test_human_bytes(count, text):
-    assert records.human_bytes(count) == text
+    assert human_bytes(count) == text
 
 
 def test_some_of_many_names():
-    assert records.some(["a", "b"]) == "a, b"
-    assert records.some([str(n) for n in range(12)], 10) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
+    assert some(["a", "b"]) == "a, b"
+    assert some([str(n) for n in range(12)], 10) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 
 
 def test_a_record_whose_sizes_disagree_is_not_read():

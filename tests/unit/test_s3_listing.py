@@ -11,8 +11,8 @@ from hostile_s3 import page_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.storage.s3_listing import Listing, read_page
-from snapstore.storage.s3_transport import OddAnswerError
+from snapstore.storage.s3.listing import Listing, read_page
+from snapstore.storage.s3.transport import OddAnswerError
 
 OBJECTS = {"p/a b+c": (b"1", 1e9), "p/x/ä": (b"22", 1.1e9), "p/z&": (b"", 1.2e9)}
 PAGE = page_of(OBJECTS, "p/")

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3_stores import moto_bucket
 
+from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
-from snapstore.index import folder_for
-from snapstore.storage import open_store
-from snapstore.storage.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
-from snapstore.storage.s3 import S3Store
-from snapstore.storage.s3_client import BODY_PIECE_BYTES, Body, failure_of, parse
+from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, failure_of, parse
+from snapstore.storage.s3.ranges import JOIN_GAP_BYTES, PIECE_BYTES, plan_pieces
+from snapstore.storage.s3.store import S3Store
+from snapstore.storage.urls import open_store
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_url_that_went_through_pathlib():
 
 
 def test_without_boto3(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "snapstore.storage.s3", None)
+    monkeypatch.setitem(__import__("sys").modules, "snapstore.storage.s3.store", None)
     with pytest.raises(ModuleNotFoundError):
         open_store("s3://bucket/x")
-    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3")
-    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3_client")
+    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3.store")
+    monkeypatch.delitem(__import__("sys").modules, "snapstore.storage.s3.client")
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(CapabilityError, match=r"pip install 'snapstore\[s3\]'"):
         open_store("s3://bucket/x")
@@ -260,7 +260,7 @@ def test_another_endpoint_is_another_place(store, monkeypatch):
 
 def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
     """The listing stops being the shorter way."""
-    monkeypatch.setattr("snapstore.storage.s3.LISTED_FOR_SIZES", 3)
+    monkeypatch.setattr("snapstore.storage.s3.store.LISTED_FOR_SIZES", 3)
     for i in range(8):
         store.put(f"packs/{i}/x", bytes(i))
     pages = []

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from states import Saved, same
 
 from snapstore.errors import InvalidInputError, NotFoundError
+from snapstore.state.restore_plan import Target
 from snapstore.state.selection import parts_needed
-from snapstore.state.target import Target
 
 
 def state_for_keys():

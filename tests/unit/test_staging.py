@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager, staging
-from snapstore.engine import Engines
-from snapstore.staging import Staging
+from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
+from snapstore.engine.registry import Engines
+from snapstore.save import staging
+from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
 from snapstore.storage.memory import MemoryStore
 

@@ -12,7 +12,7 @@ from states import Saved, again, random_tensor, same
 from torch import nn
 
 from snapstore.errors import FormatError, InvalidInputError
-from snapstore.state.target import Target
+from snapstore.state.restore_plan import Target
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 
 dtypes = st.sampled_from(sorted(TORCH_DTYPES))

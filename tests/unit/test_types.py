@@ -282,7 +282,10 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_classes() -> list[type]:
-    from snapstore import findings, gc, inspection, repository
+    from snapstore import repository
+    from snapstore.check import report as findings
+    from snapstore.inspect import inspection
+    from snapstore.protocol import gc
 
     results = [findings.CheckResult, findings.Problem, gc.GcResult, repository.ForgetResult]
     results += [inspection.Stats, inspection.GroupStats, inspection.Diff, inspection.TensorDiff]

@@ -12,17 +12,10 @@ import pytest
 import torch
 from faults import OPTIONS, check_restores, save
 
-from snapstore import (
-    AlreadyExistsError,
-    IntegrityError,
-    InvalidInputError,
-    Repository,
-    SaveOptions,
-    StorageError,
-    packing,
-)
-from snapstore.engine import CpuEngine
-from snapstore.records import pack_key
+from snapstore import AlreadyExistsError, IntegrityError, InvalidInputError, Repository, SaveOptions, StorageError
+from snapstore.chunks import uploader
+from snapstore.engine.cpu import CpuEngine
+from snapstore.format.keys import pack_key
 from snapstore.storage.memory import MemoryStore
 
 DATA = bytes(range(256)) * 40
@@ -37,10 +30,10 @@ def claim_of(store):
 
 
 def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
-    monkeypatch.setattr(packing, "COMPARED_BYTES", 1000)  # several pieces, the last one short
+    monkeypatch.setattr(uploader, "COMPARED_BYTES", 1000)  # several pieces, the last one short
     store = MemoryStore()
     for data in (DATA, memoryview(DATA)):
-        packing.put_once(claim_of(store), KEY, data)
+        uploader.put_once(claim_of(store), KEY, data)
         assert store.get(KEY) == DATA
 
 
@@ -49,14 +42,14 @@ def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
     [(DATA[:-1], "expected 10240 bytes, got 10239"), (b"", "got 0"), (DATA[:-1] + b"x", "got others from 10000 on")],
 )
 def test_an_object_that_is_not_what_its_name_says_ends_the_save(monkeypatch, there, said):
-    monkeypatch.setattr(packing, "COMPARED_BYTES", 1000)
+    monkeypatch.setattr(uploader, "COMPARED_BYTES", 1000)
     store = MemoryStore()
     store.put(KEY, there)
     with pytest.raises(IntegrityError, match=f"{KEY} in memory://.*{said}.*snapstore check"):
-        packing.put_once(claim_of(store), KEY, DATA)
+        uploader.put_once(claim_of(store), KEY, DATA)
 
 
-@pytest.mark.parametrize("times", [1, packing.PUT_ATTEMPTS - 1, packing.PUT_ATTEMPTS])
+@pytest.mark.parametrize("times", [1, uploader.PUT_ATTEMPTS - 1, uploader.PUT_ATTEMPTS])
 def test_an_object_that_is_deleted_meanwhile_is_put_again(monkeypatch, times):
     store, put, left = MemoryStore(), MemoryStore.put, iter(range(times))
 
@@ -67,12 +60,12 @@ def test_an_object_that_is_deleted_meanwhile_is_put_again(monkeypatch, times):
             raise AlreadyExistsError("it is there; a moment later it is not")
 
     monkeypatch.setattr(MemoryStore, "put", put_and_lose)
-    if times < packing.PUT_ATTEMPTS:
-        packing.put_once(claim_of(store), KEY, DATA)
+    if times < uploader.PUT_ATTEMPTS:
+        uploader.put_once(claim_of(store), KEY, DATA)
         assert store.get(KEY) == DATA
     else:
         with pytest.raises(StorageError, match="reported as existing and then not found, 4 times"):
-            packing.put_once(claim_of(store), KEY, DATA)
+            uploader.put_once(claim_of(store), KEY, DATA)
 
 
 def test_a_save_whose_pack_is_taken_commits_nothing(monkeypatch):
@@ -103,14 +96,14 @@ def test_a_save_whose_pack_is_taken_commits_nothing(monkeypatch):
     [(32, 10, 8), (32, 2, 2), (128, 10, 2), (129, 10, 1), (256, 2, 1), (512, 2, 1), (1024, 10, 1), (1, 10, 10)],
 )
 def test_packs_in_flight_fit_their_bound_or_are_one(pack_mb, wanted, expected):
-    assert packing.puts_in_flight(pack_mb * 2**20, wanted) == expected
+    assert uploader.puts_in_flight(pack_mb * 2**20, wanted) == expected
 
 
 @pytest.mark.parametrize(("bound_bytes", "most"), [(4 * 65536, 4), (2 * 65536, 2), (2 * 65536 - 1, 1), (1, 1)])
 @pytest.mark.parametrize("chunk_bytes", [1024, 4 * 2**20])
 def test_a_save_holds_no_more_packs_than_the_bound_allows(monkeypatch, bound_bytes, most, chunk_bytes):
     """Those in flight, and as many buffers and one; blobs of 4 MiB, larger than any pack, need none that grows."""
-    monkeypatch.setattr(packing, "PUT_BYTES_IN_FLIGHT", bound_bytes)
+    monkeypatch.setattr(uploader, "PUT_BYTES_IN_FLIGHT", bound_bytes)
     lock, in_flight, highest, made = threading.Lock(), 0, 0, []
     put, buffer = MemoryStore.put, CpuEngine.buffer
 
@@ -151,7 +144,7 @@ def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
         tensor.data = torch.zeros(4)
         raise RuntimeError("the storage of a tensor was freed, or cut short")
 
-    monkeypatch.setattr("snapstore.writer.as_bytes", cut)
+    monkeypatch.setattr("snapstore.save.writer.as_bytes", cut)
     with Repository.create(MemoryStore()) as repository:
         with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
             repository.save({"w": tensor}, run="a", step=0)

@@ -1,0 +1,241 @@
+"""Fetch: chunks out of packs. get ranges -> unpack -> decode -> planes -> patch chain -> verify digest.
+
+In: rows of chunk tables and where each chunk's bytes go. Out: filled memory, every chunk checked against its digest.
+Batches are bounded in stored plus plain bytes; the next one is read while this one is decoded, so memory stays bounded
+whatever the state's size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..engine.base import Chunks, DecodeBatch, Engine
+from ..engine.registry import Engines
+from ..errors import IntegrityError, NotFoundError
+from ..format import pack
+from ..format.keys import pack_key
+from ..format.manifest import ChunkTable
+from ..state.arrays import Memory
+from ..storage.base import ObjectStore
+from ..text import without_advice
+from ..threads import Pending, Threads
+
+#: While a batch is read, the ones before it are driven on this often [s].
+POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Chunks to rebuild, all of them in one memory."""
+
+    table: ChunkTable
+    packs: Sequence[str]  # hex names that `table.ref_packs` counts in
+    rows: Column  # (k,)
+    out: Memory
+    starts: Column  # (k,) where each goes in `out`
+
+
+def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wanted:
+    """One chunk, that fills a memory."""
+    return Wanted(table, packs, np.array([row]), out, np.zeros(1, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Chunks of one engine, as columns, and what they need from the store."""
+
+    keys: list[str]  # packs
+    packs: Column  # (m,) index into keys, of every blob
+    offsets: Column
+    lengths: Column
+    counts: Column  # (n,)
+    digests: Bytes
+    outs: Chunks
+
+    def where(self, blob: int) -> str:
+        """How to name a blob in an error."""
+        name = self.keys[self.packs[blob]].rpartition("/")[2]
+        return f"pack {name[:12]} at {self.offsets[blob]}+{self.lengths[blob]}"
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A batch on its way from the store."""
+
+    batch: _Batch
+    engine: Engine
+    buffer: Bytes  # lent by the engine
+    stored: Bytes  # the part of it that is used
+    positions: Column
+    wait: Pending[None]
+
+
+class Fetcher:
+    """Rebuilds chunks of one repository."""
+
+    def __init__(self, store: ObjectStore, engines: Engines, engine: Engine | None = None) -> None:
+        self._store, self._engines, self._engine = store, engines, engine  # `engine` takes the place of all
+        self._readers: Threads | None = None
+
+    def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
+        """Fill every chunk's memory, in order; yields how many more are done after each batch.
+
+        Raises:
+            IntegrityError, FormatError: a chunk cannot be rebuilt; what was to be filled is then garbage.
+            StorageError: the store failed.
+        """
+        reading: deque[_Reading] = deque()
+        decoding: deque[tuple[_Reading, Callable[[], object]]] = deque()
+        try:
+            for engine, batch in self._batches(wanted):
+                reading.append(self._read(engine, batch))
+                if len(reading) > 1:
+                    self._decode(reading, decoding)
+                if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded: nobody waits
+                    yield self._finished(decoding)
+            while reading:
+                self._decode(reading, decoding)
+            while decoding:
+                yield self._finished(decoding)
+        finally:
+            for begun in reading:  # nothing may write into anybody's memory any more
+                _ended(begun.wait)
+                begun.engine.give_back(begun.buffer)
+            for begun, wait in decoding:
+                _ended(wait)
+                begun.engine.give_back(begun.buffer)
+            if self._readers is not None:
+                self._readers.close()
+
+    def _read(self, engine: Engine, batch: _Batch) -> _Reading:
+        """Begin to read the blobs of a batch into one buffer."""
+        reads, positions, size = pack.plan_reads(batch.packs, batch.offsets, batch.lengths)
+        if size > engine.decode_bytes:  # one chunk that claims much: see that its blobs are there at all
+            for one in reads:
+                if one.length:
+                    self._get(batch.keys[one.pack], one.offset + one.length - 1, 1)
+        buffer = engine.buffer(size)
+        stored = buffer[:size]
+        if self._readers is None or self._readers.count < engine.readers:
+            if self._readers is not None:
+                self._readers.close()
+            self._readers = Threads(engine.readers)
+
+        def read(one: pack.Read) -> None:
+            room = stored[one.position : one.position + one.length]
+            self._get(batch.keys[one.pack], one.offset, one.length, [room.data])
+
+        return _Reading(batch, engine, buffer, stored, positions, self._readers.start(read, reads))
+
+    def _get(self, key: str, offset: int, length: int, into: list[memoryview] | None = None) -> None:
+        """Read one range of a pack.
+
+        Raises:
+            IntegrityError: the pack is missing, or too short.
+        """
+        try:
+            self._store.get_ranges(key, [(offset, length)], into)
+        except NotFoundError as error:
+            raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
+
+    def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
+        """Begin to decode the batch that was read first."""
+        begun = reading[0]
+        while not begun.wait.ready(POLL_S):
+            begun.engine.drive()
+        begun.wait()
+        reading.popleft()
+        batch = begun.batch
+        job = DecodeBatch(
+            begun.stored, begun.positions, batch.lengths, batch.counts, batch.digests, batch.outs, batch.where
+        )
+        decoding.append((begun, begun.engine.start_decode(job)))
+
+    def _finished(self, decoding: deque[tuple[_Reading, Callable[[], object]]]) -> int:
+        begun, wait = decoding[0]
+        wait()
+        decoding.popleft()
+        begun.engine.give_back(begun.buffer)
+        return len(begun.batch.counts)
+
+    def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _Batch]]:
+        """Runs of chunks that fit in memory together, each for one engine."""
+        pending: list[Wanted] = []
+        engine: Engine | None = None
+        cost = count = 0
+        for w in wanted:
+            own = self._engine or self._engines.of(w.out)
+            if engine is not None and own is not engine and pending:
+                yield engine, _columns(pending)
+                pending, cost, count = [], 0, 0
+            engine = own
+            costs = np.cumsum(_plain_bytes(w.table, w.rows) + _stored_bytes(w.table, w.rows))
+            done = 0  # rows of `w` that are in a batch
+            while done < len(w.rows):
+                spent = int(costs[done - 1]) if done else 0
+                limit = engine.decode_bytes - cost + spent
+                room = engine.batch_chunks - count
+                fits = min(int(np.searchsorted(costs, limit, "right")), done + room)
+                if fits == done and not pending:
+                    fits = done + 1
+                if fits > done:
+                    pending.append(Wanted(w.table, w.packs, w.rows[done:fits], w.out, w.starts[done:fits]))
+                    cost, count = cost + int(costs[fits - 1]) - spent, count + fits - done
+                    done = fits
+                if done < len(w.rows):
+                    yield engine, _columns(pending)
+                    pending, cost, count = [], 0, 0
+        if pending and engine is not None:
+            yield engine, _columns(pending)
+
+
+def _ended(wait: Callable[[], object]) -> None:
+    """Wait for what nobody wants any more, whatever becomes of it."""
+    try:
+        wait()
+    except Exception as error:  # noqa: BLE001
+        error.__traceback__ = None  # the result holds the error, its frames hold the result, and chunks' memory
+
+
+def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
+    lengths: Column = table.ref_sizes[table.starts[rows]].astype(np.int64)
+    return lengths
+
+
+def _stored_bytes(table: ChunkTable, rows: Column) -> Column:
+    """Stored bytes of every blob that each chunk needs."""
+    counts = table.ref_counts[rows].astype(np.int64)
+    stored: Column = np.add.reduceat(
+        table.ref_lengths[table.refs_of(rows)].astype(np.int64), np.cumsum(counts) - counts
+    )
+    return stored
+
+
+def _columns(wanted: Sequence[Wanted]) -> _Batch:
+    """Chunks of several tensors as one batch."""
+    numbers: dict[str, int] = {}
+    packs, offsets, lengths, counts, digests, which, outs_starts, outs_lengths = ([] for _ in range(8))
+    for i, w in enumerate(wanted):
+        refs = w.table.refs_of(w.rows)
+        used, inverse = np.unique(w.table.ref_packs[refs], return_inverse=True)
+        own = np.array([numbers.setdefault(w.packs[n], len(numbers)) for n in used.tolist()], np.int64)
+        packs.append(own[inverse])
+        offsets.append(w.table.ref_offsets[refs].astype(np.int64))
+        lengths.append(w.table.ref_lengths[refs].astype(np.int64))
+        counts.append(w.table.ref_counts[w.rows].astype(np.int64))
+        digests.append(w.table.digests[w.rows])
+        which.append(np.full(len(w.rows), i))
+        outs_starts.append(w.starts)
+        outs_lengths.append(_plain_bytes(w.table, w.rows))
+    outs = Chunks(
+        [w.out for w in wanted], np.concatenate(which), np.concatenate(outs_starts), np.concatenate(outs_lengths)
+    )
+    return _Batch(
+        [pack_key(name) for name in numbers], np.concatenate(packs), np.concatenate(offsets), np.concatenate(lengths),
+        np.concatenate(counts), np.concatenate(digests), outs,
+    )  # fmt: skip

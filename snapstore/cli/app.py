@@ -1,0 +1,212 @@
+"""What all verbs share: the app, the options that may stand before or after the verb, errors and exit codes.
+
+A verb is a function of a `Shell` and its own options, registered by `@verb()`. It prints to stdout what was asked for,
+and returns its exit code (None: 0). Errors are raised; nothing here lets a traceback through, except with -v.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .output import note, print_json
+
+if TYPE_CHECKING:
+    from ..repository import Repository
+
+OK, ERROR, USAGE, PARTIAL, NO_REPOSITORY, BUSY, CORRUPT, INTERRUPTED = 0, 1, 2, 3, 10, 11, 20, 130
+
+Repo = Annotated[str | None, typer.Option("--repo", metavar="URL", help="The repository; else SNAPSTORE_REPO.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more on stderr, and show tracebacks.")]
+DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be done.")]
+Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
+
+VERBS = (
+    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "repair",
+    "compact", "recode", "stats", "index", "doctor", "demo",
+)  # fmt: skip
+
+
+class _InOrder(TyperGroup):
+    """Lists the verbs in the order in which people meet them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All verbs."""
+        return sorted(super().list_commands(ctx), key=VERBS.index)
+
+
+app = typer.Typer(
+    cls=_InOrder,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich help costs 50 ms
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class UsageError(Exception):
+    """The command line asks for something that makes no sense."""
+
+
+class _NoRepositoryError(Exception):
+    """There is no repository at the place named; carries the store's own error."""
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What a verb runs in."""
+
+    url: str | None
+    as_json: bool
+    verbose: bool
+
+    @contextmanager
+    def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
+        """The open repository; `damaged`: even if its config is."""
+        from ..errors import NotFoundError
+        from ..repository import Repository
+
+        try:
+            opened = Repository.open(self.need_url(), damaged=damaged)
+        except NotFoundError as error:
+            raise _NoRepositoryError from error
+        with opened as repository:
+            yield repository
+
+    def need_url(self, given: str | None = None) -> str:
+        """Where the repository is, or is to be."""
+        if url := given or self.url:
+            return url
+        raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ..format.records import VERSION
+
+        typer.echo(f"snapstore {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_the_verb(
+    ctx: typer.Context,
+    repo: Annotated[
+        str | None, typer.Option("--repo", metavar="URL", envvar="SNAPSTORE_REPO", help="The repository.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep the history of training state: snapshots, deltas, retention.
+
+    Every verb takes --repo, --json and -v as well. Exit codes: 0 ok, 1 error, 2 usage, 3 partial, 10 no repository,
+    11 busy, 20 corruption found, 130 interrupted.
+    """
+    ctx.obj = Shell(repo, as_json, verbose)
+
+
+def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Register a function as the verb of its name; `settings` are those of `Typer.command`."""
+
+    def register(function: Callable[..., int | None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(ctx: typer.Context, repo: str | None, as_json: bool, verbose: bool, **arguments: Any) -> None:
+            before: Shell = ctx.obj
+            shell = Shell(repo or before.url, as_json or before.as_json, verbose or before.verbose)
+            code = _run(functools.partial(function, shell, **arguments), shell)
+            if code:
+                raise typer.Exit(code)
+
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shared = [
+            inspect.Parameter("ctx", keyword, annotation=typer.Context),
+            inspect.Parameter("repo", keyword, annotation=Repo, default=None),
+            inspect.Parameter("as_json", keyword, annotation=Json, default=False),
+            inspect.Parameter("verbose", keyword, annotation=Verbose, default=False),
+        ]
+        parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(function.__name__, **settings)(run)
+        return run
+
+    return register
+
+
+class _ToStderr(logging.Handler):
+    """Log lines beside the data; looks up stderr each time, because the spinner replaces it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"snapstore: {record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextmanager
+def _logging(verbose: bool) -> Iterator[None]:
+    log, handler = logging.getLogger("snapstore"), _ToStderr()
+    level = log.level
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _run(function: Callable[[], int | None], shell: Shell) -> int:
+    """Run a verb; its exit code, or that of its error."""
+    try:
+        with _logging(shell.verbose):
+            code = function()
+            sys.stdout.flush()
+            return code or OK
+    except KeyboardInterrupt:
+        note("snapstore: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our stdout has had enough; typer ends us quietly
+        raise
+    except Exception as error:  # noqa: BLE001 - the last line of defence: no traceback for users
+        if shell.verbose:
+            traceback.print_exc()
+        code, kind, message = _explain(error)
+        note(f"snapstore: error: {message}")
+        if shell.as_json:
+            print_json({"error": {"kind": kind, "message": message}})
+        return code
+
+
+def _explain(error: Exception) -> tuple[int, str, str]:
+    """(exit code, kind, message) of an error."""
+    from ..errors import ConflictError, FormatError, IntegrityError, SnapstoreError
+
+    if isinstance(error, _NoRepositoryError):
+        return NO_REPOSITORY, "NoRepositoryError", str(error.__cause__)
+    if isinstance(error, UsageError):
+        return USAGE, "UsageError", str(error)
+    if isinstance(error, ConflictError):
+        code = BUSY
+    elif isinstance(error, FormatError | IntegrityError):
+        code = CORRUPT
+    else:
+        code = ERROR
+    if isinstance(error, SnapstoreError | OSError):
+        return code, type(error).__name__, str(error)
+    if isinstance(error, MemoryError):
+        return code, "MemoryError", "out of memory; restore less at a time with --keys, or use a larger machine"
+    return code, type(error).__name__, f"{type(error).__name__}: {error}; this is a bug, -v shows where"

@@ -1,0 +1,154 @@
+"""What `snapstore doctor` looks at: this machine, and a place for a repository.
+
+Answers with findings and raises nothing. A place is tried out in a trial store inside it (probes.py), which no listing
+shows, so a living repository is not disturbed and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...catalog.index import folder_for
+from ...engine.cpu import default_threads
+from ...errors import InvalidInputError, NotFoundError, SnapstoreError
+from ...format import records
+from ...repository import Repository
+from ...storage.base import ObjectStore
+from ...storage.cache_dir import cache_folder, mount_of, on_network, refusal
+from ...storage.local import LocalStore
+from ...storage.urls import open_store
+from ...text import human_bytes
+from .probes import PROBES, Unfit
+
+LIBRARIES = ("boto3", "numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
+#: Less free space than this is a finding that fails [bytes].
+LITTLE_SPACE_BYTES = 1024**3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer; `ok` is None where there is nothing to judge."""
+
+    name: str
+    ok: bool | None
+    message: str
+
+
+def machine() -> list[Finding]:
+    """Versions, cores, torch and GPU."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
+    return [
+        Finding("snapstore", None, f"{records.VERSION}, format version {records.FORMAT_VERSION}"),
+        Finding("python", None, f"{platform.python_version()} on {platform.platform()}"),
+        Finding("libraries", None, versions),
+        _threads(),
+        _torch(),
+        Finding("nvcomp", None, "installed" if _present("nvidia.nvcomp") else "not installed"),
+        Finding("cupy", None, "installed" if _present("cupy") else "not installed; CUDA tensors go through the CPU"),
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _present(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+
+
+def _threads() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        return Finding("cores", True, f"{cores}, snapstore uses {default_threads()} threads")
+    except InvalidInputError as error:
+        return Finding("cores", False, str(error))
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+
+        count = torch.cuda.device_count()
+        names = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
+    except Exception as error:  # noqa: BLE001 - a broken installation fails in its own way
+        return Finding("torch", False, f"cannot be used: {type(error).__name__}: {error}")
+    return Finding("torch", True, f"{torch.__version__}, GPUs: {names or 'none'}")
+
+
+def place(url: str) -> list[Finding]:
+    """What is at a URL, and whether a repository works there."""
+    try:
+        store = open_store(url)
+    except NotFoundError:
+        return _missing(Path(url.removeprefix("file://")))
+    except SnapstoreError as error:
+        return [Finding("place", False, str(error))]
+    about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]
+    return [_repository(store), *about, *_trial(store)]
+
+
+def _trial(store: ObjectStore) -> list[Finding]:
+    """Every probe, each in a store of its own."""
+    findings = []
+    for name, probe in PROBES.items():
+        try:
+            with store.trial() as trial:
+                findings.append(Finding(name, True, probe(trial)))
+        except (SnapstoreError, Unfit) as error:
+            findings.append(Finding(name, False, str(error)))
+    return findings
+
+
+def _cache() -> Finding:
+    """Where indexes lie."""
+    try:
+        cache = cache_folder()
+    except SnapstoreError as error:
+        return Finding("index", False, str(error))
+    if why := refusal(cache):
+        cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder of yours on a local disk"
+        return Finding("index", False, f"{cache} {why}: {cost}")
+    return Finding("index", True, f"in {cache}, {mount_of(cache)[1] or 'an unknown file system'}")
+
+
+def _missing(folder: Path) -> list[Finding]:
+    """A folder that is not there yet: its nearest parent says what it would be like."""
+    parent = next(level for level in folder.absolute().parents if level.is_dir())
+    found = Finding("place", None, f"{folder}: does not exist yet; 'snapstore init' makes it; looking at {parent}")
+    return [found, *_folder(parent), *_trial(LocalStore(parent))]
+
+
+def _repository(store: ObjectStore) -> Finding:
+    try:
+        with Repository.open(store) as repository:
+            count = len(repository.snapshots())
+            about = f"{store.url}: a repository of {count} snapshots, format version {repository.config.version}"
+            return Finding("repository", True, f"{about}; index: {folder_for(store, repository.config.uuid)[0]}")
+    except NotFoundError:
+        return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' makes one")
+    except SnapstoreError as error:
+        return Finding("repository", False, str(error))
+
+
+def _folder(folder: Path) -> list[Finding]:
+    """File system and space."""
+    point, kind = mount_of(folder)
+    where = "over the network" if on_network(folder) else "local"
+    return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), _space(folder)]
+
+
+def _space(folder: Path) -> Finding:
+    free_bytes = shutil.disk_usage(folder).free
+    return Finding("free space", free_bytes >= LITTLE_SPACE_BYTES, human_bytes(free_bytes))

@@ -1,0 +1,373 @@
+"""check, repair, compact, recode, index, doctor, demo: whether all is well, here and elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from .app import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
+from .output import line, note, note_unknown, print_json, spinner
+
+if TYPE_CHECKING:
+    from ..check.report import CheckResult, Problem
+    from ..format.records import Snapshot
+    from ..repair.repair import RepairReport
+    from ..rewrite.compact import CompactReport
+    from ..rewrite.recode import RecodeResult
+
+ALL = "100%"
+#: So many snapshots that do not suffer are named in text; the JSON names all.
+NAMED = 100
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
+
+
+class _OptionalValue(TyperCommand):
+    """Lets --read-data stand alone; typer knows no options with an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give it its default."""
+        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in args])
+
+
+@verb(cls=_OptionalValue)
+def check(
+    shell: Shell,
+    read_data: Annotated[
+        str | None,
+        typer.Option(
+            "--read-data", metavar="[=N%|n/t]", help="Read the packs too: all, a random share, or the n-th of t parts."
+        ),
+    ] = None,
+    restore: Annotated[bool, typer.Option("--restore", help="Also rebuild every chunk of every snapshot.")] = False,
+    max_decoded: Annotated[
+        str | None,
+        typer.Option("--max-decoded", metavar="SIZE", help="Of a strange repository, decode no more, such as 500G."),
+    ] = None,
+) -> int | None:
+    """Verify the repository and say which snapshots stay restorable."""
+    share, subset = _portion(ALL if read_data is None else read_data)
+    most = None if max_decoded is None else _size(max_decoded, "--max-decoded")
+    level = "restore" if restore else "metadata" if read_data is None else "data"
+    with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
+        result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
+    if shell.as_json:
+        print_json({
+            "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
+            "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
+            "unknown": [s.id for s in result.unknown], "packs": result.packs, "packs_read": result.packs_read,
+            "decoded_bytes": result.decoded_bytes,
+        })  # fmt: skip
+    else:
+        _print_check(result)
+    return None if result.ok else CORRUPT
+
+
+def _as_json(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots, "command": p.command,
+            "help": p.help,
+        }
+        for p in problems
+    ]  # fmt: skip
+
+
+def _portion(text: str) -> tuple[float, tuple[int, int]]:
+    """(share, subset) of `N%` or `n/t`."""
+    if (match := _SHARE.fullmatch(text)) and 0 < float(match[1]) <= 100:
+        return float(match[1]) / 100, (1, 1)
+    if (match := _SUBSET.fullmatch(text)) and 1 <= int(match[1]) <= int(match[2]):
+        return 1.0, (int(match[1]), int(match[2]))
+    raise UsageError(f"--read-data={text}: expected a share such as 10%, or a part such as 3/7")
+
+
+def _print_check(result: CheckResult) -> None:
+    from ..check.report import GC
+    from ..text import counted, human_bytes, some
+
+    for problem in result.problems:
+        line(f"{problem.kind}: {problem.message}")
+    for found in result.notes:
+        line(f"note, {found.kind}: {found.message}")
+    fine, lost = len(result.restorable), len(result.damaged)
+    read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
+    read += f", {human_bytes(result.decoded_bytes)} decoded" * (result.level == "restore")
+    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
+    if fine and (result.damaged or result.unknown):
+        line(f"restorable: {some([s.ref for s in result.restorable], NAMED)}")
+    if result.damaged:
+        line(f"{lost} {_are(lost)} not: {_names(result.damaged)}")
+    if result.unknown:
+        untold = len(result.unknown)
+        line(f"of {untold} it cannot be told here, see above: {_names(result.unknown)}")
+    if result.unneeded_bytes:
+        line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
+    line("no problems" if result.ok else counted(len(result.problems), "problem"))
+    helps = {
+        (p.command == GC, p.command, p.help) for p in result.problems if p.command
+    }  # gc may refuse before the rest
+    for _, command, instead in sorted(helps):
+        line(f"what helps: {command}" + f" ({instead})" * bool(instead))
+
+
+def _names(snapshots: Sequence[Snapshot]) -> str:
+    return ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in snapshots)
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+class Level(StrEnum):
+    """How closely to look, as `check` does."""
+
+    METADATA = "metadata"
+    DATA = "data"
+    RESTORE = "restore"
+
+
+@verb()
+def repair(
+    shell: Shell,
+    apply: Annotated[bool, typer.Option("--apply", help="Do it; otherwise only say what would be done.")] = False,
+    level: Annotated[
+        Level, typer.Option(help="Look at names and sizes, read all packs too, or rebuild every chunk too.")
+    ] = Level.DATA,
+    drop: Annotated[bool, typer.Option("--drop", help="Forget what cannot be healed.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Leave damaged packs that nobody needs to gc.")] = False,
+) -> int | None:
+    """Mend what is damaged; without --apply, say how. Deletes no data.
+
+    Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, rebuilds the index.
+    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something is left open, for later or for
+    another command.
+    """
+    with shell.repository(damaged=True) as repository, spinner(f"looking, level {level.value}"):
+        report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
+    if shell.as_json:
+        print_json({
+            "applied": report.applied, "ok": report.ok, "problems": _as_json(report.found.problems),
+            "actions": [{"kind": a.kind, "key": a.key, "message": a.message} for a in report.actions],
+            "healed": [s.id for s in report.healed],
+            "lost": [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost],
+            "dropped": [s.id for s in report.dropped], "open": report.open,
+        })  # fmt: skip
+    else:
+        _print_repair(report)
+    if report.left or not (report.applied or report.found.ok):
+        return CORRUPT
+    return PARTIAL if report.open else None
+
+
+def _print_repair(report: RepairReport) -> None:
+    for problem in report.found.problems:
+        line(f"found, {problem.kind}: {problem.message}")
+    for action in report.actions:
+        line(f"{'done' if report.applied else 'would do'}, {action.kind}: {action.message}")
+    for message in report.open:
+        line(f"left open: {message}")
+    left = {s.id: s for s in report.left}
+    for snapshot, why in report.lost:
+        line(f"{'lost' if snapshot.id in left else 'lost, and forgotten'}: {why} (id:{snapshot.id[:12]})")
+    healed = ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in report.healed) or "none"
+    line(f"{'healed' if report.applied else 'would be whole again'}: {healed}")
+    for helps in sorted(set(report.helps.values())):
+        refs = ", ".join(left[name].ref for name, what in report.helps.items() if what == helps)
+        note(f"what brings back {refs}: {helps}; 'snapstore repair --apply --drop' forgets what nothing brings back")
+    if len(report.lost) > len(left):
+        note("what is forgotten goes with the next 'snapstore gc'")
+    if not report.applied:
+        todo = {action.kind for action in report.actions} != {"index"}
+        todo |= any(problem.kind == "index" for problem in report.found.problems)
+        note("nothing was done; pass --apply to do it" if todo else "nothing was done")
+
+
+@verb()
+def compact(
+    shell: Shell,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite no others; else all.")] = None,
+    max_repack_size: Annotated[
+        str | None,
+        typer.Option("--max-repack-size", metavar="SIZE", help="Write no more, such as 10G; the best first."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> int | None:
+    """Rewrite packs that are mostly dead and chunks that hang on forgotten ones; gc then frees the old bytes.
+
+    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
+    """
+    limit = None if max_repack_size is None else _size(max_repack_size)
+    with shell.repository() as repository, spinner("compacting"):
+        report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
+    if shell.as_json:
+        print_json({
+            "rewritten": [s.id for s in report.rewritten], "skipped": [s.id for s in report.skipped],
+            "failed": [{"id": s.id, "message": message} for s, message in report.failed], "encoded": report.encoded,
+            "moved": report.moved, "bytes_read": report.bytes_read, "bytes_written": report.bytes_written,
+            "bytes_before": report.bytes_before, "bytes_after": report.bytes_after, "dry_run": dry_run,
+        })  # fmt: skip
+    else:
+        _print_compact(report)
+    return PARTIAL if report.failed else None
+
+
+def _size(text: str, option: str = "--max-repack-size") -> int:
+    """Bytes of `10G`; K, M, G, T and P are powers of 1024."""
+    from ..chunks.limits import parse_size
+    from ..errors import InvalidInputError
+
+    try:
+        return parse_size(text)
+    except InvalidInputError as error:
+        raise UsageError(f"{option} {error}") from error
+
+
+def _print_compact(report: CompactReport) -> None:
+    from ..text import human_bytes
+
+    _print_failed(report.failed)
+    would = "would be " if report.dry_run else ""
+    line(
+        f"{len(report.rewritten)} snapshots {would}rewritten, {len(report.skipped)} need nothing, "
+        f"{len(report.failed)} failed; {report.encoded} chunks encoded anew, {report.moved} blobs moved, "
+        f"{human_bytes(report.bytes_written)} {would}written; "
+        f"needed: {human_bytes(report.bytes_before)} -> {human_bytes(report.bytes_after)}"
+    )
+    if report.rewritten and not report.dry_run:
+        note("'snapstore gc' frees the old bytes")
+
+
+def _print_failed(failed: Sequence[tuple[Snapshot, str]]) -> None:
+    for snapshot, message in failed:
+        line(f"failed: {message} (id:{snapshot.id[:12]})")
+
+
+class Codec(StrEnum):
+    """What can be recoded to."""
+
+    PORTABLE = "portable"
+    ANS = "ans"
+
+
+@verb()
+def recode(
+    shell: Shell,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Rewrite every committed snapshot.")] = False,
+    codec: Annotated[Codec, typer.Option(help="What every machine reads, or nvCOMP's ANS.")] = Codec.PORTABLE,
+    dry_run: DryRun = False,
+) -> int | None:
+    """Rewrite snapshots into another codec; gc then frees the old bytes.
+
+    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
+    """
+    if bool(refs) == everything:
+        raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
+    with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
+        result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
+        view = repository.view()
+    if shell.as_json:
+        print_json({
+            "codec": result.codec, "recoded": [s.id for s in result.recoded], "skipped": [s.id for s in result.skipped],
+            "failed": [{"id": s.id, "message": message} for s, message in result.failed], "blobs": result.blobs,
+            "bytes_before": result.bytes_before, "bytes_after": result.bytes_after, "dry_run": dry_run,
+        })  # fmt: skip
+    else:
+        _print_recode(result)
+    unknown = everything and note_unknown(view)
+    return PARTIAL if result.failed or unknown else None
+
+
+def _print_recode(result: RecodeResult) -> None:
+    from ..text import human_bytes
+
+    _print_failed(result.failed)
+    after = "" if result.dry_run else f" -> {human_bytes(result.bytes_after)}"
+    line(
+        f"{len(result.recoded)} snapshots {'would be recoded' if result.dry_run else 'recoded'} to {result.codec}, "
+        f"{len(result.skipped)} need nothing, {len(result.failed)} failed; "
+        f"{result.blobs} blobs, {human_bytes(result.bytes_before)}{after}"
+    )
+    if result.recoded and not result.dry_run:
+        note("'snapstore gc' frees the old bytes")
+
+
+class IndexAction(StrEnum):
+    """What can be done with an index."""
+
+    REBUILD = "rebuild"
+
+
+@verb()
+def index(
+    shell: Shell,
+    action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build it anew from the objects.")],
+    forget_missing: Annotated[
+        bool, typer.Option("--forget-missing", help="Give up records that only the index still knows.")
+    ] = False,
+) -> int | None:
+    """Rebuild the index from the objects.
+
+    It is only a cache, but of records that the store has lost: these it gives up only if told to.
+    """
+    assert action is IndexAction.REBUILD
+    with shell.repository() as repository, spinner("reading all records"):
+        count = repository.rebuild_index(forget_missing=forget_missing)
+        view = repository.view()
+    if shell.as_json:
+        print_json({"snapshots": count})
+    else:
+        line(f"rebuilt the index: {count} snapshots, in whatever state")
+    return PARTIAL if note_unknown(view) else None
+
+
+@verb()
+def doctor(
+    shell: Shell,
+    place: Annotated[str | None, typer.Argument(metavar="[URL]", help="Where; else --repo or SNAPSTORE_REPO.")] = None,
+) -> int | None:
+    """Say what works here: machine, file system, store. Leaves nothing behind."""
+    from .doctor import doctor as probes
+
+    with spinner("looking"):
+        findings = probes.machine() + (probes.place(url) if (url := place or shell.url) else [])
+    ok = all(finding.ok is not False for finding in findings)
+    if shell.as_json:
+        print_json({"ok": ok, "findings": [{"name": f.name, "ok": f.ok, "message": f.message} for f in findings]})
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            sign = {True: "ok", False: "FAIL", None: ""}[finding.ok]
+            line(f"{sign:<4} {finding.name:<{width}}  {finding.message}")
+    return None if ok else ERROR
+
+
+@verb()
+def demo(
+    shell: Shell,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="Leave the repository in this new folder.")
+    ] = None,
+) -> int | None:
+    """See it at work on a real training run. Takes about three minutes."""
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    if not script.is_file():
+        from ..errors import CapabilityError
+
+        raise CapabilityError("demo: comes with the source only; clone the repository of snapstore and run tools/demo")
+    command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
+    note(f"running {script}")
+    # With --json its story goes to stderr: stdout is data only.
+    code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode
+    if shell.as_json:
+        print_json({"ok": code == 0, "exit_code": code})
+    return code if code >= 0 else ERROR

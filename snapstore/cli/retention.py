@@ -1,0 +1,217 @@
+"""tag, untag, forget, unforget, gc: what stays, and what goes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConflictError
+from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
+from .output import line, note, print_json, snapshot_json, spinner, table
+
+if TYPE_CHECKING:
+    from ..format.records import Snapshot
+    from ..repository import ForgetResult, Repository
+    from ..retention import Policy
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
+Count = Annotated[int | None, typer.Option(metavar="N", help="That many of the newest.")]
+
+
+@verb()
+def tag(shell: Shell, ref: Ref, name: Name) -> None:
+    """Tag a snapshot; it is then never forgotten.
+
+    A tag moves if another snapshot of the run has it.
+    """
+    with shell.repository() as repository:
+        snapshot = repository.tag(ref, name)
+        if name not in snapshot.tags:
+            text = f"{snapshot.ref}: {name} was given to another snapshot of the run at the same time, which has it now"
+            raise ConflictError(f"{text}; tag again to move it here")
+        _done(shell, snapshot, f"is now tagged {name}")
+
+
+@verb()
+def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
+    """Take a tag off a snapshot."""
+    with shell.repository() as repository:
+        if not dry_run:
+            _done(shell, repository.untag(ref, name), f"is no longer tagged {name}")
+            return
+        snapshot = repository.view().resolve(ref)
+        if name not in snapshot.tags:
+            from ..errors import NotFoundError
+
+            raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
+        _done(shell, snapshot, f"would no longer be tagged {name}")
+
+
+@verb()
+def unforget(shell: Shell, ref: Ref) -> None:
+    """Bring a forgotten snapshot back, until a gc collects it."""
+    with shell.repository() as repository:
+        _done(shell, repository.unforget(ref), "is back")
+
+
+def _done(shell: Shell, snapshot: Snapshot, what: str) -> None:
+    if shell.as_json:
+        print_json({"snapshot": snapshot_json(snapshot)})
+    else:
+        line(f"{snapshot.ref} (id:{snapshot.id[:12]}) {what}")
+
+
+@verb()
+def forget(
+    shell: Shell,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="R", help="Apply policies to this run.")] = None,
+    keep_last: Count = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Multiples of this.")] = None,
+    keep_best: Annotated[
+        list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help="May be repeated.")
+    ] = None,
+    keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help="Such as 12h or 7d.")] = None,
+    keep_hourly: Count = None,
+    keep_daily: Count = None,
+    keep_weekly: Count = None,
+    keep_monthly: Count = None,
+    keep_yearly: Count = None,
+    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="These steps.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if the policies keep nothing.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Forget snapshots by name or by policy; gc frees their bytes.
+
+    Without --keep options, the policies stored for the run apply. A snapshot that any policy keeps stays, and so do
+    tagged ones and the newest of the run.
+    """
+    options = {
+        "KeepLast": keep_last, "KeepEvery": keep_every, "KeepWithin": keep_within, "KeepHourly": keep_hourly,
+        "KeepDaily": keep_daily, "KeepWeekly": keep_weekly, "KeepMonthly": keep_monthly, "KeepYearly": keep_yearly,
+    }  # fmt: skip
+    given = {kind: value for kind, value in options.items() if value is not None}
+    by_policy = given or keep_best or keep_steps is not None
+    if refs and (run is not None or by_policy):
+        raise UsageError("name snapshots, or a --run with policies, not both")
+    if not refs and run is None:
+        raise UsageError("nothing named; pass references, or --run R")
+    keep = _policies(given, keep_best or [], keep_steps)
+    with shell.repository() as repository:
+        if refs:
+            result = repository.forget_snapshots(refs, dry_run=dry_run, force=force)
+        else:
+            assert run is not None
+            given_here, keep = keep, keep or _stored_policies(repository, run, force)
+            result = repository.forget(keep, run=run, dry_run=dry_run, force=force)
+            if given_here and not dry_run:
+                _replace_damaged_policies(repository, run, given_here)
+    _print_forget(shell, result)
+
+
+def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list[Policy]:
+    """The policies that the options name."""
+    from .. import retention
+
+    keep: list[Policy] = [getattr(retention, kind)(value) for kind, value in given.items()]
+    for text in best:
+        metric, *rest = text.split(":")
+        if len(rest) > 2 or not metric or (rest and not rest[0].isdecimal()) or rest[1:] not in ([], ["min"], ["max"]):
+            raise UsageError(f"--keep-best {text!r}: expected METRIC, METRIC:N, METRIC:N:min or METRIC:N:max")
+        keep.append(retention.KeepBest(metric, int(rest[0]) if rest else 1, "max" if rest[1:] == ["max"] else "min"))
+    if steps is not None:
+        numbers = [number.strip() for number in steps.split(",")]
+        if not all(number.isdecimal() for number in numbers):
+            raise UsageError(f"--keep-steps {steps!r}: expected steps such as 1000,2000")
+        keep.append(retention.KeepSteps(map(int, numbers)))
+    return keep
+
+
+def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:
+    from ..errors import InvalidInputError
+    from ..format.records import check_name
+
+    stored = repository.policies(check_name("run", run))
+    if not stored and not force and repository.snapshots(run):  # an unknown run is the better thing to complain about
+        raise InvalidInputError(
+            f"run {run!r}: no policy is stored for it; name some, such as --keep-last 3, or save with "
+            "SnapshotManager(keep=[...])"
+        )
+    return stored
+
+
+def _replace_damaged_policies(repository: Repository, run: str, keep: list[Policy]) -> None:
+    """What is stored for a run and is damaged has been said again by this command line: store it."""
+    from ..catalog import policy_store
+
+    if policy_store.are_damaged(repository.store, run):
+        repository.set_policies(run, keep)
+        note(f"the policies stored for run {run!r} were damaged; these are stored in their place")
+
+
+def _print_forget(shell: Shell, result: ForgetResult) -> None:
+    if shell.as_json:
+        print_json({
+            "kept": [{"id": s.id, "reasons": reasons} for s, reasons in result.kept],
+            "forgotten": [s.id for s in result.forgotten],
+        })  # fmt: skip
+        return
+    goes = "would be forgotten" if result.dry_run else "forgotten"
+    rows = [[s.ref, s.id[:8], "kept", "; ".join(reasons)] for s, reasons in result.kept]
+    rows += [[s.ref, s.id[:8], goes, s.reason] for s in result.forgotten]
+    if rows:
+        table(["snapshot", "id", "", "why"], rows)
+    line(f"{len(result.kept)} kept, {len(result.forgotten)} {goes}")
+    if result.forgotten and not result.dry_run:
+        note("'snapstore gc' frees their bytes, 'snapstore unforget' brings them back until then")
+
+
+_FENCE = re.compile(r"(\d{1,9})([smhdw]?)")
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+@verb()
+def gc(
+    shell: Shell,
+    dry_run: DryRun = False,
+    fence_after: Annotated[
+        str, typer.Option(metavar="DURATION", help="Give up a silent save of another machine after this.")
+    ] = "1h",
+    unexplained: Annotated[
+        bool, typer.Option("--unexplained", help="Delete also objects whose records are gone for good.")
+    ] = False,
+) -> int | None:
+    """Delete what no committed snapshot needs.
+
+    Safe beside running saves; exit code 3 says that it must wait for one.
+    """
+    match = _FENCE.fullmatch(fence_after)
+    if match is None:
+        raise UsageError(f"--fence-after {fence_after!r}: expected a duration such as 90s, 30m, 1h or 2d")
+    with shell.repository() as repository, spinner("collecting"):
+        seconds = int(match[1]) * _UNIT_S[match[2]]
+        result = repository.gc(dry_run=dry_run, fence_after_s=seconds, unexplained=unexplained)
+    from ..text import counted, human_bytes
+
+    if shell.as_json:
+        print_json({
+            "deleted_objects": result.deleted_objects, "deleted_bytes": result.deleted_bytes,
+            "stored_bytes": result.stored_bytes, "waiting_for": result.waiting_for, "fenced": result.fenced,
+            "dry_run": dry_run,
+        })  # fmt: skip
+    else:
+        line(
+            f"{'would delete' if dry_run else 'deleted'} {result.deleted_objects} objects, "
+            f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
+        )
+        if result.fenced:
+            line(f"gave up {len(result.fenced)} dead saves")
+    if result.waiting_for:
+        note(
+            f"snapstore: warning: {counted(len(result.waiting_for), 'save')} may be running and need what is to be "
+            "deleted, which waits for that; run 'snapstore gc' again later"
+        )
+        return PARTIAL
+    return None

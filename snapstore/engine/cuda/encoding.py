@@ -1,0 +1,233 @@
+"""Encoding: one batch of chunks on its way to blobs, on one lane.
+
+sample -> delta or full, codecs (host) -> split -> Huffman, nvCOMP -> sizes (host) -> headers + gather -> seal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...arrays import Bytes, Column
+from ...format import blob, codecs, delta
+from ..base import EncodeBatch
+from . import huffman, kernels, nvcomp
+from .capture import beside_captures
+from .huffman import HUFFMAN
+from .nvcomp import ANS, Coder
+from .streams import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps, ragged
+
+#: A plane of mostly one value is searched for matches only if that saves this share of the whole blob.
+MATCHES_SAVE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEncoded:
+    """New blobs in device memory, one after the other; see `pack.Encoded`."""
+
+    entries: npt.NDArray[np.void]
+    blobs: torch.Tensor
+    stream: torch.cuda.Stream  # for copies
+
+    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
+        """Begin to copy blobs, with their padding, into `out`."""
+        begin = int(self.entries["offset"][first])
+        with torch.cuda.device(self.stream.device):
+            return self._copy(begin, out)
+
+    def _copy(self, begin: int, out: Bytes) -> Callable[[], object]:
+        self.blobs.record_stream(self.stream)  # not to be used again before the copy is done
+        copy_async(out.ctypes.data, self.blobs.data_ptr() + begin, out.size, self.stream)
+        done = torch.cuda.Event()
+        done.record(self.stream)
+
+        def wait() -> None:  # by the thread that puts the pack
+            with beside_captures(), torch.cuda.device(self.stream.device):
+                done.synchronize()
+
+        return wait
+
+
+class Encoding:
+    """One batch on its way from chunks to blobs."""
+
+    def __init__(self, coders: dict[int, Coder], lane: Lane, batch: EncodeBatch) -> None:
+        self.coders, self.lane, self.batch = coders, lane, batch
+        self.count = len(batch.chunks)
+        self.lengths = batch.chunks.lengths.astype(np.int64)
+        self.sizes = batch.element_sizes.astype(np.int64)
+        self.plane_bytes = self.lengths // self.sizes
+        self.addresses = addresses_of(batch.chunks)
+        self.base_addresses = addresses_of(batch.bases)
+
+    def run(self) -> Generator[None, None, DeviceEncoded]:
+        """All stages, a yield where the host must wait for the device; returns DeviceEncoded, complete."""
+        statistics = self.lane.fetch(self.sample())
+        yield
+        kinds, is_delta = self._choose(statistics.numpy())
+        planes_at = self._split(is_delta)
+        begun = self._begin_codecs(kinds, planes_at)
+        yield
+        codec_of, first_of, blocks = self._compressed(begun)
+        encoded = self._assemble(is_delta, planes_at, codec_of, first_of, blocks)
+        yield
+        return encoded
+
+    def _choose(self, found: npt.NDArray[np.float64]) -> tuple[Column, Column]:
+        """What each plane is (n, 8), and which chunks are stored as deltas (n,)."""
+        full, xor = (blob.estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
+        has_base = self.base_addresses != 0
+        is_delta = has_base & delta.pays(xor, full, self.batch.base_chain_bytes)
+        bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
+        kinds = blob.plane_kinds(bits, top_share, self.batch.layouts[:, None])
+        # a Huffman code spends a bit a byte; what matches save beyond it must be worth their time on the device
+        saved = self.plane_bytes[:, None] * (1 - bits) / 8
+        worthwhile = saved > np.where(is_delta, xor, full)[:, None] * MATCHES_SAVE
+        kinds = np.where((kinds == blob.RUNS) & ~worthwhile, blob.SKEWED, kinds)
+        beyond = (np.arange(8) >= self.sizes[:, None]) | (self.plane_bytes[:, None] == 0)
+        return np.where(beyond, blob.NOISE, kinds), is_delta
+
+    def sample(self) -> torch.Tensor:
+        """Begin to tell the entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""
+        statistics = torch.empty((self.count, 2, 8, 2), dtype=torch.float64, device=self.lane.device)
+        tables = self.lane.upload(
+            self.addresses, self.base_addresses, self.lengths.astype(np.uint64), self.batch.element_sizes,
+            self.batch.layouts,
+        )  # fmt: skip
+        self.lane.launch("histograms", (self.count,), *tables, statistics)
+        return statistics
+
+    def _split(self, is_delta: Column) -> Column:
+        """The planes in device memory; their offsets in it (n, 8)."""
+        strides = (self.plane_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        rooms = strides * self.sizes
+        starts = np.cumsum(rooms) - rooms
+        self.planes = self.lane.room("planes", int(rooms.sum()) + 16)
+        tables = self.lane.upload(
+            self.addresses, np.where(is_delta, self.base_addresses, 0).astype(np.uint64),
+            (self.planes.data_ptr() + starts).astype(np.uint64), self.lengths.astype(np.uint64),
+            strides.astype(np.uint64), self.batch.element_sizes, self.batch.layouts,
+        )  # fmt: skip
+        tiles = -(-int(self.lengths.max()) // kernels.SPLIT_TILE_BYTES)
+        self.lane.launch("split", (tiles, self.count), *tables)
+        at: Column = starts[:, None] + strides[:, None] * np.arange(8)
+        return at
+
+    def _begin_codecs(self, kinds: Column, planes_at: Column) -> list[_Begun]:
+        """Every plane that is no noise into its codec."""
+        parts = []
+        for coder in dict.fromkeys(self.coders.values()):
+            of_coder = [kind for kind, c in self.coders.items() if c is coder]
+            rows, ks = np.nonzero(np.isin(kinds, of_coder))
+            counts = -(-self.plane_bytes[rows] // coder.block_bytes)
+            if len(rows):
+                parts.append((coder, rows, ks, counts))
+        out = self.lane.room("compressed", sum(int(counts.sum()) * coder.room_bytes for coder, _, _, counts in parts))
+        begun, used = [], 0
+        for coder, rows, ks, counts in parts:
+            size = self.plane_bytes[rows]
+            which, within = ragged(counts)
+            at = within * coder.block_bytes
+            plain = np.minimum(size[which] - at, coder.block_bytes)
+            offsets = planes_at[rows, ks][which] + at
+            rooms = used + np.arange(len(which)) * coder.room_bytes
+            used += len(which) * coder.room_bytes
+            sizes = self._begin_codec(coder, offsets, plain, out, rooms)
+            begun.append(_Begun(coder, sizes, rows, ks, counts, size, out.data_ptr() + rooms))
+        return begun
+
+    def _begin_codec(
+        self, coder: Coder, offsets: Column, plain: Column, out: torch.Tensor, rooms: Column
+    ) -> Callable[[], Column]:
+        """Begin to compress blocks, offsets in the planes, into their rooms; gives sizes once the stream is done."""
+        if coder is HUFFMAN:
+            found = huffman.encode(self.lane, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+            return lambda: found.numpy().astype(np.int64)
+        begun = nvcomp.encode(self.lane, coder, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+        return lambda: nvcomp.sizes_of(begun)
+
+    def _compressed(self, begun: Sequence[_Begun]) -> tuple[Column, Column, Column]:
+        """What has become of every plane.
+
+        Returns:
+            Per plane (n, 8) its codec and its first block; per block (address, size) (b, 2). A plane that its codec
+            does not make smaller has codec RAW.
+        """
+        codec_of = np.full((self.count, 8), codecs.RAW, np.int64)
+        first_of = np.zeros((self.count, 8), np.int64)
+        blocks: list[Column] = [np.empty((0, 2), np.int64)]
+        total = 0
+        for b in begun:
+            stored = b.sizes()
+            firsts = np.cumsum(b.counts) - b.counts
+            smaller = np.add.reduceat(stored, firsts) + 4 * b.counts < b.size
+            codec_of[b.rows, b.ks] = np.where(smaller, b.coder.codec, codecs.RAW)
+            first_of[b.rows, b.ks] = total + firsts
+            blocks.append(np.stack([b.addresses, stored], axis=1))
+            total += len(stored)
+        return codec_of, first_of, np.concatenate(blocks)
+
+    def _assemble(
+        self, is_delta: Column, planes_at: Column, codec_of: Column, first_of: Column, blocks: Column
+    ) -> DeviceEncoded:
+        """Headers, block lengths and payloads, gathered into one buffer; then the checksums."""
+        rows, ks = np.nonzero(np.arange(8) < self.sizes[:, None])  # every plane, blob after blob
+        codec, plane_bytes = codec_of[rows, ks], self.plane_bytes[rows]
+        is_raw = codec == codecs.RAW
+        block_bytes = ANS.block_bytes if ANS in self.coders.values() else codecs.BLOCK_BYTES
+        counts = np.where(is_raw, 1, -(-plane_bytes // block_bytes))
+        plane, within = ragged(counts)  # of every piece
+        pieces = np.empty((len(plane), 2), np.int64)  # address, size
+        raw = is_raw[plane]
+        pieces[raw, 0] = self.planes.data_ptr() + planes_at[rows, ks][plane[raw]]
+        pieces[raw, 1] = plane_bytes[plane[raw]]
+        pieces[~raw] = blocks[first_of[rows, ks][plane[~raw]] + within[~raw]]
+
+        piece_row = rows[plane]
+        payload = np.bincount(piece_row, pieces[:, 1], self.count).astype(np.int64)
+        block_counts = np.bincount(piece_row[~raw], minlength=self.count)
+        entries = np.zeros(self.count, blob.ENTRY)
+        entries["length"] = blob.HEADER.size + 4 * block_counts + payload
+        entries["raw_bytes"], entries["element_size"] = self.lengths, self.sizes
+        entries["transform"] = np.where(is_delta, blob.XOR, blob.FULL)
+        entries["codecs"][rows, ks] = codec
+        entries["digest"] = np.ascontiguousarray(self.batch.digests).view("V16").reshape(-1)
+        base = np.where(is_delta[:, None], self.batch.base_digests, 0).astype(np.uint8)
+        entries["base"] = np.ascontiguousarray(base).view("V16").reshape(-1)
+        stored = np.bincount(plane, pieces[:, 1], len(rows)).astype(np.int64)
+        entries["plane_bytes"][rows, ks] = stored
+        rooms = (entries["length"].astype(np.int64) + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
+        offsets = np.cumsum(rooms) - rooms
+        entries["offset"] = offsets
+
+        headers, starts = blob.headers(entries, self.batch.layouts, block_bytes, block_counts, pieces[~raw, 1])
+        out = self.lane.empty(in_steps(int(rooms.sum()))).zero_()  # padding is zero
+        (headers_at,) = self.lane.upload(headers)
+        before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs
+        own = before - (np.cumsum(payload) - payload)[piece_row]
+        places = (offsets + np.diff(starts))[piece_row] + own
+        self.lane.gather(
+            np.concatenate([headers_at + starts[:-1], pieces[:, 0]]),
+            out.data_ptr() + np.concatenate([offsets, places]),
+            np.concatenate([np.diff(starts), pieces[:, 1]]),
+        )
+        covered = out.data_ptr() + offsets + 16
+        self.lane.seal(covered, entries["length"].astype(np.int64) - 16)
+        return DeviceEncoded(entries, out, copy_stream(self.lane.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Planes that are being compressed by one coder."""
+
+    coder: Coder
+    sizes: Callable[[], Column]  # (b,) stored bytes of every block
+    rows: Column  # (p,) the chunk of every plane
+    ks: Column  # (p,) which of its planes
+    counts: Column  # (p,) blocks
+    size: Column  # (p,) plain bytes
+    addresses: Column  # (b,) of every block

@@ -1,0 +1,394 @@
+"""Lane: a stream of its own, memory for it, and tables for kernels on their way to the device.
+
+A lane belongs to one thread at a time. What it launches runs in order; memory that it takes is used again on its stream
+alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import cupy
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...arrays import Bytes, Column
+from ...threads import Threads
+from ..base import Chunks
+from . import kernels
+from .capture import beside_captures
+
+log = logging.getLogger("snapstore")
+ALIGNMENT = 256
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+#: Host memory is touched in such pieces, and by so many threads, before it is page-locked.
+TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
+#: Large device memory is taken in steps of at least this, and of an eighth to a sixteenth of it.
+STEP_BYTES = 2 * 1024 * 1024
+#: How often whoever waits looks whether the device has come further [s].
+POLL_S = 20e-6
+
+
+class Lane:
+    """One stream and what goes with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._tables: list[torch.Tensor] = []  # that launched kernels may still read
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 on the device, for use on this stream."""
+        return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+
+    def room(self, name: str, nbytes: int) -> torch.Tensor:
+        """The same for large memory that every batch needs: the next call with this name gives it again."""
+        if name not in self._rooms or len(self._rooms[name]) < nbytes:
+            self._rooms.pop(name, None)
+            self._rooms[name] = self.empty(in_steps(nbytes))
+        return self._rooms[name]
+
+    def upload(self, *columns: Column) -> list[int]:
+        """Copies of columns in device memory, in one transfer; their addresses, good until the next `sync`."""
+        sizes = [-(-column.nbytes // 16) * 16 for column in columns]
+        host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
+        view, at, offsets = host.numpy(), 0, []
+        for column, size in zip(columns, sizes, strict=True):
+            view[at : at + column.nbytes] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+            offsets.append(at)
+            at += size
+        table = host.to(self.device, non_blocking=True)
+        self._tables.append(table)
+        return [table.data_ptr() + offset for offset in offsets]
+
+    def launch(self, name: str, grid: tuple[int, ...], *arguments: int | torch.Tensor) -> None:
+        """Enqueue a kernel of this package."""
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        if all(grid):
+            kernels.launch(name, grid, self.stream, addresses)
+
+    def gather(self, sources: Column, destinations: Column, lengths: Column) -> None:
+        """Copy many pieces of device memory, addresses (n,) to addresses (n,)."""
+        pieces = -(-lengths // kernels.PIECE_BYTES)
+        which, within = ragged(pieces)
+        if not len(which):
+            return
+        at = within * kernels.PIECE_BYTES
+        tables = self.upload(
+            (sources[which] + at).astype(np.uint64), (destinations[which] + at).astype(np.uint64),
+            np.minimum(lengths[which] - at, kernels.PIECE_BYTES).astype(np.uint64),
+        )  # fmt: skip
+        self.launch("gather", (len(which),), *tables)
+
+    def digests(self, addresses: Column, lengths: Column, seed: int) -> torch.Tensor:
+        """Begin to hash spans of device memory: XXH3-128 under a seed, (n, 16) uint8."""
+        return self._hash(addresses, lengths, kernels.XXH3_128, 16, seed)
+
+    def checksums(self, addresses: Column, lengths: Column) -> torch.Tensor:
+        """Begin to take the XXH3-64 of spans of device memory: (n, 8) uint8."""
+        return self._hash(addresses, lengths, kernels.XXH3_64, 8)
+
+    def seal(self, addresses: Column, lengths: Column) -> None:
+        """Begin to put the XXH3-64 of spans of device memory into the 8 bytes before each."""
+        self._hash(addresses, lengths, kernels.SEAL, 0)
+
+    def _hash(self, addresses: Column, lengths: Column, what: int, size: int, seed: int = 0) -> torch.Tensor:
+        out = self.empty(size * len(addresses))
+        tables = self.upload(addresses.astype(np.uint64), lengths.astype(np.uint64))
+        self.launch("digest", (len(addresses),), *tables, out, what, seed)
+        return out[: size * len(addresses)].view(len(addresses), size)
+
+    def fetch(self, memory: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a little device memory into new pinned memory; there once the stream is done.
+
+        By a kernel: the device's copy engine would take it after all that is on its way to the host already.
+        """
+        host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        self._tables.append(memory)
+        self.gather(*(np.array([n], np.int64) for n in (memory.data_ptr(), host.data_ptr(), memory.nbytes)))
+        return host
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Its device and stream are the current ones."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def sync(self) -> None:
+        """Wait until all of it is done."""
+        self.stream.synchronize()
+        self.settled()
+
+    def settled(self) -> None:
+        """All of it is done: let go of what it used."""
+        self._tables.clear()
+
+    def rest(self) -> None:
+        """Give device memory back."""
+        with self.current():
+            self.sync()
+            self._rooms.clear()
+
+
+class Task:
+    """One batch on its way through a lane."""
+
+    def __init__(self, lanes: Lanes, steps: Callable[[Lane], Generator[None, None, Any]], free: list[Lane]) -> None:
+        self._lanes = lanes
+        self.free = free  # where its lane comes from and goes back to
+        self.steps: Callable[[Lane], Generator[None, None, Any]] | None = steps
+        self.lane: Lane | None = None
+        self.run: Generator[None, None, Any] | None = None
+        self.event: torch.cuda.Event | None = None  # the device has come to the next yield
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def result(self) -> Any:
+        """What its steps return; drives all batches of the device until then."""
+        self._lanes.drive(lambda: self.done)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def advance(self) -> None:
+        """Run to the next yield."""
+        assert self.lane is not None
+        try:
+            with self.lane.current():
+                if self.run is None:
+                    assert self.steps is not None
+                    self.run = self.steps(self.lane)
+                next(self.run)
+                self.event = torch.cuda.Event()
+                self.event.record(self.lane.stream)
+            return
+        except StopIteration as stop:
+            self.value = stop.value
+            self.lane.settled()
+        except BaseException as error:  # noqa: BLE001  raised in `result`
+            # a new one has no frames that hold device memory
+            self.error = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
+            self.run = self.steps = None
+            with suppress(Exception):  # a device that failed says so again at the next call
+                self.lane.sync()
+        self.done, self.run, self.steps = True, None, None
+
+
+class Lanes:
+    """A few lanes of one device, and the batches that take turns on them.
+
+    Batches are generators that yield where the host must wait for the device. Whoever waits for one drives them all: a
+    thread each would spend its time waiting for the interpreter's lock (docs/design/gpu-engine.md).
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._free = [Lane(device) for _ in range(count)]
+        self._free_fast = [Lane(device)]  # for what is short and holds no memory: it waits for none of the others
+        self._device = device
+        self._waiting: deque[Task] = deque()
+        self._running: list[Task] = []
+        self._lock = threading.RLock()
+
+    def start(self, steps: Callable[[Lane], Generator[None, None, Any]], *, fast: bool = False) -> Task:
+        """Begin a batch, as soon as a lane is free."""
+        task = Task(self, steps, self._free_fast if fast else self._free)
+        with self._lock:
+            self._waiting.append(task)
+            self.pump()
+        return task
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Advance batches until something has come true."""
+        while not until():
+            if not self.pump():
+                time.sleep(POLL_S)
+
+    def pump(self) -> bool:
+        """Advance what can go on, without waiting; whether there was anything."""
+        with self._lock, torch.cuda.device(self._device):  # else a thread of ours would make a context on device 0
+            return self._pump()
+
+    def _pump(self) -> bool:
+        """Advance every batch that the device is done with for now; begin others where lanes are free."""
+        ready = [task for task in self._running if task.event is not None and task.event.query()]
+        for task in ready:
+            self._advance(task)
+        begun = False
+        for task in list(self._waiting):
+            if task.free:
+                self._waiting.remove(task)
+                task.lane = task.free.pop()
+                self._running.append(task)
+                self._advance(task)
+                begun = True
+        return bool(ready) or begun
+
+    def _advance(self, task: Task) -> None:
+        task.advance()
+        if task.done and task.lane is not None:
+            self._running.remove(task)
+            task.free.append(task.lane)
+            task.lane = None
+
+    def rest(self) -> None:
+        """Give device memory of the free lanes back."""
+        with self._lock:
+            for lane in (*self._free, *self._free_fast):
+                lane.rest()
+
+
+class PinnedBuffers:
+    """Page-locked host memory, which the device copies into and out of at the speed of the bus; used again."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._free: list[Bytes] = []
+        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: a buffer goes back to whom it came from, once
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes:
+        """(n,) uint8, n at least `nbytes`."""
+        with self._lock:
+            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size]
+            buffer = self._free.pop(min(fits, key=lambda i: self._free[i].size)) if fits else pinned(nbytes)
+            self._lent = {number: lent for number, lent in self._lent.items() if lent() is not None}
+            self._lent[id(buffer)] = weakref.ref(buffer)
+            return buffer
+
+    def give(self, buffer: Bytes) -> None:
+        """Take a buffer back, if it is ours; where that makes too much, those that were not used for longest go."""
+        with self._lock:
+            lent = self._lent.pop(id(buffer), None)
+            if lent is None or lent() is not buffer:
+                return
+            self._free.append(buffer)
+            while sum(free.size for free in self._free) > self._most_bytes:
+                self._free.pop(0)
+
+    def clear(self) -> None:
+        """Let go of all that is free."""
+        with self._lock:
+            self._free.clear()
+
+
+def in_steps(nbytes: int) -> int:
+    """A size for long-lived memory: of few different ones, so that what was freed fits what comes next."""
+    return nbytes if nbytes < STEP_BYTES else nbytes + -nbytes % max(STEP_BYTES, 1 << (nbytes.bit_length() - 4))
+
+
+def pinned(nbytes: int) -> Bytes:
+    """(nbytes,) uint8 of page-locked host memory, as long as the array lives; of ordinary memory if there is none.
+
+    In huge pages where the system gives them: the driver's own allocation locks small ones, at 3 GB/s.
+    """
+    try:
+        return _locked(max(nbytes, 1))[:nbytes]
+    except (cupy.cuda.runtime.CUDARuntimeError, OSError) as error:
+        log.warning("%d bytes of host memory cannot be page-locked, copies will be slow: %s", nbytes, error)
+        return np.empty(nbytes, np.uint8)
+
+
+def _locked(nbytes: int) -> Bytes:
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    array = whole[start : start + nbytes]
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages away from under the device
+    _mapped.add(memory)
+    pieces = [array[i : i + TOUCH_BYTES] for i in range(0, nbytes, TOUCH_BYTES)]
+    with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s a thread
+        threads.start(_touch, pieces)()
+    address = array.ctypes.data
+    cupy.cuda.runtime.hostRegister(address, nbytes, 0)
+    weakref.finalize(memory, _unlock, address, torch.cuda.current_device()).atexit = False
+    return array
+
+
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _never_unmap() -> None:
+    """In a forked child, which has none of these pages: where they were it maps its own, and must not unmap those."""
+    for memory in _mapped:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_never_unmap)
+
+
+def _touch(piece: Bytes) -> None:
+    piece[:: mmap.PAGESIZE] = 0
+
+
+def _unlock(address: int, device: int) -> None:
+    # the device has failed, or this is a forked child; and whatever thread collects garbage may capture a graph
+    with suppress(Exception), beside_captures(), torch.cuda.device(device):
+        cupy.cuda.runtime.hostUnregister(address)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device is full, says who: torch's allocator; a call beneath it, as for a stream; or CuPy."""
+    if type(error).__name__ in ("CUDARuntimeError", "CUDADriverError"):
+        return getattr(error, "status", None) == 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
+    # torch.AcceleratorError, of torch 2.8 and newer, is a RuntimeError
+    beneath = isinstance(error, RuntimeError) and str(error).startswith("CUDA error: out of memory")
+    return beneath or isinstance(error, torch.OutOfMemoryError)
+
+
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """All that says that the device is full is a torch.OutOfMemoryError."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+
+
+def let_go(device: torch.device) -> None:
+    """Give the device what torch's allocator keeps for later; it refuses while any thread captures a graph."""
+    with torch.cuda.device(device), suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Enqueue a copy between any two memories, addresses; host memory should be page-locked."""
+    cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.cuda_stream)
+
+
+_copy_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which blobs leave a device."""
+    if device.index not in _copy_streams:
+        _copy_streams[device.index] = torch.cuda.Stream(device)
+    return _copy_streams[device.index]
+
+
+def ragged(counts: Column) -> tuple[Column, Column]:
+    """Of every piece whose it is, and its number among those: for counts (2, 0, 1) it is (0, 0, 2) and (0, 1, 0)."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
+    """Device addresses of chunks, 0 where there is none."""
+    bases = np.array([m.data_ptr() if isinstance(m, torch.Tensor) else 0 for m in chunks.memories] or [0], np.int64)
+    return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)

@@ -1,0 +1,148 @@
+"""registry."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import Bytes
+from ..errors import CapabilityError
+from ..format.codecs import nvcomp
+from ..state.arrays import Memory, as_memory
+from .base import Engine
+from .cpu import CpuEngine, log
+
+if TYPE_CHECKING:
+    import torch
+
+    from .cuda.engine import CudaEngine
+
+
+#: How new blobs are coded: by standard streams that every machine reads, or by nvCOMP's ANS.
+CODECS = ("portable", "ans")
+
+
+@dataclass(slots=True)
+class Engines:
+    """The engines of one repository, one a memory; those of CUDA devices are made when a tensor on one is first seen.
+
+    Args:
+        digest_seed: of the repository.
+        codec: "portable" or "ans", how engines of devices code new blobs.
+        required: whether the GPU was asked for, so that its lack is an error.
+    """
+
+    digest_seed: int
+    threads: int | None = None
+    codec: str = "portable"
+    required: bool = False
+    cpu: CpuEngine = field(init=False)
+    _cuda: dict[int, CudaEngine] = field(init=False, default_factory=dict)
+    _lacking: str | None = field(init=False, default=None)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _pid: int = field(init=False, default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.cpu = CpuEngine(self.digest_seed, self.threads)
+
+    def of(self, memory: Memory) -> Engine:
+        """The engine that works where a memory lies."""
+        if isinstance(memory, np.ndarray):
+            return self.cpu
+        return self.on(memory.device)
+
+    def memory_of(self, value: Any) -> Memory:
+        """An array's own bytes where they can be read as they lie, else a copy; nothing is pending on them."""
+        memory = as_memory(value, self.on_device)
+        if not isinstance(memory, np.ndarray):
+            self.on(memory.device).settle()
+        return memory
+
+    def on(self, device: torch.device) -> CudaEngine:
+        """The engine of a CUDA device.
+
+        Raises:
+            CapabilityError: CuPy or nvCOMP are not installed, or do not fit.
+        """
+        from .cuda import engine_for
+
+        with self._lock:
+            if device.index not in self._cuda:
+                self._cuda[device.index] = engine_for(device.index, self.codec, self.cpu)
+            return self._cuda[device.index]
+
+    def for_ans(self) -> CudaEngine:
+        """An engine that codes in ANS, on the current CUDA device.
+
+        Raises:
+            CapabilityError: there is none, or it lacks a library; the message says what to install.
+        """
+        from .cuda import current_engine
+
+        return current_engine("ans", self.cpu)
+
+    def on_device(self, device: torch.device) -> bool:
+        """Whether there is an engine for a device: if not, its tensors take the way through host memory.
+
+        Raises:
+            CapabilityError: there is none, and the GPU was asked for.
+        """
+        if device.type != "cuda":
+            return False
+        if device.index in self._cuda:
+            return True
+        if self._lacking is None:
+            try:
+                self.on(device)
+                return True
+            except CapabilityError as error:
+                if self.required:
+                    raise
+                self._lacking = str(error)
+                log.warning("CUDA tensors are compressed on the CPU: %s", error)
+        if self.required:
+            raise CapabilityError(self._lacking)
+        return False
+
+    def in_background(self) -> AbstractContextManager[None]:
+        """For a thread of ours: what it does on devices ruins no CUDA graph that another one captures meanwhile."""
+        if not self._cuda:
+            return nullcontext()
+        from .cuda import beside_captures
+
+        return beside_captures()
+
+    def rest(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
+        """A save (`saved`) or a restore is over: the engines of devices keep no device memory that nobody uses.
+
+        Whichever lent a buffer has it back.
+        """
+        for engine in list(self._cuda.values()):
+            for buffer in buffers:
+                engine.give_back(buffer)
+            engine.rest(saved=saved)
+
+    def close(self) -> None:
+        """Give threads and memory of all engines back."""
+        self.cpu.close()
+        if os.getpid() == self._pid:  # CUDA does not survive a fork
+            for engine in list(self._cuda.values()):
+                engine.close()
+
+
+def _nvcomp_decoder() -> nvcomp.BlockDecoder:
+    from .cuda import require
+
+    require()
+    from .cuda.nvcomp_host import decode_blocks
+
+    return decode_blocks
+
+
+nvcomp.decode_with(_nvcomp_decoder)

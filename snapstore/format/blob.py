@@ -1,0 +1,440 @@
+"""Blob: one chunk as stored, header + encoded planes (docs/format.md, "Blob").
+
+In: a chunk (r,) uint8 and maybe its base; out: one bytes-like blob; and back, a chain of blobs into one chunk. The
+checksum of stored bytes is looked at before any decoder sees them, the digest of the chunk after the last one.
+
+    off size field               off size field
+      0    4 magic SNBL           24    4 payload length
+      4    2 version              28    4 block size
+      6    2 zero                 32    8 codec of every plane
+      8    8 XXH3-64 of [16, end) 40    4 number of block lengths n
+     16    1 transform            44    4 zero
+     17    1 element size         48   16 digest
+     18    1 plane layout         64   16 digest of the base
+     19    1 zero                 80   4n block lengths
+     20    4 raw length        80+4n      payload
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Bytes, Column
+from ..errors import FormatError, IntegrityError, UnknownFormatError
+from . import codecs, planes
+from .codecs import deflate, zstd
+from .hashing import checksum, digest
+
+HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
+MAGIC = b"SNBL"
+VERSION = 1
+FULL, XOR = 0, 1
+TRANSFORMS = {FULL: "full", XOR: "xor"}
+NO_BASE = bytes(16)
+ALIGNMENT = 8
+#: A plane with more bits per byte than this is stored raw: a Huffman table costs more than it saves.
+RAW_ABOVE_BITS = 7.9
+#: A plane whose most frequent byte has at least this share is coded by its runs (docs/design/cpu-engine.md).
+RUNS_ABOVE_SHARE = 0.78
+#: Stored bytes that a coded block costs beyond its entropy: frame header, Huffman table, jump table.
+BLOCK_OVERHEAD_BYTES = 96
+
+#: A blob's header without its block lengths, as columns.
+HEADER_COLUMNS = np.dtype(
+    {
+        "names": ["magic", "version", "zero", "checksum", "transform", "element_size", "layout", "raw_bytes",
+                  "payload_bytes", "block_bytes", "codecs", "count", "digest", "base"],
+        "formats": ["S4", "<u2", "<u2", "<u8", "u1", "u1", "u1", "<u4", "<u4", "<u4", ("u1", 8), "<u4", ("u1", 16),
+                    ("u1", 16)],
+        "offsets": [0, 4, 6, 8, 16, 17, 18, 20, 24, 28, 32, 40, 48, 64],
+        "itemsize": 80,
+    }
+)  # fmt: skip
+#: What a pack's footer says of a blob (docs/format.md, "Pack"); `offset` counts from wherever the blobs lie.
+ENTRY = np.dtype(
+    {
+        "names": ["offset", "length", "raw_bytes", "transform", "element_size", "codecs", "digest", "base",
+                  "plane_bytes"],
+        "formats": ["<u8", "<u4", "<u4", "u1", "u1", ("u1", 8), "V16", "V16", ("<u4", 8)],
+        "offsets": [0, 8, 12, 16, 17, 24, 32, 48, 64],
+        "itemsize": 96,
+    }
+)  # fmt: skip
+
+
+#: What a histogram says of a plane: noise; noise with a skew; mostly one value; or no float's, so maybe repeats.
+NOISE, SKEWED, RUNS, REPEATS = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A blob's header, checked."""
+
+    transform: int
+    element_size: int
+    layout: int
+    raw_bytes: int
+    payload_bytes: int
+    block_bytes: int
+    codecs: bytes
+    digest: bytes
+    base: bytes
+    block_lengths: tuple[int, ...]
+
+    @property
+    def payload_start(self) -> int:
+        """Offset of the payload in the blob."""
+        return HEADER.size + 4 * len(self.block_lengths)
+
+
+def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
+    """What planes of these entropies [bits per byte] will take when stored."""
+    overhead = BLOCK_OVERHEAD_BYTES * -(-plane_bytes // codecs.BLOCK_BYTES)
+    return sum(plane_bytes if b > RAW_ABOVE_BITS else min(plane_bytes, plane_bytes * b / 8 + overhead) for b in bits)
+
+
+def estimates(bits: npt.NDArray[np.float64], element_sizes: Column, plane_bytes: Column) -> npt.NDArray[np.float64]:
+    """`estimate_bytes` of many chunks: bits (n, 8), element sizes and plane lengths (n,) -> (n,)."""
+    size = plane_bytes[:, None].astype(np.float64)
+    overhead = BLOCK_OVERHEAD_BYTES * np.ceil(size / codecs.BLOCK_BYTES)
+    stored = np.where(bits > RAW_ABOVE_BITS, size, np.minimum(size, size * bits / 8 + overhead))
+    total: npt.NDArray[np.float64] = (stored * (np.arange(8) < element_sizes[:, None])).sum(axis=1)
+    return total
+
+
+def plane_kinds(bits: npt.NDArray[np.float64], top_share: npt.NDArray[np.float64], layout: Any) -> Any:
+    """NOISE, SKEWED, RUNS or REPEATS of every plane; arrays of one shape, or that broadcast."""
+    of_floats = np.where(top_share >= RUNS_ABOVE_SHARE, RUNS, SKEWED)
+    return np.where(bits > RAW_ABOVE_BITS, NOISE, np.where(layout == planes.BYTES, REPEATS, of_floats))
+
+
+def bound(raw_bytes: int, element_size: int) -> int:
+    """The most that a blob of a chunk of `raw_bytes` takes."""
+    blocks = element_size * -(-raw_bytes // element_size // codecs.BLOCK_BYTES)
+    return HEADER.size + 4 * blocks + raw_bytes
+
+
+def encode(
+    source: Bytes, element_size: int, layout: int, statistics: planes.Statistics, chunk_digest: bytes,
+    base: bytes | None, out: Bytes,
+) -> memoryview:  # fmt: skip
+    """One blob.
+
+    Args:
+        source: (r,) uint8, the chunk, or chunk XOR base.
+        element_size: 1, 2, 4 or 8; divides r.
+        layout: planes.ROTATED for floats, else planes.BYTES.
+        statistics: of the planes of `source`; they choose each plane's codec.
+        chunk_digest: of the chunk itself.
+        base: digest of the base when `source` is a delta, else None.
+        out: `bound` bytes, uint8.
+
+    Returns:
+        The blob, the beginning of `out`.
+    """
+    chosen: list[int] = []
+    lengths: list[int] = []
+    payload: list[bytes | memoryview] = []
+    split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
+    kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
+    for kind, plane in zip(kinds, split, strict=True):
+        codec, blocks = _encode_plane(plane, kind)
+        chosen.append(codec)
+        payload.extend(blocks)
+        if codec != codecs.RAW:
+            lengths.extend(map(len, blocks))
+    at = HEADER.size + 4 * len(lengths)
+    HEADER.pack_into(
+        out.data, 0, MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, layout, 0, source.size,
+        sum(map(len, payload)), codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest,
+        base or NO_BASE,
+    )  # fmt: skip
+    struct.pack_into(f"<{len(lengths)}I", out.data, HEADER.size, *lengths)
+    for piece in payload:
+        out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    blob = out[:at].data
+    struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
+    return blob
+
+
+def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memoryview]]:
+    """(codec, stored blocks): raw if it would not shrink."""
+    if kind != NOISE and plane.size:
+        if kind == REPEATS:
+            codec, blocks = codecs.ZSTD, zstd.encode_matches(plane, codecs.BLOCK_BYTES)
+        elif kind == RUNS:
+            codec, blocks = codecs.DEFLATE, deflate.encode_runs(plane, codecs.BLOCK_BYTES)
+        else:
+            codec, blocks = codecs.ZSTD, zstd.encode_entropy(plane, codecs.BLOCK_BYTES)
+        if sum(map(len, blocks)) + 4 * len(blocks) < plane.size:
+            return codec, blocks
+    return codecs.RAW, [np.ascontiguousarray(plane).data]
+
+
+def headers(
+    entries: npt.NDArray[np.void], layouts: Column, block_bytes: int, counts: Column, block_lengths: Column
+) -> tuple[Bytes, npt.NDArray[np.int64]]:
+    """The headers of many blobs, block lengths and all but the checksums, one after the other.
+
+    Args:
+        entries: (n,) ENTRY.
+        layouts: (n,).
+        counts: (n,) how many block lengths each has.
+        block_lengths: (sum of counts,), blob after blob.
+
+    Returns:
+        The bytes, and where each header starts in them (n + 1,).
+    """
+    starts = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum(HEADER.size + 4 * counts, out=starts[1:])
+    fixed = np.zeros(len(entries), HEADER_COLUMNS)
+    fixed["magic"], fixed["version"], fixed["layout"] = MAGIC, VERSION, layouts
+    for name in ("transform", "element_size", "raw_bytes", "codecs"):
+        fixed[name] = entries[name]
+    for name in ("digest", "base"):
+        fixed[name] = np.ascontiguousarray(entries[name]).view(np.uint8).reshape(-1, 16)
+    fixed["payload_bytes"] = entries["length"] - np.diff(starts)
+    fixed["block_bytes"], fixed["count"] = block_bytes, counts
+    words = np.empty(int(starts[-1]) // 4, np.uint32)
+    is_fixed = np.zeros(len(words), bool)
+    is_fixed[(starts[:-1, None] // 4 + np.arange(HEADER.size // 4)).ravel()] = True
+    words[is_fixed] = fixed.view(np.uint32)
+    words[~is_fixed] = block_lengths
+    return words.view(np.uint8), starts
+
+
+def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+    """The headers of many blobs at `offsets` of a buffer, and which of them are as they should be.
+
+    What `parse` would say of each, but for the checksum; one that is not fine is to be parsed for its error.
+    """
+    whole = lengths >= HEADER.size
+    at = np.where(whole, offsets, 0)
+    rows = np.zeros((len(offsets), HEADER.size), np.uint8)
+    if len(stored) >= HEADER.size:
+        rows = stored[at[:, None] + np.arange(HEADER.size)]
+    found = rows.view(HEADER_COLUMNS).reshape(-1)
+    size = found["element_size"].astype(np.int64)
+    length = HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
+    fine = whole & (found["magic"] == MAGIC) & (found["version"] == VERSION) & (found["zero"] == 0)
+    fine &= (length <= lengths) & (found["transform"] <= XOR) & (found["layout"] <= planes.ROTATED)
+    fine &= np.isin(size, (1, 2, 4, 8)) & (found["block_bytes"] > 0)
+    fine &= found["raw_bytes"] % np.maximum(size, 1) == 0
+    return found, fine
+
+
+def parse(blob: memoryview, where: str) -> Header:
+    """Check a blob's frame and read its header; `blob` may be longer than the blob (padding).
+
+    Raises:
+        FormatError: not a blob.
+        UnknownFormatError: of an unknown version, transform or layout.
+        IntegrityError: its checksum does not hold, or its lengths disagree.
+    """
+    if len(blob) < HEADER.size:
+        raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
+    (
+        magic, version, zero, check, transform, element_size, layout, _, raw_bytes, payload_bytes, block_bytes,
+        codec_ids, count, _, chunk_digest, base,
+    ) = HEADER.unpack_from(blob)  # fmt: skip
+    if magic != MAGIC:
+        raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
+    if version != VERSION:
+        raise UnknownFormatError(
+            f"{where}: blob version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
+            "newer one; run 'snapstore check --read-data' to see whether it is damaged"
+        )
+    if zero:  # the one field that the checksum does not cover
+        raise IntegrityError(f"{where}: {zero} where zero must stand; run 'snapstore check --read-data'")
+    length = HEADER.size + 4 * count + payload_bytes
+    if length > len(blob):
+        raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
+    if checksum(blob[16:length]) != check:
+        raise IntegrityError(f"{where}: checksum mismatch in stored bytes; run 'snapstore check --read-data'")
+    if transform not in TRANSFORMS or layout not in (planes.BYTES, planes.ROTATED):
+        raise UnknownFormatError(
+            f"{where}: blob of transform {transform}, layout {layout}, which this snapstore does not read; use the "
+            "release that wrote it, or a newer one"
+        )
+    if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
+        raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
+    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
+    return Header(
+        transform, element_size, layout, raw_bytes, payload_bytes, block_bytes, codec_ids, chunk_digest, base, lengths
+    )
+
+
+def length_of(header: Header) -> int:
+    """Bytes of a blob, without padding."""
+    return header.payload_start + header.payload_bytes
+
+
+def entry(blob: memoryview, offset: int) -> bytes:
+    """The footer entry, an ENTRY, of a blob that `encode` has made."""
+    fields = HEADER.unpack_from(blob)
+    _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
+    return struct.pack(
+        "<QIIBB6x8s16s16s8I", offset, len(blob), raw_bytes, transform, element_size, codec_ids, chunk_digest, base,
+        *stored_plane_bytes(blob),
+    )  # fmt: skip
+
+
+def stored_plane_bytes(blob: memoryview) -> list[int]:
+    """Stored length of plane 0 to 7 of a blob that `encode` has made, zero beyond its element size."""
+    _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
+    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
+    plane_bytes = raw_bytes // element_size
+    blocks = -(-plane_bytes // block_bytes)
+    stored, entry = [0] * 8, 0
+    for k in range(element_size):
+        if codec_ids[k] == codecs.RAW:
+            stored[k] = plane_bytes
+        else:
+            stored[k] = sum(lengths[entry : entry + blocks])
+            entry += blocks
+    return stored
+
+
+def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tuple[int, list[memoryview]]]:
+    """(codec, stored blocks) of every plane; a raw plane is its one block."""
+    plane_bytes = header.raw_bytes // header.element_size
+    blocks_per_plane = -(-plane_bytes // header.block_bytes)
+    at, entry = header.payload_start, 0
+    end = length_of(header)
+    for k in range(header.element_size):
+        lengths: tuple[int, ...] = (plane_bytes,)
+        if header.codecs[k] != codecs.RAW:
+            lengths = header.block_lengths[entry : entry + blocks_per_plane]
+            entry += blocks_per_plane
+            if len(lengths) != blocks_per_plane:
+                raise IntegrityError(f"{where}: plane {k} lacks block lengths")
+        blocks = []
+        for length in lengths:
+            blocks.append(blob[at : at + length])
+            at += length
+        if at > end:
+            raise IntegrityError(f"{where}: plane {k} ends at {at}, the blob at {end}")
+        yield header.codecs[k], blocks
+    if at != end or entry != len(header.block_lengths):
+        raise IntegrityError(f"{where}: planes end at {at}, the blob at {end}")
+
+
+def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
+    """Decode a blob's planes into, or XOR them onto, planes_out (e, n) uint8."""
+    for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
+        if codec == codecs.RAW:
+            plane = np.frombuffer(blocks[0], np.uint8)
+        else:
+            if fresh:
+                plane = planes_out[k]
+            else:
+                plane = planes.scratch.room("plane", planes_out.shape[1])
+            try:
+                codecs.decoder(codec, where)(blocks, plane, header.block_bytes)
+            except IntegrityError as error:
+                raise IntegrityError(f"{where}: plane {k}: {error}") from error
+        if not fresh:
+            np.bitwise_xor(planes_out[k], plane, out=planes_out[k])
+        elif codec == codecs.RAW:
+            planes_out[k] = plane
+
+
+def decode_source(blob: memoryview, header: Header, out: Bytes, where: str) -> None:
+    """Undo `encode`: `out` (r,) uint8 becomes the chunk, or chunk XOR base, that the blob was made of.
+
+    Raises:
+        FormatError, IntegrityError: `out` is then garbage.
+    """
+    decoded = planes.scratch.room("planes", out.size).reshape(header.element_size, -1)
+    patch_planes(blob, header, decoded, True, where)
+    planes.merge(decoded, out, header.layout)
+
+
+def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
+    """Say of a blob, in place, whose chunk it is and what it is a delta to; its planes stay."""
+    blob[16:17] = bytes([transform])
+    blob[48:80] = chunk_digest + base
+    struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
+
+
+def prove_chain(
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
+) -> list[bytes]:
+    """Rebuild one chunk as `decode_chain` does, and on the way every chunk that it builds on.
+
+    Returns:
+        Of each blob, newest first, the digest of the chunk that its chain gives; only the first if an older one does
+        not give its own.
+
+    Raises:
+        FormatError, IntegrityError: the chunk wanted cannot be rebuilt.
+    """
+    digests = [chunk_digest, *(bytes(blob[64:80]) for blob in blobs[:-1])]  # each one's base is the next
+    rooms, base = (out, planes.scratch.room("link", out.size)), None
+    try:
+        for i in range(len(blobs) - 1, -1, -1):
+            decode_chain(blobs[i : i + 1], wheres[i : i + 1], digests[i], rooms[i % 2], base, seed=seed)
+            base = rooms[i % 2]
+    except (FormatError, IntegrityError):
+        decode_chain(blobs, wheres, chunk_digest, out, seed=seed)
+        return digests[:1]
+    return digests
+
+
+def decode_chain(
+    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None,
+    *, seed: int,
+) -> None:  # fmt: skip
+    """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
+
+    Args:
+        blobs: the stored blobs; all but the last are xor, each one's base is the next.
+        wheres: how to name each blob in an error.
+        chunk_digest: of the chunk wanted.
+        out: (r,) uint8, filled.
+        base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
+        seed: of the repository's digests.
+
+    Raises:
+        FormatError, IntegrityError: `out` is then garbage.
+    """
+    by_layout: dict[tuple[int, int], Bytes] = {}  # a chain that crosses a reinterpretation (a dedup) has two
+    wanted = chunk_digest
+    for blob, where in zip(blobs, wheres, strict=True):
+        header = parse(blob, where)
+        if header.digest != wanted or header.raw_bytes != out.size:
+            raise IntegrityError(
+                f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
+                f"expected {wanted.hex()} ({out.size} bytes); run 'snapstore check'"
+            )
+        kind = (header.element_size, header.layout)
+        fresh = kind not in by_layout
+        if fresh:
+            room = planes.scratch.room(f"planes {kind}", out.size)
+            by_layout[kind] = room.reshape(header.element_size, -1)
+        patch_planes(blob, header, by_layout[kind], fresh, where)
+        wanted = header.base
+    if wanted != NO_BASE and base is None:
+        raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")
+    for i, ((_, layout), merged) in enumerate(by_layout.items()):
+        if i == 0:
+            planes.merge(merged, out, layout)
+        else:
+            other = np.empty_like(out)
+            planes.merge(merged, other, layout)
+            np.bitwise_xor(out, other, out=out)
+    if base is not None:
+        np.bitwise_xor(out, base, out=out)
+    got = digest(out, seed)
+    if got != chunk_digest:
+        raise IntegrityError(
+            f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "
+            "run 'snapstore check --restore'"
+        )

@@ -1,0 +1,44 @@
+"""Codecs: blocks of a plane to stored bytes and back; every function takes a whole plane, a batch of blocks.
+
+Codec ids and streams are those of docs/format.md, "Blob". Encoders may run in any thread; each call makes its own
+compression context or takes its thread's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...arrays import Bytes
+from ...errors import UnknownFormatError
+from . import deflate, nvcomp, zstd
+
+RAW = 0
+ZSTD = zstd.ID
+DEFLATE = deflate.ID
+ANS = nvcomp.ID
+NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
+BLOCK_BYTES = 64 * 1024
+
+
+class Decoder(Protocol):
+    """Decodes the blocks of one plane."""
+
+    def __call__(self, blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
+        """Fill `out` (n,) uint8 from its blocks; IntegrityError when a block gives other than its length."""
+        ...
+
+
+_DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS: nvcomp.decode}
+
+
+def decoder(codec: int, where: str) -> Decoder:
+    """The decoder of a codec id; UnknownFormatError for one that this release does not know."""
+    try:
+        return _DECODERS[codec]
+    except KeyError:
+        hint = "unknown"
+        if 64 <= codec < 128:
+            hint = f"nvCOMP {codec - 64}'s own format, which nvCOMP {codec - 64} alone reads: use the release of "
+            hint += "snapstore that wrote it, and 'snapstore recode' there"
+        raise UnknownFormatError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None

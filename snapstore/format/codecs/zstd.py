@@ -1,0 +1,88 @@
+"""zstd (RFC 8878): one single-segment frame a block, with its content size, no dictionary, no checksum.
+
+Two encoders. `encode_entropy` is for noise with a skew: min_match 7 over a 64-entry hash table finds next to no
+match, so the frame is Huffman-coded literals. It runs at 1 GB/s a core and within 0.2 % of the size that zlib's
+Huffman-only mode reaches at 0.2 GB/s, and decodes five times as fast (docs/design/cpu-engine.md). `encode_matches`
+is for planes with repeats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ...arrays import Bytes
+from ...errors import IntegrityError
+
+ID = 1
+#: Magic, descriptor, content size of two bytes, block header, literals header.
+_HEADER_BYTES = 4 + 1 + 2 + 3 + 5
+_ENTROPY = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=6, min_match=7, target_length=0, write_content_size=1
+)
+_MATCHES = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=13, min_match=5, target_length=0, write_content_size=1
+)
+
+
+class _Local(threading.local):
+    """A context belongs to one thread at a time; making one costs more than compressing a block."""
+
+    def __init__(self) -> None:
+        self.entropy = zstandard.ZstdCompressor(compression_params=_ENTROPY)
+        self.matches = zstandard.ZstdCompressor(compression_params=_MATCHES)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_local = _Local()
+
+
+def encode_entropy(plane: Bytes, block_bytes: int) -> list[bytes]:
+    """Blocks of a plane that is noise with a skew."""
+    return [_local.entropy.compress(plane[i : i + block_bytes].data) for i in range(0, plane.size, block_bytes)]
+
+
+def encode_matches(plane: Bytes, block_bytes: int) -> list[bytes]:
+    """Blocks of a plane with repeats."""
+    return [_local.matches.compress(plane[i : i + block_bytes].data) for i in range(0, plane.size, block_bytes)]
+
+
+def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
+    """Fill `out`; a frame's own content size is checked first, since the decoder would allocate it unasked."""
+    for i, block in enumerate(blocks):
+        part = out[i * block_bytes : (i + 1) * block_bytes]
+        try:
+            declared = zstandard.frame_content_size(block)
+            if declared != part.size:
+                raise IntegrityError(f"zstd block {i}: declares {declared} bytes, expected {part.size}")
+            plain = _local.decompressor.decompress(block, max_output_size=part.size, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise IntegrityError(f"zstd block {i}: {error}") from error
+        part[:] = np.frombuffer(plain, np.uint8)
+
+
+def is_literals(
+    stored: Bytes, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:  # fmt: skip
+    """Which frames are one block without sequences, by their headers: raw, RLE, or Huffman-coded in four streams.
+
+    Args:
+        offsets, sizes: (n,) of the frames in `stored`.
+        lengths: (n,) bytes that each should hold.
+    """
+    at = np.minimum(offsets[:, None] + np.arange(_HEADER_BYTES), max(stored.size - 1, 0))
+    head = stored[at].astype(np.int64)
+    short = lengths < 256  # then the content size has one byte, and all behind it lies one nearer
+    block = np.where(short[:, None], head[:, 6:14], head[:, 7:15])
+    header = block[:, 0] | block[:, 1] << 8 | block[:, 2] << 16
+    kind, block_bytes = header >> 1 & 3, header >> 3
+    literals = block[:, 3:] @ (1 << 8 * np.arange(5))
+    coded = (literals & 0xF) == (2 | 3 << 2)  # Huffman-coded with a tree, and sizes of 18 bits
+    coded &= (literals >> 22) + 5 + 1 == block_bytes  # and one byte that says: no sequences
+    single: npt.NDArray[np.bool_] = (head[:, 4] == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
+    single &= (sizes > np.where(short, 9, 10)) & ((kind < 2) | ((kind == 2) & coded))
+    return single

@@ -1,0 +1,243 @@
+"""Pack: many blobs in one immutable object named by the SHA-256 of its bytes (docs/format.md, "Pack").
+
+In: blobs in tensor order. Out: one buffer a pack; and back: ranges of packs into blobs, neighbours joined into long
+reads. A PackWriter belongs to one thread; reads may run in any.
+
+    header, 64 bytes        footer entry, 96 bytes         trailer, 32 bytes
+     0  8 magic SNAPPACK     0  8 offset of the blob        0  8 offset of the footer
+     8  2 version            8  4 length of the blob        8  4 entries
+    10  2 zero              12  4 raw length               12  4 length of the part's name
+    12  4 rank              16  1 transform                16  8 XXH3-64 of footer and name
+    16 16 save id           17  1 element size             24  8 magic SNAPFOOT
+    32  8 sequence number   18  6 zero
+    40 16 snapshot id       24  8 codecs
+    56  4 revision          32 16 digest
+    60  4 zero              48 16 digest of the base
+                            64 32 stored length of plane 0 to 7
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Bytes, Column
+from ..errors import FormatError, IntegrityError, UnknownFormatError
+from ..storage.base import ObjectStore
+from . import blob
+from .hashing import checksum
+from .records import MadeFor
+
+DEFAULT_PACK_BYTES = 32 * 1024 * 1024
+HEADER = struct.Struct("<8sHHI16sQ16sI4x")
+TRAILER = struct.Struct("<QIIQ8s")
+MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"
+VERSION = 1
+ENTRY = blob.ENTRY
+#: Ranges nearer than this are read as one: a seek, or a request, costs more than these bytes.
+JOIN_GAP_BYTES = 64 * 1024
+#: And no single read grows beyond this, so that memory stays bounded.
+JOIN_MAX_BYTES = 16 * 1024 * 1024
+
+
+class PackWriter:
+    """Collects blobs in one buffer; `seal` gives the pack's bytes.
+
+    Args:
+        buffer: (n,) uint8 of an earlier pack to use again; it grows when it must.
+        made_for: the record that will need it; by default revision 0 of the snapshot `save_id`.
+
+    Attributes:
+        grown: whether `buffer` is a larger one by now.
+    """
+
+    def __init__(
+        self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None, *,
+        made_for: MadeFor | None = None,
+    ) -> None:  # fmt: skip
+        self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
+        self._entries: list[bytes] = []
+        self._part = part
+        self._copies: list[Callable[[], object]] = []  # that may still write into the buffer
+        self.count = 0
+        self.size_bytes = 0
+        self.grown = False
+        record = made_for or MadeFor(save_id, 0)
+        self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence, record.snapshot, record.revision))
+
+    def _room(self, nbytes: int) -> Bytes:
+        """The next `nbytes` of the buffer."""
+        end = self.size_bytes + nbytes
+        if end > self.buffer.size:
+            self.settle()
+            grown = np.empty(max(end, 2 * self.buffer.size), np.uint8)
+            grown[: self.size_bytes] = self.buffer[: self.size_bytes]
+            self.buffer, self.grown = grown, True
+        room = self.buffer[self.size_bytes : end]
+        self.size_bytes = end
+        return room
+
+    def _write(self, data: bytes) -> None:
+        self._room(len(data))[:] = np.frombuffer(data, np.uint8)
+
+    def settle(self) -> None:
+        """Wait for copies into the buffer."""
+        while self._copies:
+            self._copies.pop()()
+
+    def extend(self, encoded: Encoded, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Add the blobs `first` to `last` of a batch; their offsets in the pack."""
+        entries = np.zeros(last - first, ENTRY)  # no copy(): that leaves the bytes between the fields to chance
+        entries[:] = encoded.entries[first:last]
+        begin = int(entries["offset"][0])
+        end = int(entries["offset"][-1]) + int(entries["length"][-1])
+        moved = entries["offset"].astype(np.int64) + (self.size_bytes - begin)
+        entries["offset"] = moved
+        self._copies.append(encoded.copy(first, last, self._room(end - begin + -end % blob.ALIGNMENT)))
+        self._entries.append(entries.tobytes())
+        self.count += last - first
+        return moved
+
+    def seal(self) -> memoryview:
+        """All bytes of the pack, in `buffer`; nothing can be added any more."""
+        self.settle()
+        start, name = self.size_bytes, self._part.encode()
+        footer = b"".join(self._entries) + name
+        self._write(footer)
+        self._write(TRAILER.pack(start, self.count, len(name), checksum(footer), FOOTER_MAGIC))
+        return self.buffer[: self.size_bytes].data
+
+
+class Encoded(Protocol):
+    """New blobs of a batch, wherever they lie."""
+
+    @property
+    def entries(self) -> npt.NDArray[np.void]:
+        """(n,) ENTRY; every offset is a multiple of ALIGNMENT, and the blobs follow each other."""
+        ...
+
+    def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
+        """Begin to copy blobs, each padded with zeros to ALIGNMENT, into `out`; the call it returns waits for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackHeader:
+    """Who wrote a pack."""
+
+    rank: int
+    save_id: bytes
+    sequence: int
+    made_for: MadeFor
+
+
+@dataclass(frozen=True, slots=True)
+class PackListing:
+    """What a pack holds, read from its two ends."""
+
+    header: PackHeader
+    part: str
+    entries: npt.NDArray[np.void]  # (n,) ENTRY
+
+
+def read_header(store: ObjectStore, key: str) -> PackHeader:
+    """The first 64 bytes of a pack.
+
+    Raises:
+        FormatError: no pack, or of another version.
+    """
+    (head,) = store.get_ranges(key, [(0, HEADER.size)])
+    magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise UnknownFormatError(
+            f"{key}: pack version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
+            "newer one"
+        )
+    return PackHeader(rank, save_id, sequence, MadeFor(snapshot, revision))
+
+
+def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
+    """The footer of a pack of `size_bytes`.
+
+    Raises:
+        FormatError, IntegrityError: damaged; `scan` may still find the blobs.
+    """
+    header = read_header(store, key)
+    if size_bytes < HEADER.size + TRAILER.size:
+        raise IntegrityError(f"{key}: {size_bytes} bytes, expected at least {HEADER.size + TRAILER.size}")
+    (tail,) = store.get_ranges(key, [(size_bytes - TRAILER.size, TRAILER.size)])
+    start, count, name_bytes, check, magic = TRAILER.unpack(tail)
+    length = count * ENTRY.itemsize + name_bytes
+    if magic != FOOTER_MAGIC or start < HEADER.size or start + length + TRAILER.size != size_bytes:
+        raise IntegrityError(f"{key}: damaged footer; run 'snapstore check --read-data'")
+    (footer,) = store.get_ranges(key, [(start, length)])
+    if checksum(footer) != check:
+        raise IntegrityError(f"{key}: footer checksum mismatch; run 'snapstore check --read-data'")
+    entries = np.frombuffer(footer, ENTRY, count)
+    try:
+        return PackListing(header, bytes(footer[count * ENTRY.itemsize :]).decode(), entries)
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{key}: the part's name is no UTF-8") from error
+
+
+def scan(data: memoryview, where: str) -> Iterator[tuple[int, blob.Header]]:
+    """(offset, header) of every whole blob of a pack from its start, without the footer; ends at the first damage."""
+    at = HEADER.size
+    while at + blob.HEADER.size <= len(data):
+        try:
+            header = blob.parse(data[at:], f"{where} at {at}")
+        except (FormatError, IntegrityError):
+            return
+        yield at, header
+        at += blob.length_of(header)
+        at += -at % blob.ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Neighbouring ranges of one pack as one read, and where its bytes go in a batch's buffer."""
+
+    pack: int
+    offset: int
+    length: int
+    position: int
+
+
+def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Read], npt.NDArray[np.int64], int]:
+    """Join the neighbours among many ranges of packs.
+
+    Args:
+        packs, offsets, lengths: (m,), of every blob wanted.
+
+    Returns:
+        The reads, by pack; where in the buffer each blob will lie (m,); how long the buffer must be.
+    """
+    order = np.lexsort((offsets, packs))
+    reads: list[Read] = []
+    positions = np.zeros(len(order), np.int64)
+    base = end = size = 0  # of the last read: where its offset 0 would lie in the buffer, where it ends in its pack
+    for at, number, offset, length in zip(
+        order.tolist(), packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
+    ):
+        last = reads[-1] if reads else None
+        joined = (
+            last is not None and last.pack == number and offset - end <= JOIN_GAP_BYTES
+            and offset + length - last.offset <= JOIN_MAX_BYTES
+        )  # fmt: skip
+        if last is not None and joined:
+            if offset + length > end:
+                end = offset + length
+                reads[-1] = Read(number, last.offset, end - last.offset, last.position)
+        else:
+            base, end = size - offset, offset + length
+            reads.append(Read(number, offset, length, size))
+        positions[at] = base + offset
+        size = reads[-1].position + reads[-1].length
+    return reads, positions, size

@@ -1,0 +1,53 @@
+"""options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .engine.registry import CODECS
+from .errors import (
+    InvalidInputError,
+)
+from .format.delta import DEFAULT_MAX_DEPTH
+from .format.pack import DEFAULT_PACK_BYTES
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How saves of a repository are stored; every default is a measured one (docs/design/).
+
+    Attributes:
+        max_depth: longest chain of deltas; 0 stores every chunk full.
+        pack_bytes: a pack is closed at this size.
+        threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
+        codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own, for CUDA tensors: faster,
+            but only a GPU with the same major release of nvCOMP reads it; `recode` leads out of it.
+        verify_writes: "off", "sample" (one new chunk in 64) or "full": decode what was encoded, before the commit.
+            "full" also asks the store for every new pack and manifest by name and size.
+    """
+
+    max_depth: int = DEFAULT_MAX_DEPTH
+    pack_bytes: int = DEFAULT_PACK_BYTES
+    threads: int | None = None
+    codec: Literal["portable", "ans"] = "portable"
+    verify_writes: Literal["off", "sample", "full"] = "sample"
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_depth", self.max_depth), ("pack_bytes", self.pack_bytes), ("threads", self.threads)):
+            if type(value) is not int and not (name == "threads" and value is None):
+                raise InvalidInputError(f"{name} {value!r}: expected an int, got {type(value).__name__}")
+        if not 0 <= self.max_depth <= 250:
+            raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
+        if not 4096 <= self.pack_bytes <= 1024**3:
+            raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
+        for name, choice, choices in (
+            ("codec", self.codec, CODECS), ("verify_writes", self.verify_writes, ("off", "sample", "full")),
+        ):  # fmt: skip
+            if choice not in choices:
+                raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")

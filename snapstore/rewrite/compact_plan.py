@@ -1,0 +1,401 @@
+"""Compact plan: what compact could free, over all committed snapshots, and which of it is worth its cost.
+
+In: manifests; no pack is read here. Out: a plan: chunks to be encoded anew, packs to be left. Memory grows with the
+number of different blobs (some 50 bytes each) and of chains that could be cut, not with that of snapshots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Column
+from ..catalog.history import View
+from ..catalog.read_twice import read_twice
+from ..errors import DAMAGE, FormatError
+from ..format import manifest
+from ..format.blob import ALIGNMENT, ENTRY
+from ..format.delta_chain import Chain, Digests, chains_of, edge_of
+from ..format.keys import pack_key
+from ..format.manifest import ChunkTable, Manifest
+from ..format.pack import HEADER, TRAILER
+from ..format.records import ManifestRef, Snapshot
+from ..storage.base import ObjectStore
+
+log = logging.getLogger("snapstore")
+#: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
+MAX_DEAD_SHARE = 1 / 64
+#: What is freed must be this much more than what is written for it, as a share of the latter: by a chunk encoded anew,
+#: by a pack that is left, and by all of it.
+MIN_GAIN = 1 / 32
+#: A new manifest, and the packs beside it, may be so much longer than the old ones.
+PART_BYTES = 512
+_OFFSET_BITS = 40  # of a blob's key: packs are far smaller than a TiB
+
+
+def worth(freed_bytes: float) -> float:
+    """The most to write for what is freed."""
+    return freed_bytes / (1 + MIN_GAIN)
+
+
+@dataclass(slots=True)
+class Edge:
+    """A chunk that a snapshot holds, and whose blob is a delta to one that none holds any more.
+
+    Attributes:
+        source: a manifest and one of its rows whose chain comes by.
+        behind: digest of the next kept chunk behind it on the chain; empty: none.
+        estimate_bytes: what it may take when it is encoded anew.
+        chain: how it is rebuilt already in a snapshot that was compacted; empty: nowhere.
+    """
+
+    digest: bytes
+    source: tuple[ManifestRef, int]
+    behind: bytes
+    blobs: set[int]
+    length: int
+    estimate_bytes: int
+    chain: Chain = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Cut:
+    """Edges that share what is behind them: it is freed once all of them are encoded anew, and not before.
+
+    Attributes:
+        is_worth_it: None until their real sizes are known.
+    """
+
+    edges: dict[bytes, Edge]  # by digest
+    freed_bytes: int
+    blobs: set[int]
+    is_worth_it: bool | None = None
+
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes to encode them anew, as far as that can be told."""
+        return sum(edge.estimate_bytes for edge in self.edges.values())
+
+    @property
+    def root(self) -> Edge | None:
+        """The one that the others without a base may become deltas to."""
+        return next((edge for edge in self.edges.values() if not edge.behind), None)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be rewritten.
+
+    Attributes:
+        kept: digests of the chunks that snapshots hold.
+        cuts: by the digest of each edge.
+        edges: these digests.
+        deltas: those of them that are full, and may be deltas to their neighbours.
+        left: packs whose live blobs move.
+        moved, moved_bytes: these blobs.
+        cost_bytes, gain_bytes: estimates: bytes written, and by how much less there is in the end.
+    """
+
+    kept: Digests
+    cuts: dict[bytes, Cut] = field(default_factory=dict)
+    edges: Digests = field(default_factory=Digests)
+    deltas: set[bytes] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    moved: int = 0
+    moved_bytes: int = 0
+    cost_bytes: int = 0
+    gain_bytes: int = 0
+
+    @property
+    def encoded(self) -> int:
+        """Chunks to be encoded anew."""
+        return sum(not cut.edges[digest].chain for digest, cut in self.cuts.items())
+
+
+class LiveBlobs:
+    """All live blobs, and the chains that lead through chunks that nobody holds.
+
+    Args:
+        digest_seed: of the repository: chunks are the same where their digests are.
+        chosen: ids of the snapshots that may be rewritten.
+        quarantined: keys of the packs that no gc deletes: nothing in them is freed.
+
+    Attributes:
+        damaged: ids of snapshots whose manifests cannot be read, and why.
+    """
+
+    def __init__(
+        self, store: ObjectStore, digest_seed: int, view: View, chosen: set[str], quarantined: set[str]
+    ) -> None:  # fmt: skip
+        self._store, self._digest_seed, self._view, self._chosen = store, digest_seed, view, chosen
+        self.damaged: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._sizes: list[int] = []
+        self._parts = 0
+        self._edges: dict[bytes, Edge] = {}
+        self._deltas: dict[bytes, Edge] = {}
+        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # full chunks that no manifest before these has
+        self.heights: dict[bytes, int] = {}  # of full chunks: how many deltas there are upon them, at most
+        self.kept = Digests(m.table.digests for _, _, _, m in self._manifests())
+        blobs, pinned, seen = _Blobs(), _Blobs(), Digests()
+        for is_chosen, snapshot, ref, m in self._manifests():
+            keys = self._keys_of(m)
+            self._parts += is_chosen and len(m.table) > 0
+            blobs.add(keys, m.table.ref_lengths)
+            if is_chosen:
+                self._find_edges(ref, m, keys)
+                rows = np.flatnonzero((m.table.ref_counts == 1) & ~seen.has(m.table.digests))
+                self._full.append((snapshot, ref, rows))
+            seen.add(m.table.ref_digests)
+            self._note_heights(m.table)
+            if not is_chosen:
+                pinned.add(keys, m.table.ref_lengths)
+        self._blobs, self._lengths = blobs.all()
+        self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
+        self._pinned = np.isin(self._blobs, pinned.all()[0]) | self._stays[self._packs_of(self._blobs)]
+        if self._edges:
+            self._find_chains()
+
+    def _read(self, ref: ManifestRef) -> Manifest:
+        return manifest.read(self._store, ref, self._digest_seed)
+
+    def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
+        """(whether it may be rewritten, whose it is, its name, the manifest) of all parts of committed snapshots."""
+        for snapshot in self._view.snapshots():
+            for ref in snapshot.manifests:
+                try:
+                    m = read_twice(self._store, partial(self._read, ref))
+                    _check_chains(m.table, ref.key)
+                except DAMAGE as error:
+                    self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
+                    continue
+                yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
+
+    def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:
+        """Which blob every reference means, wherever it is referred to: its pack and offset in one number."""
+        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True):
+            if name not in self._numbers:
+                self._numbers[name] = len(self._names)
+                self._names.append(name)
+                self._sizes.append(size)
+        numbers = np.array([self._numbers[name] for name in m.header.pack_names] or [0], np.uint64)
+        return (numbers[m.table.ref_packs] << np.uint64(_OFFSET_BITS)) | m.table.ref_offsets
+
+    def _find_edges(self, ref: ManifestRef, m: Manifest, keys: npt.NDArray[np.uint64]) -> None:
+        kept = self.kept.has(m.table.ref_digests)
+        rows = rows_of(m.table, np.flatnonzero(~kept))
+        for row, chain in zip(rows.tolist(), chains_of(m.table, m.header.pack_names, rows, self.kept), strict=True):
+            first, at = int(m.table.starts[row]), 0
+            while (edge := edge_of(chain[at:])) is not None:
+                begin, end = at + edge[0], at + edge[1]
+                self._add_edge(ref, row, chain, begin, end, set(keys[first + begin : first + end].tolist()))
+                at = end
+
+    def _add_edge(self, ref: ManifestRef, row: int, chain: Chain, begin: int, end: int, blobs: set[int]) -> None:
+        digest = chain[begin].digest
+        if digest in self._edges:
+            self._edges[digest].blobs |= blobs
+            return
+        lengths = [link.place.length for link in chain[begin:end] if link.place]
+        behind = chain[end].digest if end < len(chain) else b""
+        estimate = max(lengths) if behind else lengths[-1]
+        self._edges[digest] = Edge(digest, (ref, row), behind, blobs, lengths[0], estimate)
+
+    def _find_chains(self) -> None:
+        """Of chunks at edges, the chains that are as they should be in some snapshot: a run that died made them."""
+        edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
+        for _, _, _, m in self._manifests():
+            rows = np.flatnonzero(edges.has(m.table.digests))
+            for chain in chains_of(m.table, m.header.pack_names, rows, self.kept):
+                edge = self._edges[chain[0].digest]
+                if not edge.chain and edge_of(chain) is None:
+                    edge.chain, edge.estimate_bytes = chain, 0
+
+    def _note_heights(self, table: ChunkTable) -> None:
+        ends, depths = table.starts[1:] - 1, table.depths
+        rows = np.flatnonzero(depths)
+        for digest, depth in zip(table.ref_digests[ends[rows]], depths[rows].tolist(), strict=True):
+            name = digest.tobytes()
+            self.heights[name] = max(depth, self.heights.get(name, 0))
+
+    # -- full chunks
+
+    def full(self) -> Iterator[tuple[Snapshot, ManifestRef, Manifest, Column]]:
+        """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
+        for snapshot, ref, rows in self._full:
+            if len(rows) and snapshot.id not in self.damaged:
+                # collected meanwhile, or it is found when it is to be rewritten
+                with suppress(*DAMAGE):
+                    yield snapshot, ref, read_twice(self._store, partial(self._read, ref)), rows
+
+    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
+        """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""
+        table, digest = m.table, m.table.digests[row].tobytes()
+        at, number = table.starts[row], self._numbers[m.header.pack_names[table.ref_packs[table.starts[row]]]]
+        if digest not in self._edges:
+            length = int(table.ref_lengths[at])
+            key = number << _OFFSET_BITS | int(table.ref_offsets[at])
+            self._deltas[digest] = Edge(digest, (ref, row), behind, {key}, length, int(share * length))
+
+    # -- what is worth it
+
+    def plan(self, max_bytes: int | None) -> Plan:
+        """The most profitable of it, as far as bytes to be written allow; nothing if it would not pay for manifests."""
+        cuts = sorted((cut for cut in self._cuts() if cut.cost_bytes < worth(cut.freed_bytes)), key=_gain, reverse=True)
+        plan = max(self._with(cuts, max_bytes), self._with([], max_bytes), key=lambda plan: plan.gain_bytes)
+        if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
+            return Plan(self.kept)
+        return plan
+
+    def _cuts(self) -> Iterator[Cut]:
+        """Edges that share blobs, together."""
+        owner: dict[int, bytes] = {}  # blob -> an edge
+        parent = {digest: digest for digest in self._edges}
+
+        def root(digest: bytes) -> bytes:
+            while parent[digest] != digest:
+                parent[digest] = parent[parent[digest]]
+                digest = parent[digest]
+            return digest
+
+        for digest, edge in self._edges.items():
+            for key in edge.blobs:
+                parent[root(digest)] = root(owner.setdefault(key, digest))
+        groups: dict[bytes, dict[bytes, Edge]] = {}
+        for digest, edge in self._edges.items():
+            groups.setdefault(root(digest), {})[digest] = edge
+        for edges in groups.values():
+            blobs = set().union(*(edge.blobs for edge in edges.values()))
+            at = np.searchsorted(self._blobs, np.array(sorted(blobs), np.uint64))
+            cut = Cut(edges, int(room(self._lengths[at[~self._pinned[at]]]).sum()), blobs)
+            for edge in edges.values():
+                if not edge.behind and not edge.chain and edge is not cut.root:
+                    edge.estimate_bytes = edge.length  # a delta to the root, about as long as that to the old base
+            yield cut
+        for digest, edge in self._deltas.items():
+            at = np.searchsorted(self._blobs, np.array(sorted(edge.blobs), np.uint64))
+            yield Cut({digest: edge}, int(room(self._lengths[at[~self._pinned[at]]]).sum()), edge.blobs)
+
+    def _with(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
+        """The plan of some cuts; packs that are left too, the worst first, as long as bytes are left to write."""
+        plan = Plan(self.kept)
+        left_bytes = float("inf") if max_bytes is None else max_bytes
+        live, packs = self._packs(np.ones(len(self._blobs), bool))
+        if max_bytes is not None:  # packs that pay more than a cut go before it
+            rivals = [(gain, cost) for gain, cost, _ in self._worst(live, packs)]
+            cuts = _affordable(cuts, rivals, max_bytes)
+        alive = np.ones(len(self._blobs), bool)
+        for cut in cuts:
+            freed = np.searchsorted(self._blobs, np.array(sorted(cut.blobs), np.uint64))
+            alive[freed[~self._pinned[freed]]] = False
+            plan.cuts.update(dict.fromkeys(cut.edges, cut))
+            plan.cost_bytes += cut.cost_bytes
+            plan.gain_bytes -= cut.cost_bytes
+        plan.deltas = plan.cuts.keys() & self._deltas.keys()
+        plan.edges = Digests([np.frombuffer(b"".join(plan.cuts), np.uint8).reshape(-1, 16)])
+        left_bytes -= plan.cost_bytes
+        live, packs = self._packs(alive)
+        counts = np.bincount(packs[alive], minlength=len(self._names))
+        dead = float((np.array(self._sizes) - live - _FRAME)[~self._stays].sum())
+        lengths = np.bincount(packs[alive], self._lengths[alive], len(self._names))
+        for _, _, number in self._worst(live, packs):
+            gain = self._sizes[number] - int(live[number])
+            if dead <= MAX_DEAD_SHARE * live[~self._stays].sum():
+                break
+            if lengths[number] > left_bytes:
+                continue
+            left_bytes -= lengths[number]
+            dead -= gain
+            plan.left.add(self._names[number])
+            plan.moved += int(counts[number])
+            plan.moved_bytes += int(lengths[number])
+            plan.gain_bytes += gain
+        plan.cost_bytes += plan.moved_bytes
+        return plan
+
+    def _packs(self, alive: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
+        """(bytes that what lives in each pack takes there, the pack of every blob)."""
+        packs = self._packs_of(self._blobs)
+        return np.bincount(packs[alive], room(self._lengths[alive]), len(self._names)), packs
+
+    @staticmethod
+    def _packs_of(blobs: npt.NDArray[np.uint64]) -> Column:
+        return (blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
+
+    def _worst(self, live: Column, packs: Column) -> list[tuple[float, float, int]]:
+        """(gain, cost, number) of the packs that may be left, those with the largest dead share first."""
+        may = np.ones(len(self._names), bool)
+        may[packs[self._pinned]] = False
+        sizes = np.array(self._sizes, np.float64)
+        gain = sizes - live - _FRAME
+        may &= (gain > _FRAME) & (gain >= MIN_GAIN * live)
+        numbers = np.flatnonzero(may)
+        order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
+        return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]
+
+
+class _Blobs:
+    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever they have doubled."""
+
+    def __init__(self) -> None:
+        self._keys, self._lengths = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        self._pending = 0
+
+    def add(self, keys: Column, lengths: Column) -> None:
+        """Some more, in any order."""
+        self._keys.append(keys)
+        self._lengths.append(lengths.astype(np.int64))
+        self._pending += len(keys)
+        if self._pending > len(self._keys[0]):
+            self.all()
+
+    def all(self) -> tuple[Column, Column]:
+        """(keys, sorted; lengths)."""
+        keys, first = np.unique(np.concatenate(self._keys), return_index=True)
+        self._keys, self._lengths, self._pending = [keys], [np.concatenate(self._lengths)[first]], 0
+        return keys, self._lengths[0]
+
+
+#: What a pack takes beside its blobs.
+_FRAME = HEADER.size + TRAILER.size + 32
+
+
+def room(lengths: Column) -> Column:
+    """What blobs take in a pack: padded, and with their entries in the footer."""
+    return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
+
+
+def _check_chains(table: ChunkTable, where: str) -> None:
+    """Raise FormatError for chains that no snapstore writes, and that would be counted as others."""
+    if (table.ref_digests[table.starts[:-1]] != table.digests).any():
+        raise FormatError(f"{where}: a chain whose newest reference is to another chunk")
+    if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
+        raise FormatError(f"{where}: a reference beyond the first TiB of a pack")
+
+
+def rows_of(table: ChunkTable, refs: Column) -> Column:
+    """The rows to whose chains some references belong, each once."""
+    return np.unique(np.searchsorted(table.starts, refs, "right") - 1)
+
+
+def _gain(cut: Cut) -> float:
+    return (cut.freed_bytes - cut.cost_bytes) / max(1, cut.cost_bytes)
+
+
+def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: int) -> list[Cut]:
+    """The cuts that bytes are left for when all is taken by its gain for each byte written."""
+    items = [(_gain(cut), cut.cost_bytes, cut) for cut in cuts] + [(g / max(1.0, c), c, None) for g, c in packs]
+    chosen: list[Cut] = []
+    for _, cost, cut in sorted(items, key=lambda item: -item[0]):
+        if cost <= max_bytes:
+            max_bytes -= int(cost)
+            if cut is not None:
+                chosen.append(cut)
+    return chosen

@@ -1,0 +1,251 @@
+"""recode: rewrite what snapshots need into another codec, blob by blob; chains, dedup and digests stay as they are.
+
+In: snapshots. Out: their next revisions (rewrite.py). A blob that needs no change keeps its place, or moves as it is
+when most of its pack goes. Every other one is made anew: read -> its source (the chunk, or chunk XOR base) -> encode ->
+decode again, compare -> label -> pack.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Column
+from ..catalog.index import Index
+from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..engine.cpu import default_threads
+from ..engine.registry import Engines
+from ..errors import DAMAGE, IntegrityError
+from ..format import blob, codecs
+from ..format.chunking import MAX_CHUNK_BYTES
+from ..format.delta_chain import Place
+from ..format.keys import pack_key
+from ..format.manifest import Manifest
+from ..format.pack import Encoded
+from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+from ..storage.base import ObjectStore
+from ..threads import Threads
+from .base import Part, Rewriting, Target, Work, places_of
+from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of
+
+#: What each choice of codec leaves as it is.
+KEPT = {"portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE), "ans": (codecs.RAW, codecs.ANS)}
+#: A pack of which this share or more is to be rewritten is left altogether, so that gc can free it.
+LEFT_ABOVE_SHARE = 0.5
+
+
+@dataclass(slots=True)
+class RecodeResult:
+    """What a recode did, or would do.
+
+    Attributes:
+        recoded: new revisions of the snapshots that needed it (of a dry run: as they are).
+        skipped: those that needed nothing, or were forgotten or collected meanwhile.
+        failed: (snapshot, why) of those that could not be recoded; they are as they were.
+        blobs: blobs rewritten, each once; a few of them as they were, to free their pack.
+        bytes_before, bytes_after: stored bytes of these blobs; of a dry run nothing is known of after, it is 0.
+    """
+
+    codec: str
+    recoded: list[Snapshot] = field(default_factory=list)
+    skipped: list[Snapshot] = field(default_factory=list)
+    failed: list[tuple[Snapshot, str]] = field(default_factory=list)
+    blobs: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    dry_run: bool = False
+
+
+def recode(
+    store: ObjectStore, index: Index, engines: Engines, snapshots: Sequence[Snapshot], *, codec: str, pack_bytes: int,
+    states: tuple[str, ...] = (COMMITTED, FORGOTTEN), dry_run: bool = False,
+) -> RecodeResult:  # fmt: skip
+    """Rewrite snapshots; one that cannot be is reported, and the others go on.
+
+    Args:
+        codec: "portable" or "ans", see `SaveOptions`.
+        states: a snapshot that is found in another one is left alone.
+
+    Raises:
+        CapabilityError: the GPU that a codec needs is not here; snapshots before it are recoded.
+        StorageError: the store failed; likewise.
+    """
+    engine: Engine = engines.for_ans() if codec == "ans" and not dry_run else engines.cpu
+    try:
+        with _Recoding(store, index, engine, engines, codec, pack_bytes, states, dry_run) as recoding:
+            recoding.run(snapshots)
+    finally:
+        if engine is not engines.cpu:
+            engine.close()
+    before, after = zip(*recoding.made.values(), strict=True) if recoding.made else ((0,), (0,))
+    return RecodeResult(
+        codec, recoding.rewritten, recoding.skipped, recoding.failed, len(recoding.made), sum(before), sum(after),
+        dry_run,
+    )  # fmt: skip
+
+
+class _Recoding(Rewriting):
+    """One run over some snapshots."""
+
+    verb = "recode"
+
+    def __init__(
+        self, store: ObjectStore, index: Index, engine: Engine, engines: Engines, codec: str, pack_bytes: int,
+        states: tuple[str, ...], dry_run: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(store, index, engine, pack_bytes=pack_bytes, states=states, dry_run=dry_run)
+        self._kept = KEPT[codec]
+        self._threads = Threads(engines.threads or default_threads())
+        self._leaves: dict[str, bool] = {}  # whether a pack is left altogether
+
+    def __enter__(self) -> _Recoding:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._threads.close()
+
+    # -- what goes
+
+    def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
+        """References to blobs in another codec, and to those in packs that are left.
+
+        Raises:
+            IntegrityError: a pack in quarantine holds a blob in another codec.
+        """
+        leaves = np.array([self._is_left(name) for name in m.header.pack_names] or [False])
+        goes, damaged = ~self._is_kept(entries), self.in_quarantine(m)
+        if (goes & damaged).any():
+            name = m.header.pack_names[m.table.ref_packs[np.argmax(goes & damaged)]]
+            raise IntegrityError(
+                f"{pack_key(name)}: is in quarantine, and what it holds stays as it is; run 'snapstore repair'"
+            )
+        return np.flatnonzero(goes | leaves[m.table.ref_packs] & ~damaged)
+
+    def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
+        """Those in the new codec, of a pack that is not left."""
+        return self._is_kept(entries) & (not self._is_left(name))
+
+    def _is_kept(self, entries: npt.NDArray[np.void]) -> Column:
+        """Which blobs need no other codec, (n,)."""
+        beyond = np.arange(8) >= entries["element_size"][:, None]
+        kept: Column = np.isin(entries["codecs"], self._kept) | beyond
+        return np.asarray(kept.all(axis=1))
+
+    def _is_left(self, name: str) -> bool:
+        if name not in self._leaves:
+            entries = self.listing(name)
+            goes, lengths = ~self._is_kept(entries), entries["length"].astype(np.int64)
+            self._leaves[name] = bool(lengths[goes].sum() >= max(1, LEFT_ABOVE_SHARE * lengths.sum()))
+        return self._leaves[name]
+
+    # -- what takes its place
+
+    def write(self, work: Work, part: Part) -> Target:
+        """Every stale blob moved, or in the new codec."""
+        m, entries, places = part.manifest, part.entries[part.stale], places_of(part)
+        self.reuse(work, places)
+        first = {place: i for i, place in reversed(list(enumerate(places))) if not work.has(place)}
+        rows = np.array(sorted(first.values()), np.int64)
+        rows = rows[np.lexsort((entries["offset"][rows], m.table.ref_packs[part.stale[rows]]))]  # as they lie
+        moves = self._is_kept(entries[rows])
+        for how, chosen in ((self.move, rows[moves]), (self._recode, rows[~moves])):
+            how(work, [places[i] for i in chosen.tolist()], entries[chosen])
+        return Target(m.table, m.header.pack_names, part.stale, places)
+
+    def _recode(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> None:
+        """Blobs in the new codec, in batches: one is read while those before it are encoded."""
+        coding: deque[_Coding] = deque()
+
+        def finish() -> None:
+            begun = coding[0]
+            self.add(work, self._finish(begun), begun.places, lengths_of(begun.entries))
+            coding.popleft()
+
+        try:
+            for batch in batches(entries["raw_bytes"], self.engine):
+                coding.append(self._start([places[i] for i in batch.tolist()], entries[batch]))
+                work.claim.heartbeat()
+                if len(coding) > self.engine.depth:
+                    finish()
+            while coding:
+                finish()
+        finally:
+            for begun in coding:
+                with suppress(Exception):
+                    begun.wait()
+
+    def _start(self, places: Sequence[Place], entries: npt.NDArray[np.void]) -> _Coding:
+        """Read a batch of blobs, decode each to its source, begin to encode these."""
+        blobs = list(self.read_parsed(places, entries))
+        lengths = entries["raw_bytes"].astype(np.int64)
+        rooms = lengths + -lengths % 256
+        starts = np.cumsum(rooms) - rooms
+        for (_, header, where), length in zip(blobs, lengths.tolist(), strict=True):
+            if header.raw_bytes != length or length > MAX_CHUNK_BYTES:
+                raise IntegrityError(f"{where}: a blob of {header.raw_bytes} bytes, expected {length}, one chunk")
+        plain = np.empty(int(rooms.sum()), np.uint8)
+
+        def decode(i: int) -> int:
+            data, header, where = blobs[i]
+            out = plain[starts[i] : starts[i] + lengths[i]]
+            blob.decode_source(data, header, out, where)
+            return header.layout
+
+        layouts = np.array(self._threads.start(decode, range(len(blobs)))(), np.uint8)
+        sources = Chunks([self.engine.moved(plain)], np.zeros(len(blobs), np.int64), starts, lengths)
+        digests = self.engine.start_digests(sources)()
+        wrong = (entries["transform"] == blob.FULL) & (digests != digests_of(entries)).any(axis=1)
+        if wrong.any():
+            raise IntegrityError(f"{blobs[int(np.argmax(wrong))][2]}: digest mismatch; run 'snapstore check --restore'")
+        none = Chunks([], np.full(len(blobs), -1, np.int64), np.zeros(len(blobs), np.int64), lengths)
+        batch = EncodeBatch(
+            sources, digests, entries["element_size"], layouts, none, np.zeros_like(digests), np.zeros_like(lengths)
+        )
+        return _Coding(places, entries, batch, self.engine.start_encode(batch))
+
+    def _finish(self, begun: _Coding) -> Stored:
+        """The blobs of a batch, verified and labelled.
+
+        Raises:
+            IntegrityError: one does not decode to what was encoded.
+        """
+        made = begun.wait()
+        blobs = gathered(made)
+        self.engine.recycle(made)
+        batch, entries = begun.batch, blobs.entries
+        again = self.engine.empty(int(batch.chunks.starts[-1] + batch.chunks.lengths[-1]))
+        outs = Chunks([again], batch.chunks.which, batch.chunks.starts, batch.chunks.lengths)
+        offsets, lengths = entries["offset"].astype(np.int64), entries["length"].astype(np.int64)
+        ones = np.ones(len(entries), np.int64)
+        decode = DecodeBatch(blobs.blobs, offsets, lengths, ones, batch.digests, outs, _new_blob)
+        try:
+            self.engine.start_decode(decode)()
+        except DAMAGE as error:
+            raise IntegrityError(
+                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
+                "and test the memory of this machine and its GPU"
+            ) from error
+        bytes_of(entries)[:, NAME] = bytes_of(begun.entries)[:, NAME]
+        for name, offset, length in zip(names_of(entries), offsets.tolist(), lengths.tolist(), strict=True):
+            blob.relabel(blobs.blobs[offset : offset + length].data, name[0], name[2:18], name[18:])
+        return blobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Coding:
+    """A batch whose blobs are being encoded: as if each source were a full chunk, until they are labelled."""
+
+    places: Sequence[Place]
+    entries: npt.NDArray[np.void]  # of the old blobs
+    batch: EncodeBatch
+    wait: Callable[[], Sequence[Encoded]]
+
+
+def _new_blob(number: int) -> str:
+    return f"new blob {number}"

@@ -1,0 +1,373 @@
+"""Parts in, state out: plans what a restore changes, and puts the state together at the end.
+
+In: parts as manifests give them, and maybe `into`, what to fill. Out: which arrays to read, memory for each of them
+(filling.py), and the state. All differences between the snapshot and `into` are raised at once, before a byte is
+written. `flatten.py` is the inverse.
+
+Rules that users see:
+
+- Names inside an object belong to it and are not checked, except those of modules with torch's own `load_state_dict`,
+  which torch would refuse too.
+- With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
+  so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
+- With `keys` and no `into`, lists and tuples keep only what is selected, so positions close up.
+- An object whose class says `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
+
+torch is imported only once there are tensors. `Target.__init__` and `finish` belong to the thread that owns the state;
+`buffer` and `complete` of different arrays may run on any threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import InvalidInputError, SnapstoreError
+from .arrays import Memory, OnDevice, cannot_take, dtype_name
+from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
+from .restore_buffers import Filling
+from .selection import Selection
+from .stateful import is_stateful, is_strict_module, state_of
+from .tensors import Slot, StoredPart, family, is_array
+from .tree import decode, encode_plain
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LINES = 50  # differences that one error lists
+
+
+@dataclass(slots=True)
+class _Load:
+    """A `load_state_dict` to come."""
+
+    path: Path
+    object: Any
+    stored: Any  # decoded tree of what was stored below path
+    assemble: Callable[[], Any]
+
+
+Replace = Callable[[], Any]  # makes the value that a parent must hold instead of its present one
+
+
+class Target:
+    """Where a restore puts its bytes.
+
+    Call sequence: construct, then for every entry of `selected`: `buffer`, fill, verify, `complete`; at last `finish`.
+    Construction finds every difference between the snapshot and `into`; nothing is modified before the first `buffer`.
+    An `into` whose restore stopped between `buffer` and `finish` holds a mixture and must be restored again.
+
+    Args:
+        parts: All parts, or with `keys` at least `parts_needed`.
+        into: What to fill; None builds the state anew.
+        keys: Patterns (fnmatch, case-sensitive) over dotted paths; None selects everything.
+        device: Where new tensors go when `into` is None; CPU by default.
+        on_device: Whether bytes for arrays on a device arrive as memory of that device; None has all arrive in host
+            memory.
+
+    Attributes:
+        selected: (position of the part, index) of the arrays to read, in the order of the manifests, each once.
+
+    Raises:
+        InvalidInputError: `into` differs from the snapshot; every difference is listed (up to 50).
+        NotFoundError: A pattern selects nothing.
+        FormatError: The trees are none that `flatten` makes.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[StoredPart],
+        *,
+        into: Any = None,
+        keys: str | Sequence[str] | None = None,
+        device: str | torch.device | None = None,
+        on_device: OnDevice = None,
+    ) -> None:
+        if into is not None and device is not None:
+            raise InvalidInputError("device: has no effect with `into`, whose tensors stay where they are; give one")
+        self._into = into
+        self._selection = Selection(keys)
+        self._filling = Filling(parts, self._selection, device, on_device=on_device)
+        self._differences: list[str] = []
+        self._updates: list[Callable[[], None]] = []
+        self._loads: list[_Load] = []
+        stored = decode(parts, partial=keys is not None)
+        self._selection.require_matches(stored)
+        self._stored = self._selection.prune(stored, ()) if into is None else stored
+        for path, leaf in leaves(stored, ()):
+            if type(leaf) is Slot and self._selection.matches(path):
+                self._filling.add(leaf)
+        if into is not None:
+            self._plan_root()
+        self.selected: list[tuple[int, int]] = self._filling.selected()
+
+    # planning: compares, changes nothing
+
+    def _plan_root(self) -> None:
+        replaced = self._plan(self._stored, self._into, ())
+        if replaced is not None:
+            self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
+        if self._differences:
+            more = len(self._differences) - MAX_LINES
+            lines = self._differences[:MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
+            raise InvalidInputError(
+                "the snapshot does not fit `into`; nothing was changed:\n  "
+                + "\n  ".join(lines)
+                + "\nrestore without `into` to get all of it, or with `keys` to get what fits"
+            )
+        self._filling.find_overlaps()
+
+    def _differ(self, path: Path, text: str) -> None:
+        self._differences.append(f"{shown(path)}: {text}")
+
+    def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
+        """Plan one place; return how to make its new value where the parent must put one in."""
+        extent = self._selection.extent(stored, path)
+        if extent == "none":
+            self._plan_missing(target, path)
+            return None
+        if len(path) >= MAX_DEPTH and type(target) in CONTAINERS:
+            raise InvalidInputError(f"{shown(path[:8])}...: `into` is more than {MAX_DEPTH} levels deep")
+        if is_stateful(target):
+            self._plan_object(stored, target, path, extent)
+            return None
+        if type(stored) is Slot and family(stored.tag) != "bytes":
+            self._plan_array(stored, target, path)
+            return None
+        if type(stored) not in CONTAINERS:
+            return self._plan_plain(stored, target, path)
+        if extent == "all" and type(stored) in (list, tuple, deque) and _is_plain(stored) and _is_plain(target, path):
+            return self._plan_value(stored, target, path)
+        return self._plan_container(stored, target, path)
+
+    def _plan_missing(self, target: Any, path: Path) -> None:
+        """Note what `keys` selects in `into` and the snapshot lacks."""
+        for leaf, _ in leaves(target, path):
+            if self._selection.matches(leaf):
+                self._differ(leaf, "missing in the snapshot")
+
+    def _plan_array(self, slot: Slot, target: Any, path: Path) -> None:
+        spec = self._filling.spec(slot)
+        problem = cannot_take(spec, target)
+        if problem:
+            self._differ(path, problem)
+        else:
+            self._filling.claim(slot, target, owned=False)
+
+    def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
+        if type(target) in CONTAINERS or is_array(target):
+            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
+            return None
+        return None if _same(stored, target) else lambda: self._filling.build(stored)
+
+    def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
+        """Plan a list, tuple or deque of plain values, whose length is part of its value."""
+        if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
+            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {type(stored).__name__}")
+        elif type(target) is tuple:
+            return None if _same(stored, target) else lambda: self._filling.build(stored)
+        else:
+            self._updates.append(lambda: _refill(target, self._filling.build(stored)))
+        return None
+
+    def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
+        alike = is_mapping(target) if is_mapping(stored) else type(target) is type(stored)
+        if not alike:
+            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
+            return None
+        present = {key: (element, child) for element, key, child in children(target)}
+        replacements: dict[Any, Replace] = {}
+        for element, key, child in children(stored):
+            if key in present:
+                replacement = self._plan(child, present.pop(key)[1], (*path, element))
+                if replacement is not None:
+                    replacements[key] = replacement
+            else:
+                for leaf, _ in leaves(child, (*path, element)):
+                    if self._selection.matches(leaf):
+                        self._differ(leaf, "missing in `into`")
+        for element, child in present.values():
+            self._plan_missing(child, (*path, element))
+        if type(target) is tuple and replacements:
+            return lambda: tuple(replacements[i]() if i in replacements else old for i, old in enumerate(target))
+        self._updates.extend(_setter(target, key, make) for key, make in replacements.items())
+        if type(stored) is type(target) is OrderedDict and hasattr(stored, "_metadata"):
+            self._updates.append(lambda: setattr(target, "_metadata", stored._metadata))
+        return None
+
+    def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
+        needed = extent == "some" or not _is_plain(stored) or is_strict_module(target)
+        present = state_of(target, path) if needed else None  # may be costly: a loader starts its workers for it
+        if is_strict_module(target) and is_mapping(stored):
+            self._compare_names(stored, present, path)
+        if needed:
+            self._match(stored, present, path)
+        build = self._merge(stored, present, path) if extent == "some" else lambda: self._filling.build(stored)
+        self._loads.append(_Load(path, target, stored, build))
+
+    def _compare_names(self, stored: Any, present: Any, path: Path) -> None:
+        for have, lack, side in ((stored, present, "`into`"), (present, stored, "the snapshot")):
+            for element, key, _ in children(have):
+                if key not in lack and self._selection.matches((*path, element)):
+                    self._differ((*path, element), f"missing in {side}")
+
+    def _match(self, stored: Any, present: Any, path: Path) -> None:
+        """Find memory of an object's own state that can take stored arrays as they come."""
+        if type(stored) is Slot:
+            if family(stored.tag) != "bytes" and is_array(present) and self._selection.matches(path):
+                spec = self._filling.spec(stored)
+                problem = cannot_take(spec, present)
+                if problem is None:
+                    self._filling.claim(stored, present, owned=True)
+                elif problem.startswith(("shape", "dtype")):
+                    self._differ(path, problem)
+            return
+        if (
+            type(stored) not in CONTAINERS
+            or is_mapping(stored) != is_mapping(present)
+            or type(present) not in CONTAINERS
+        ):
+            return
+        there = {key: child for _, key, child in children(present)}
+        for element, key, child in children(stored):
+            if key in there:
+                self._match(child, there[key], (*path, element))
+
+    def _merge(self, stored: Any, present: Any, path: Path) -> Replace:
+        """Plan an object's state of which only some is selected: the rest stays as the object has it."""
+        extent = self._selection.extent(stored, path)
+        if extent != "some":
+            return (lambda: present) if extent == "none" else (lambda: self._filling.build(stored))
+        sequences = not is_mapping(stored) and type(present) is type(stored) and len(present) == len(stored)
+        if not (is_mapping(stored) and is_mapping(present)) and not sequences:
+            self._differ(path, "`keys` selects some of it, but `into` has another structure here; select all of it")
+            return lambda: present
+        items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
+        for element, key, child in children(stored):
+            below = (*path, element)
+            if key in items and self._selection.extent(child, below) == "some":
+                items[key] = self._merge(child, present[key], below)
+            elif self._selection.extent(child, below) != "none":
+                items[key] = self._builder(self._selection.prune(child, below))
+        return lambda: like(present, [(key, make()) for key, make in items.items()])
+
+    # filling
+
+    def fresh_bytes(self) -> int:
+        """Return how much host memory the restore takes for arrays that `into` has no memory for."""
+        return self._filling.fresh_bytes()
+
+    def buffer(self, part: int, index: int) -> Memory:
+        """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
+
+        Returns:
+            (nbytes,) uint8, writable; the same on every call until `complete`. Work of the current stream may still use
+            device memory: other streams must wait for it before they write.
+        """
+        return self._filling.buffer(part, index)
+
+    def complete(self, part: int, index: int) -> None:
+        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified.
+
+        Device memory is copied on the current stream, which must have waited for those that wrote it.
+        """
+        self._filling.complete(part, index)
+
+    # the end
+
+    def finish(self) -> Any:
+        """Put the state together; every entry of `selected` is complete.
+
+        Returns:
+            The state, or `into`.
+
+        Raises:
+            InvalidInputError: A `load_state_dict` failed or cast values, or arrays of `into` share memory for which
+                the snapshot holds different values.
+        """
+        waiting = self._filling.waiting()
+        if waiting:
+            raise RuntimeError(f"{shown(waiting[0])}: finish() before complete()")
+        if self._into is None:
+            return self._filling.build(self._stored)
+        self._filling.fill_overlapping()
+        for update in self._updates:
+            update()
+        # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
+        for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
+            self._run_load(load)
+        return self._into
+
+    def _run_load(self, load: _Load) -> None:
+        name = f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict"
+        state = load.assemble()
+        try:
+            load.object.load_state_dict(state)
+        except Exception as error:
+            raise InvalidInputError(f"{name} failed: {error}") from error
+        if _is_plain(load.stored):
+            return
+        casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
+        if casts:
+            raise InvalidInputError(
+                f"{name} changed dtypes, so the state is not that of the snapshot; build the object with the dtypes it "
+                "was saved with:\n  " + "\n  ".join(casts[:MAX_LINES])
+            )
+
+    def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:
+        if type(stored) is Slot:
+            if not is_array(present) or not self._selection.matches(path):
+                return
+            spec = self._filling.spec(stored)
+            dtype = dtype_name(present)
+            if dtype != spec.dtype:
+                yield f"{shown(path)}: dtype: expected {spec.dtype}, got {dtype}"
+            elif self._filling.is_overlapping(stored):
+                self._filling.require_equal(stored, present, path)
+        elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
+            there = {key: child for _, key, child in children(present)}
+            for element, key, child in children(stored):
+                if key in there:
+                    yield from self._casts(child, there[key], (*path, element))
+
+    def _builder(self, tree: Any) -> Replace:
+        return lambda: self._filling.build(tree)
+
+
+def _constant(value: Any) -> Replace:
+    return lambda: value
+
+
+def _setter(target: Any, key: Any, make: Replace) -> Callable[[], None]:
+    return lambda: target.__setitem__(key, make())
+
+
+def _refill(target: Any, values: Any) -> None:
+    target.clear()
+    target.extend(values)
+
+
+def _stored_name(stored: Any) -> str:
+    return stored.tag if type(stored) is Slot else type(stored).__name__
+
+
+def _is_plain(tree: Any, path: Path = ()) -> bool:
+    """Whether neither arrays nor objects are below; long bytes are plain."""
+    return not any(
+        (type(leaf) is Slot and family(leaf.tag) != "bytes") or is_array(leaf) or is_stateful(leaf)
+        for _, leaf in leaves(tree, path)
+    )
+
+
+def _same(stored: Any, present: Any) -> bool:
+    """Whether two plain values are equal to the bit and the type."""
+    if not all(type(leaf) is not Slot for _, leaf in leaves(stored, ())):
+        return False  # long bytes, which are not read yet
+    try:
+        return msgspec.msgpack.encode(encode_plain(stored)) == msgspec.msgpack.encode(encode_plain(present))
+    except SnapstoreError:
+        return False

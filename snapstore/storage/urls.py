@@ -1,0 +1,81 @@
+"""urls."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from ..errors import (
+    CapabilityError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
+from .base import ObjectStore, is_component
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def open_store(url: str, *, create: bool = False) -> ObjectStore:
+    """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
+
+    Args:
+        url: Where; anything without `scheme://` is a path.
+        create: Make a missing local directory; otherwise it is a NotFoundError.
+    """
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        return _open_local(url, create=create)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return _open_local(_path_of_file_url(rest), create=create)
+    if scheme == "memory":
+        return _open_memory(rest)
+    if scheme == "s3":
+        return _open_s3(url)
+    # No more of the URL than its scheme is repeated: it may carry a password.
+    raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
+
+
+def _path_of_file_url(rest: str) -> str:
+    path = rest.removeprefix("localhost")
+    if not path.startswith("/"):
+        raise InvalidInputError(f"file://{rest}: expected an absolute path on this machine, as in file:///data/repo")
+    return unquote(path)
+
+
+def _open_local(path: str, *, create: bool) -> ObjectStore:
+    from .local import LocalStore
+
+    if not path or "\0" in path:
+        raise InvalidInputError(f"{path!r}: expected the path of a directory")
+    if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
+        raise InvalidInputError("a URL that went through pathlib, which took a slash of it; pass it as a str")
+    try:
+        if Path(path).is_dir() or create:
+            return LocalStore(path, create=create)
+        exists = Path(path).exists()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be opened, {error.strerror}; check the mount and its owner") from error
+    if exists:
+        raise InvalidInputError(f"{path}: expected a directory, found something else")
+    raise NotFoundError(f"{path}: expected a directory, found none; mount it, or make it with 'snapstore init'")
+
+
+def _open_s3(url: str) -> ObjectStore:
+    try:
+        from .s3.store import S3Store
+    except ModuleNotFoundError as error:
+        if error.name not in ("boto3", "botocore"):
+            raise
+        raise CapabilityError("s3://: needs boto3, which is not installed; pip install 'snapstore[s3]'") from error
+    return S3Store(url)
+
+
+def _open_memory(name: str) -> ObjectStore:
+    from .memory import memory_store
+
+    if not is_component(name):
+        raise InvalidInputError(f"memory://{name}: expected a name of letters, digits, '.', '_' and '-'")
+    return memory_store(name)

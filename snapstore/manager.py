@@ -114,9 +114,9 @@ class SnapshotManager:
         from .save import pipeline  # noqa: F401  # before there are threads (threads.py)
         from .save.staging import Staging
 
-        self._staging = Staging(self.repository.engines, keep_base=keep_base, mode=staging)
+        self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging)
         if staging != "auto":
-            self.repository.engines.required = True
+            self.repository.context.engines.required = True
         # One save at a time holds the slot: first the caller's thread, then the one in the background. A lock and not
         # Thread.join: one that is interrupted takes its thread for ended (CPython 3.11).
         self._slot = threading.Lock()
@@ -228,7 +228,7 @@ class SnapshotManager:
             slot = token.pop("slot", None)
             if slot is not None:  # else the caller was interrupted and has given up
                 try:
-                    with self.repository.engines.in_background():
+                    with self.repository.context.engines.in_background():
                         self._run(handle, request, work, started, stall_s)
                 finally:
                     slot.release()

@@ -23,6 +23,7 @@ from . import retention
 from .catalog import index, policy_store
 from .catalog.history import PUT_BACK, View
 from .catalog.index import Index
+from .context import Context
 from .engine.registry import CODECS, Engines
 from .errors import (
     AlreadyExistsError,
@@ -98,7 +99,7 @@ def _in_one_place(
 
     @functools.wraps(verb)
     def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.store.pinned() if self.config_problem else confirmed(self.store, self._index):
+        with self.store.pinned() if self.context.config_problem else confirmed(self.context):
             return verb(self, *args, **kwargs)
 
     return call
@@ -110,17 +111,16 @@ class Repository:
     def __init__(
         self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = ""
     ) -> None:  # fmt: skip
-        self.store, self.config, self.options, self.config_problem = store, config, options, config_problem
-        self.url = store.url
-        codec = options.codec
-        self.engines = Engines(config.digest_seed, options.threads, codec, required=codec != "portable")
+        self.url, self.store, self.config, self.options = store.url, store, config, options
+        engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
         if config_problem:  # its uuid is made up: the index that is there stays as it is
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        self._index = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
+        own = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
+        self.context = Context(store, own, engines, config, options, config_problem)
         if temporary is None:
             shrink()
-        self._finalizer = weakref.finalize(self, _clean_up, self._index, self.engines, temporary, os.getpid())
+        self._finalizer = weakref.finalize(self, _clean_up, own, engines, temporary, os.getpid())
         self._lock = threading.RLock()
         self._lineage = _Lineage()
         self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
@@ -238,7 +238,7 @@ class Repository:
 
     def view(self) -> View:
         """Everything that is there now, in one listing."""
-        return self._index.refresh()
+        return self.context.index.refresh()
 
     def snapshots(self, run: str | None = None) -> list[Snapshot]:
         """Committed snapshots of a run (of all runs), in the order in which they were saved."""
@@ -291,7 +291,7 @@ class Repository:
         from .state.flatten import flatten
 
         started = time.monotonic()
-        staging = Staging(self.engines, keep_base=False)
+        staging = Staging(self.context.engines, keep_base=False)
         return self.write(request, flatten(state), staging=staging, copies=None, started=started)
 
     def request(
@@ -299,7 +299,7 @@ class Repository:
         metadata: Any, tags: Sequence[str], full: bool,
     ) -> SaveRequest:  # fmt: skip
         """Check the arguments of a save before anything is done."""
-        self._index.check_process()
+        self.context.index.check_process()
         check_name("run", run)
         for what, given in (("tags", tags), ("bases", bases)):
             if isinstance(given, str):
@@ -326,7 +326,7 @@ class Repository:
             self.config.chunk_bytes, options.pack_bytes, options.max_depth, request.full, verify=options.verify_writes
         )
         snapshot, manifests = save(
-            self.store, self._index, self.engines, request, parts, plan, staging=staging, copies=copies,
+            self.context, request, parts, plan, staging=staging, copies=copies,
             at_hand=self._manifests, started=started, stall_s=stall_s,
         )  # fmt: skip
         with self._lock:
@@ -336,7 +336,7 @@ class Repository:
             self._manifests = {name: m for of_run in self._at_hand.values() for name, m in of_run.items()}
         try:
             if before is not None:
-                snapshot = tagging.take(self.store, self._index, request.tags, snapshot, before)
+                snapshot = tagging.take(self.context, request.tags, snapshot, before)
         except SnapstoreError as error:  # the save is committed; the newest of two that hold a tag is the one it means
             log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot
@@ -370,7 +370,7 @@ class Repository:
         snapshot = self.snapshot(ref)
         while True:
             try:
-                return snapshot, restore(self.store, self.engines, snapshot, into=into, keys=keys, device=device)
+                return snapshot, restore(self.context, snapshot, into=into, keys=keys, device=device)
             except (IntegrityError, FormatError) as error:
                 ruling = self.view().get(snapshot.id)
                 if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
@@ -409,7 +409,7 @@ class Repository:
             return {"tags": records.check_tags([*snapshot.tags, name])}
 
         before, tagged = self._revise(ref, add)
-        return tagging.take(self.store, self._index, [name], tagged, before)
+        return tagging.take(self.context, [name], tagged, before)
 
     @_in_one_place
     def untag(self, ref: str, name: str) -> Snapshot:
@@ -435,7 +435,7 @@ class Repository:
             if snapshot.state != COMMITTED:
                 raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
             try:
-                return view, revisions.revise(self.store, self._index, snapshot, **change(snapshot))
+                return view, revisions.revise(self.context, snapshot, **change(snapshot))
             except ConflictError:
                 continue
         raise ConflictError(f"{ref}: other processes keep revising it; try again")
@@ -462,7 +462,7 @@ class Repository:
         if not snapshots:
             there = ", ".join(view.runs()) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
-        damaged = quarantine.in_need_of_quarantined(self.store, self._index, snapshots)
+        damaged = quarantine.in_need_of_quarantined(self.context, snapshots)
         decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
         chosen = [d.snapshot for d in decisions if not d.reasons]
         by_id = {s.id: s for s in snapshots}
@@ -478,7 +478,7 @@ class Repository:
             ("kept by no policy", [by_id[s.id] for s in chosen if s.id not in superseded]),
         ):
             if group:
-                forgotten += revisions.forget(self.store, self._index, group, policy=policy, reason=reason)
+                forgotten += revisions.forget(self.context, group, policy=policy, reason=reason)
         return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
 
     @_in_one_place
@@ -497,7 +497,7 @@ class Repository:
             if snapshot == view.newest(snapshot.run) and not force:
                 raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
         if not dry_run:
-            chosen = revisions.forget(self.store, self._index, chosen, policy="", reason="named by the user")
+            chosen = revisions.forget(self.context, chosen, policy="", reason="named by the user")
         return ForgetResult([], chosen, dry_run)
 
     @_in_one_place
@@ -517,7 +517,7 @@ class Repository:
             raise InvalidInputError(f"{ref}: is not forgotten")
         if snapshot.state == SWEPT:
             raise NotFoundError(f"{ref}: was forgotten and a gc has collected its bytes; it cannot come back")
-        return revisions.revise(self.store, self._index, snapshot, state=COMMITTED, policy="", reason="")
+        return revisions.revise(self.context, snapshot, state=COMMITTED, policy="", reason="")
 
     @_in_one_place
     def gc(
@@ -536,7 +536,7 @@ class Repository:
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(
-            self.store, self._index, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained
+            self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained
         )  # fmt: skip
 
     @_in_one_place
@@ -565,8 +565,7 @@ class Repository:
         states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(
-            self.store, self._index, self.engines, chosen, codec=codec, pack_bytes=self.options.pack_bytes,
-            states=states, dry_run=dry_run,
+            self.context, chosen, codec=codec, states=states, dry_run=dry_run
         )  # fmt: skip
 
     @_in_one_place
@@ -595,9 +594,8 @@ class Repository:
         if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
             raise InvalidInputError(f"max_repack_bytes {max_repack_bytes!r}: expected an int of 0 or more, or None")
         return compact(
-            self.store, self._index, self.engines, pack_bytes=self.options.pack_bytes, dry_run=dry_run,
-            only=None if refs is None else self._resolve_all(refs, (COMMITTED,)), max_repack_bytes=max_repack_bytes,
-            max_depth=self.options.max_depth,
+            self.context, only=None if refs is None else self._resolve_all(refs, (COMMITTED,)),
+            max_repack_bytes=max_repack_bytes, dry_run=dry_run,
         )  # fmt: skip
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
@@ -634,10 +632,7 @@ class Repository:
         """
         from .check.check import check
 
-        return check(
-            self.store, self._index, self.engines, level=level, share=share, subset=subset, config=self.config_problem,
-            max_decoded_bytes=max_decoded_bytes,
-        )  # fmt: skip
+        return check(self.context, level=level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:
         """Ids of the snapshots that need a pack which a repair has found damaged, or a manifest that it has not found:
@@ -645,7 +640,7 @@ class Repository:
 
         Reads nothing of them while no pack is in quarantine.
         """
-        return quarantine.in_need_of_quarantined(self.store, self._index, snapshots)
+        return quarantine.in_need_of_quarantined(self.context, snapshots)
 
     @_in_one_place
     def repair(
@@ -666,10 +661,7 @@ class Repository:
         """
         from .repair.repair import repair
 
-        return repair(
-            self.store, self._index, self.engines, level=level, apply=apply, drop=drop, purge=purge,
-            config=self.config, config_problem=self.config_problem, pack_bytes=self.options.pack_bytes,
-        )  # fmt: skip
+        return repair(self.context, level=level, apply=apply, drop=drop, purge=purge)
 
     def rebuild_index(self, *, forget_missing: bool = True) -> int:
         """Build the index anew from the objects; the number of records read.
@@ -687,21 +679,21 @@ class Repository:
                 f"index rebuild: would give up {counted(len(missing), 'snapshot')} of which only the index "
                 f"still has the record: {names}; {PUT_BACK}"
             )
-        view = self._index.rebuild(keep_unreadable=not forget_missing)
+        view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
     def stats(self) -> Stats:
         """Bytes by tensor group and codec, dedup, ratio, chain depths."""
         from .inspect.inspection import stats
 
-        return stats(self.store, self._index)
+        return stats(self.context)
 
     def diff(self, a: str, b: str) -> Diff:
         """What changed between two snapshots, tensor by tensor."""
         from .inspect.inspection import diff
 
         view = self.view()
-        return diff(self.store, self.engines, view.resolve(a), view.resolve(b))
+        return diff(self.context, view.resolve(a), view.resolve(b))
 
 
 def _store(given: ObjectStore) -> ObjectStore:

@@ -15,25 +15,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..catalog.index import Index
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import InvalidInputError
-from ..storage.base import ObjectStore
 from .recoverable import Salvage
 from .report import COPY, DROP, CheckResult
 from .scan import Survey
 
 
 def check(
-    store: ObjectStore, index: Index, engines: Engines, *, level: str = "metadata", share: float = 1.0,
-    subset: tuple[int, int] = (1, 1), config: str = "", max_decoded_bytes: int | None = None,
+    context: Context, *, level: str = "metadata", share: float = 1.0,
+    subset: tuple[int, int] = (1, 1), max_decoded_bytes: int | None = None,
 ) -> CheckResult:  # fmt: skip
     """Verify everything up to a level.
 
     Args:
         share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
         subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
-        config: what is wrong with the config, if anything is.
         max_decoded_bytes: how much level "restore" decodes; what lies beyond cannot be told. None: much more than any
             repository of this size takes that snapstore has made (limits.py).
 
@@ -44,11 +41,11 @@ def check(
         raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
     if not 1 <= subset[0] <= subset[1]:
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
-    survey = Survey(store, index, engines, level, share, subset, config, max_decoded_bytes)
+    survey = Survey(context, level, share, subset, max_decoded_bytes)
     survey.read_records()
     result = survey.read_rest()
     if survey.unreadable:
-        lost = Salvage(store, index, survey).unmendable()
+        lost = Salvage(context, survey).unmendable()
         result.problems = [
             replace(p, command=DROP, help=f"gives it up; {COPY} keeps it") if p.key in lost else p
             for p in result.problems

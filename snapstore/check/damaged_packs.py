@@ -13,8 +13,8 @@ import numpy as np
 from ..arrays import Column
 from ..catalog.read_twice import answers
 from ..chunks.reader import Fetcher, Wanted, whole
+from ..context import Context
 from ..engine.cpu import ProvingEngine
-from ..engine.registry import Engines
 from ..errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
 from ..format import blob
 from ..format.keys import pack_key
@@ -100,7 +100,7 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
 
 
 def unbuilt(
-    store: ObjectStore, engines: Engines, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
+    context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
 ) -> dict[int, SnapstoreError]:
     """Rebuild chunks; row -> why, of those that cannot be: each was tried by itself at last.
 
@@ -112,9 +112,9 @@ def unbuilt(
     Raises:
         StorageError: the store does not answer at all.
     """
-    engine = None if proven is None else ProvingEngine(engines.cpu)
+    engine = None if proven is None else ProvingEngine(context.engines.cpu)
     try:
-        for _ in Fetcher(store, engines, engine).rebuild(_scratch(m, rows)):
+        for _ in Fetcher(context, engine).rebuild(_scratch(m, rows)):
             pass
         if proven is not None and engine is not None:
             proven.update(zip(rows, engine.proven, strict=True))
@@ -124,12 +124,12 @@ def unbuilt(
     except (*DAMAGE, StorageError) as error:
         _bare(error)
         if isinstance(error, StorageError):
-            answers(store)
+            answers(context.store)
         if len(rows) == 1:
             return {rows[0]: error}
     half = len(rows) // 2  # and not row by row: each try is a request
-    failed = unbuilt(store, engines, m, rows[:half], proven)
-    return failed | unbuilt(store, engines, m, rows[half:], proven)
+    failed = unbuilt(context, m, rows[:half], proven)
+    return failed | unbuilt(context, m, rows[half:], proven)
 
 
 def _bare(error: SnapstoreError) -> SnapstoreError:

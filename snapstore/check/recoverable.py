@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 
-from ..catalog.index import Index
 from ..catalog.read_twice import tried
+from ..context import Context
 from ..format import manifest, records
 from ..format.chunking import DEFAULT_CHUNK_BYTES
 from ..format.hashing import new_seed
@@ -31,8 +31,8 @@ from .scan import Survey
 class Salvage:
     """Makes up for records that cannot be read."""
 
-    def __init__(self, store: ObjectStore, index: Index, survey: Survey) -> None:
-        self._store, self._index, self._survey = store, index, survey
+    def __init__(self, context: Context, survey: Survey) -> None:
+        self._store, self._index, self._survey = context.store, context.index, survey
 
     def unmendable(self) -> set[str]:
         """Keys of the records that cannot be read, and of which nothing tells what they said."""

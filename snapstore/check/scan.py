@@ -18,11 +18,10 @@ import numpy as np
 
 from ..catalog import policy_store
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import answers, tried
 from ..chunks import limits
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import (
     DAMAGE,
     CapabilityError,
@@ -40,7 +39,7 @@ from ..format.manifest import Manifest, part_name
 from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, ManifestRef, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
-from ..storage.base import ObjectInfo, ObjectStore
+from ..storage.base import ObjectInfo
 from ..text import human_bytes, some, without_advice
 from .damaged_packs import DamagedPacks, check_tree, lost_rows, unbuilt
 from .report import ACCEPT, COPY, DROP, GC, REBUILD, REPAIR, REPAIR_CHUNKS, CheckResult, Problem, stand_in
@@ -77,17 +76,18 @@ class Survey:
     """
 
     def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, level: str, share: float = 1.0,
-        subset: tuple[int, int] = (1, 1), config: str = "", max_decoded_bytes: int | None = None,
+        self, context: Context, level: str, share: float = 1.0,
+        subset: tuple[int, int] = (1, 1), max_decoded_bytes: int | None = None,
     ) -> None:  # fmt: skip
+        self._context = context
         if level not in LEVELS:
             raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
-        self._store, self._index, self._engines = store, index, engines
+        self._store, self._index, self._engines = context.store, context.index, context.engines
         self._share, self._subset = share, subset
-        self.digest_seed = engines.digest_seed
-        self._budget = limits.Budget(store, max_decoded_bytes)
+        self.digest_seed = context.engines.digest_seed
+        self._budget = limits.Budget(context.store, max_decoded_bytes)
         self.result = CheckResult(level)
-        self.packs = DamagedPacks(store)
+        self.packs = DamagedPacks(context.store)
         self.quarantined: set[str] = set()
         self.notes: list[str] = []
         self.noted: dict[str, set[int]] = {}
@@ -104,8 +104,8 @@ class Survey:
         self.sizes: dict[str, int] = {}
         self._suffer: dict[str, set[str]] = {}  # pack -> ids of the snapshots that lose by it
         self.need: dict[str, set[str]] = {}
-        if config:
-            self._report("config", "config", config)
+        if context.config_problem:
+            self._report("config", "config", context.config_problem)
 
     def read_records(self) -> None:
         """Everything but packs and manifests, which are only listed."""
@@ -548,7 +548,7 @@ class Survey:
         proven: dict[int, list[bytes]] | None = {} if prove else None
         try:
             self._budget.spend(decoded, f"{snapshot.ref}, and the snapshots that were looked at before")
-            failed = unbuilt(self._store, self._engines, m, rows, proven) if rows else {}
+            failed = unbuilt(self._context, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)
         seen.update(names[starts[row]] for row in rows if row not in failed)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bytes, Column
+from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, Engine
-from ..engine.registry import Engines
 from ..errors import IntegrityError, NotFoundError
 from ..format import pack
 from ..format.keys import pack_key
 from ..format.manifest import ChunkTable
 from ..state.arrays import Memory
-from ..storage.base import ObjectStore
 from ..text import without_advice
 from ..threads import Pending, Threads
 
@@ -78,8 +77,12 @@ class _Reading:
 class Fetcher:
     """Rebuilds chunks of one repository."""
 
-    def __init__(self, store: ObjectStore, engines: Engines, engine: Engine | None = None) -> None:
-        self._store, self._engines, self._engine = store, engines, engine  # `engine` takes the place of all
+    def __init__(self, context: Context, engine: Engine | None = None) -> None:
+        self._store, self._engines, self._engine = (
+            context.store,
+            context.engines,
+            engine,
+        )  # `engine` takes the place of all
         self._readers: Threads | None = None
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
-from ..catalog.index import Index
 from ..chunks.reader import Fetcher, Wanted, whole
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import FormatError, IntegrityError
 from ..format import codecs, manifest, pack
 from ..format.keys import pack_key
@@ -32,7 +31,6 @@ from ..state.arrays import as_float64
 from ..state.containers import CONTAINERS, Path, children, display
 from ..state.tensors import Slot, StoredPart
 from ..state.tree import decode, encode_plain
-from ..storage.base import ObjectStore
 
 #: So much of two tensors is compared at a time.
 COMPARED_BYTES = 1024 * 1024
@@ -86,14 +84,14 @@ class Stats:
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
 
-def stats(store: ObjectStore, index: Index) -> Stats:
+def stats(context: Context) -> Stats:
     """Count a repository.
 
     Raises:
         IntegrityError, FormatError: a manifest or a pack's footer is damaged.
     """
-    view = index.refresh()
-    sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in store.list(prefix)}
+    view = context.index.refresh()
+    sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
     result = Stats(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
     tally = _Tally(result)
     needed: set[str] = set()
@@ -101,16 +99,16 @@ def stats(store: ObjectStore, index: Index) -> Stats:
         result.snapshots += 1
         result.logical_bytes += snapshot.logical_bytes
         for ref in snapshot.manifests:
-            read = manifest.read(store, ref, None)
+            read = manifest.read(context.store, ref, None)
             needed.add(ref.key)
             needed.update(map(pack_key, read.header.pack_names))
             tally.add(read)
     tally.finish()
-    kept = in_quarantine(store)
+    kept = in_quarantine(context.store)
     result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
     by_codec: Counter[str] = Counter()
     for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
-        by_codec.update(_codec_bytes(pack.read_listing(store, key, sizes[key]).entries))
+        by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
     result.codecs = dict(by_codec)
     return result
 
@@ -217,19 +215,19 @@ class Diff:
 _Located = tuple[Manifest, TensorEntry]
 
 
-def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff:
+def diff(context: Context, a: Snapshot, b: Snapshot) -> Diff:
     """Compare two snapshots; only tensors whose digests differ are read.
 
     Raises:
         IntegrityError, FormatError: damage in what had to be read.
     """
     with _naming(a):
-        manifests_a = read_manifests(store, engines.digest_seed, a)
+        manifests_a = read_manifests(context.store, context.engines.digest_seed, a)
     with _naming(b):
-        manifests_b = read_manifests(store, engines.digest_seed, b)
+        manifests_b = read_manifests(context.store, context.engines.digest_seed, b)
     before, after = _by_path(manifests_a), _by_path(manifests_b)
     changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]
-    require_decoding(store, list(itertools.chain.from_iterable(changed)), f"comparing {a.ref} and {b.ref}:")
+    require_decoding(context.store, list(itertools.chain.from_iterable(changed)), f"comparing {a.ref} and {b.ref}:")
     tensors = []
     for key in [*before, *(key for key in after if key not in before)]:
         path = display(key[0])
@@ -238,7 +236,7 @@ def diff(store: ObjectStore, engines: Engines, a: Snapshot, b: Snapshot) -> Diff
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            pieces = _pieces(store, engines, a, before[key]), _pieces(store, engines, b, after[key])
+            pieces = _pieces(context, a, before[key]), _pieces(context, b, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
     return Diff(a, b, tensors, _plain_changes(manifests_a, manifests_b))
 
@@ -305,12 +303,12 @@ def _fingerprint(located: _Located) -> bytes:
     return b"".join(m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes() for box in entry.boxes)
 
 
-def _pieces(store: ObjectStore, engines: Engines, snapshot: Snapshot, located: _Located) -> Iterator[Bytes]:
+def _pieces(context: Context, snapshot: Snapshot, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk; strings, whose size need not divide a chunk's, are cut between elements."""
     itemsize = spec_of(located[1]).itemsize
     left = np.empty(0, np.uint8)
     with _naming(snapshot):
-        for piece in _chunks(store, engines, located):
+        for piece in _chunks(context, located):
             if 16 % itemsize == 0:
                 yield piece
                 continue
@@ -320,7 +318,7 @@ def _pieces(store: ObjectStore, engines: Engines, snapshot: Snapshot, located: _
             yield piece[:whole]
 
 
-def _chunks(store: ObjectStore, engines: Engines, located: _Located) -> Iterator[Bytes]:
+def _chunks(context: Context, located: _Located) -> Iterator[Bytes]:
     """A tensor's bytes, chunk by chunk."""
     m, entry = located
     if entry.inline:
@@ -336,7 +334,7 @@ def _chunks(store: ObjectStore, engines: Engines, located: _Located) -> Iterator
                 outs.append(np.empty(length, np.uint8))
                 yield whole(m.table, m.header.pack_names, first + i, outs[-1])
 
-        for done in Fetcher(store, engines).rebuild(wanted()):
+        for done in Fetcher(context).rebuild(wanted()):
             yield from outs[:done]
             del outs[:done]
 

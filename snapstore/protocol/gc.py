@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..catalog.history import PUT_BACK, View
-from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
+from ..context import Context
 from ..errors import (
     AlreadyExistsError,
     ConflictError,
@@ -75,7 +75,7 @@ class GcResult:
 
 
 def collect(
-    store: ObjectStore, index: Index, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S,
+    context: Context, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S,
     unexplained: bool = False,
 ) -> GcResult:  # fmt: skip
     """Delete every pack and manifest that no committed snapshot needs.
@@ -89,7 +89,7 @@ def collect(
             record explains an object; nothing was deleted.
         StorageError: a listing failed; nothing was deleted.
     """
-    gc = _Gc(store, index, fence_after_s, unexplained, GcResult(dry_run=dry_run))
+    gc = _Gc(context, fence_after_s, unexplained, GcResult(dry_run=dry_run))
     if dry_run:
         gc.look()
     else:
@@ -101,11 +101,14 @@ def collect(
 class _Gc:
     """One run."""
 
-    store: ObjectStore
-    index: Index
+    context: Context
     fence_after_s: float
     unexplained: bool
     result: GcResult
+
+    @property
+    def store(self) -> ObjectStore:
+        return self.context.store
 
     def look(self) -> None:
         """What a gc would do."""
@@ -128,7 +131,7 @@ class _Gc:
             self._sweep(mark_now)
         else:  # tidy up the sessions of the dead
             self._still_running(liveness.there(self.store))
-        _forget_done(self.store, self.index)
+        _forget_done(self.context)
         self.result.waiting_for = sorted(set(self.result.waiting_for))
         self.result.stored_bytes = sum(_sizes(self.store).values())
 
@@ -147,12 +150,12 @@ class _Gc:
         sessions: list[str] = []
         while True:
             sizes = _sizes(self.store)
-            view, live = _live(self.store, self.index, sizes)
+            view, live = _live(self.context, sizes)
             unneeded = sizes.keys() - live - in_quarantine(self.store)
             if self.unexplained:
                 return view, unneeded, sizes
             left = orphans.unexplained(
-                self.store, self.index, view, {key: sizes[key] for key in unneeded}, sessions
+                self.context, view, {key: sizes[key] for key in unneeded}, sessions
             )  # fmt: skip
             if not left or before:  # what has come since is young, and left to the next gc
                 left -= orphans.damaged(self.store, {key: sizes[key] for key in left & before})
@@ -167,7 +170,7 @@ class _Gc:
         candidates -= pending
         if not candidates:
             if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete, and is over
-                _write_swept(self.store, self.index, view, set())
+                _write_swept(self.context, view, set())
             return None
         names = {"packs": bytearray(), "manifests": bytearray()}
         for key in sorted(candidates):
@@ -189,7 +192,7 @@ class _Gc:
         for tries in range(revisions.ATTEMPTS, -1, -1):  # until no un-forget has slipped in between
             view, unneeded, sizes = self._candidates()
             doomed = mark.keys() & unneeded
-            revised = _write_swept(store, self.index, view, doomed)
+            revised = _write_swept(self.context, view, doomed)
             if revised is None:
                 break
             if not tries:
@@ -256,7 +259,7 @@ def _first(wrong: Mapping[str, str]) -> str:
     return without_advice(why) if key in why else f"{key}: {without_advice(why)}"
 
 
-def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[str]) -> set[str]:
+def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
     """Everything that ruling committed records need.
 
     Raises:
@@ -264,7 +267,7 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
     """
     need_all_records(view, "gc", "nothing was deleted")
     live: set[str] = set()
-    for snapshot, keys in all_needed_keys(index, view.snapshots()):
+    for snapshot, keys in all_needed_keys(context.index, view.snapshots()):
         if isinstance(keys, NotFoundError):
             raise IntegrityError(
                 f"gc: {snapshot.ref}: {without_advice(keys)}; nothing was deleted; run 'snapstore check'"
@@ -273,8 +276,8 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
             raise keys
         live |= keys
     absent = live.difference(present)
-    absent -= in_quarantine(store) if absent else set()  # known to be lost, and to whom: no reason to stop
-    missing = [key for key in sorted(absent) if not _exists(store, key)]
+    absent -= in_quarantine(context.store) if absent else set()  # known to be lost, and to whom: no reason to stop
+    missing = [key for key in sorted(absent) if not _exists(context.store, key)]
     if missing:
         raise IntegrityError(
             f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; "
@@ -283,25 +286,25 @@ def live_keys(store: ObjectStore, index: Index, view: View, present: Iterable[st
     return live
 
 
-def _settled_view(store: ObjectStore, index: Index) -> View:
+def _settled_view(context: Context) -> View:
     """The records, on listings that a power cut cannot take back."""
-    view = index.refresh(surely=True)
+    view = context.index.refresh(surely=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
-        store.settle(f"snapshots/{run}/")
+        context.store.settle(f"snapshots/{run}/")
     return view
 
 
-def _live(store: ObjectStore, index: Index, present: Iterable[str]) -> tuple[View, set[str]]:
+def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
     """The records now, and all that they need.
 
     A snapshot that is forgotten and swept by another gc while we read its manifests is no damage: we look again.
     """
     for left in range(revisions.ATTEMPTS, -1, -1):
-        view = _settled_view(store, index)
+        view = _settled_view(context)
         try:
-            return view, live_keys(store, index, view, present)
+            return view, live_keys(context, view, present)
         except IntegrityError:
-            still = {snapshot.key for snapshot in index.refresh().snapshots()}
+            still = {snapshot.key for snapshot in context.index.refresh().snapshots()}
             if not left or still.issuperset(snapshot.key for snapshot in view.snapshots()):
                 raise
     raise AssertionError("unreachable")
@@ -323,31 +326,31 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     return wait
 
 
-def _write_swept(store: ObjectStore, index: Index, view: View, doomed: set[str]) -> Snapshot | None:
+def _write_swept(context: Context, view: View, doomed: set[str]) -> Snapshot | None:
     """A `swept` revision for every forgotten record that loses bytes; gives one that was revised under us, if any."""
-    for snapshot, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
+    for snapshot, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         # A bad sector must not stop every gc: what a repair has dropped was given up by somebody who knew of it.
         if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
             raise keys  # it cannot be read, which does not say that it is gone
         # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             try:
-                revisions.revise(store, index, snapshot, state=SWEPT)
+                revisions.revise(context, snapshot, state=SWEPT)
             except ConflictError:
                 return snapshot
     return None
 
 
-def _forget_done(store: ObjectStore, index: Index, keep: int = 10) -> None:
+def _forget_done(context: Context, keep: int = 10) -> None:
     """Notes of finished gcs are for people; the last few do. Nobody needs a wait list without its mark, nor what is
     said of a snapshot that never comes back.
     """
-    infos = list(store.list("gc/"))
+    infos = list(context.store.list("gc/"))
     done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
-    store.delete([info.key for info in done[:-keep]])
+    context.store.delete([info.key for info in done[:-keep]])
     for key in (info.key for info in infos):
-        if key.endswith(".wait") and not _exists(store, key.removesuffix(".wait") + ".mark"):
-            store.delete([key])
+        if key.endswith(".wait") and not _exists(context.store, key.removesuffix(".wait") + ".mark"):
+            context.store.delete([key])
     if lost := lost_names(info.key for info in infos):
-        swept = {s.id for s in index.refresh().snapshots(states=(SWEPT,))}
-        store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])
+        swept = {s.id for s in context.index.refresh().snapshots(states=(SWEPT,))}
+        context.store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed
+from ..context import Context
 from ..errors import (
     NotFoundError,
 )
@@ -20,15 +20,17 @@ def in_quarantine(store: ObjectStore) -> set[str]:
     return quarantined_names(listed(store, "gc/"))
 
 
-def in_need_of_quarantined(store: ObjectStore, index: Index, snapshots: Sequence[Snapshot]) -> set[str]:
+def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> set[str]:
     """Ids of the snapshots that need a pack in quarantine, or that a repair has found to lack a manifest.
 
     One that was healed needs none; no other data is read.
     """
-    notes = listed(store, "gc/")
+    notes = listed(context.store, "gc/")
     damaged, found = quarantined_names(notes), lost_names(notes) & {s.id for s in snapshots}
     if damaged:
-        found |= {s.id for s, keys in all_needed_keys(index, snapshots) if not isinstance(keys, set) or keys & damaged}
+        found |= {
+            s.id for s, keys in all_needed_keys(context.index, snapshots) if not isinstance(keys, set) or keys & damaged
+        }
     return found
 
 

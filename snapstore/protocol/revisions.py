@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..catalog.index import Index
+from ..context import Context
 from ..errors import (
     AlreadyExistsError,
     ConflictError,
@@ -70,7 +70,7 @@ def create(store: ObjectStore, record: Snapshot) -> Snapshot:
     raise AssertionError("unreachable")
 
 
-def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: object) -> Snapshot:
+def revise(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
     """Create the next revision of a record.
 
     Raises:
@@ -78,13 +78,13 @@ def revise(store: ObjectStore, index: Index, snapshot: Snapshot, **changes: obje
         StorageError: the store failed, or has not kept it.
     """
     revision = snapshot.revised(**changes)
-    if create(store, revision).write_id != revision.write_id:
+    if create(context.store, revision).write_id != revision.write_id:
         raise ConflictError(f"{snapshot.ref}: another process revised it first; try again")
-    index.add(revision)
+    context.index.add(revision)
     return revision
 
 
-def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
+def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
     """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
 
     Returns:
@@ -92,13 +92,13 @@ def forget(store: ObjectStore, index: Index, chosen: Sequence[Snapshot], *, poli
     """
     threads = Threads(min(FORGET_THREADS, max(1, len(chosen))))
     try:
-        done = threads.start(lambda s: _forget_one(store, index, s, policy, reason), chosen)()
+        done = threads.start(lambda s: _forget_one(context, s, policy, reason), chosen)()
     finally:
         threads.close()
     return [snapshot for snapshot in done if snapshot is not None]
 
 
-def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
+def _forget_one(context: Context, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
     """Forget one; None if it was tagged or revised away.
 
     Raises:
@@ -109,10 +109,10 @@ def _forget_one(store: ObjectStore, index: Index, snapshot: Snapshot, policy: st
         if current is None or current.state != COMMITTED or current.tags:
             return None
         try:
-            return revise(store, index, current, state=FORGOTTEN, policy=policy, reason=reason)
+            return revise(context, current, state=FORGOTTEN, policy=policy, reason=reason)
         except ConflictError:
-            current = index.refresh().get(snapshot.id)
-    raise hidden(store, snapshot)
+            current = context.index.refresh().get(snapshot.id)
+    raise hidden(context.store, snapshot)
 
 
 def hidden(store: ObjectStore, snapshot: Snapshot) -> StorageError:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..catalog.index import Index
+from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.records import Config
@@ -24,21 +24,21 @@ log = logging.getLogger("snapstore")
 
 
 @contextmanager
-def confirmed(store: ObjectStore, index: Index) -> Iterator[Config | None]:
+def confirmed(context: Context) -> Iterator[Config | None]:
     """Keep to the place of the repository that an index is of; gives its config as it is now, if that can be read.
 
     Raises:
         StorageError: the store holds no repository, or another one; or it cannot be read.
     """
-    with store.pinned():
-        config, wrong = _look(store, index.uuid)
+    with context.store.pinned():
+        config, wrong = _look(context.store, context.index.uuid)
         if wrong:
-            if not _has_known_record(store, index):
+            if not _has_known_record(context):
                 raise StorageError(
-                    f"{store.url}: this is not the repository that was opened: {wrong}; its volume was unmounted or "
-                    "replaced; nothing was written; mount it again, then try again"
+                    f"{context.store.url}: this is not the repository that was opened: {wrong}; its volume was "
+                    "unmounted or replaced; nothing was written; mount it again, then try again"
                 )
-            log.warning("%s: %s, since it was opened; open it again", store.url, wrong)
+            log.warning("%s: %s, since it was opened; open it again", context.store.url, wrong)
         yield config
 
 
@@ -54,10 +54,10 @@ def _look(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:
     return found, "" if found.uuid == uuid else wrong
 
 
-def _has_known_record(store: ObjectStore, index: Index) -> bool:
-    for key in index.some_keys():
+def _has_known_record(context: Context) -> bool:
+    for key in context.index.some_keys():
         try:
-            store.stat(key)
+            context.store.stat(key)
         except NotFoundError:
             continue
         return True

@@ -25,9 +25,9 @@ from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import listed
+from ..context import Context
 from ..errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -43,7 +43,6 @@ from ..format import manifest, records
 from ..format.keys import parse_record_key, quarantined_names, record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import ABORTED, COMMITTED, MAX_OBJECT_BYTES, MadeFor, Snapshot
-from ..storage.base import ObjectStore
 from .marks import is_mark, read_mark
 from .same_repository import confirmed
 
@@ -78,9 +77,10 @@ class Claim:
     """
 
     def __init__(
-        self, store: ObjectStore, index: Index, key: str, verb: str, instead: Callable[[str], Snapshot]
+        self, context: Context, key: str, verb: str, instead: Callable[[str], Snapshot]
     ) -> None:  # fmt: skip
-        self.store, self.key, self.verb, self._instead = store, key, verb, instead
+        self._context = context
+        self.store, self.key, self.verb, self._instead = context.store, key, verb, instead
         self._place = ExitStack()
         parsed = parse_record_key(key)
         assert parsed is not None
@@ -94,14 +94,14 @@ class Claim:
         self._unclear = False
         self._decided = False  # a record lies under the key, whosoever
         self.quarantined: set[str] = set()
-        config = self._place.enter_context(confirmed(store, index))
+        config = self._place.enter_context(confirmed(context))
         try:
-            if config is not None and index.digest_seed not in (None, config.digest_seed):
+            if config is not None and context.index.digest_seed not in (None, config.digest_seed):
                 raise StorageError(
-                    f"{store.url}: config has another digest seed than when this repository was opened: it was "
+                    f"{context.store.url}: config has another digest seed than when this repository was opened: it was "
                     f"replaced or repaired; nothing was written; open the repository again, then {verb} again"
                 )
-            store.hold(self._session_key, self._announced)
+            context.store.hold(self._session_key, self._announced)
         except BaseException:
             self._release()
             raise
@@ -298,15 +298,14 @@ class Session(Claim):
         parent: lineage: what this process restored or last committed.
     """
 
-    def __init__(
-        self, store: ObjectStore, index: Index, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, context: Context, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()) -> None:
+        self._context = context
         self.seq = 0
-        super().__init__(store, index, record_key(run, step, records.new_id(), 0), "save", self._aborted)
-        self._index = index
+        super().__init__(context, record_key(run, step, records.new_id(), 0), "save", self._aborted)
+        self._index = context.index
         try:
             marked = self.marked()
-            view = index.refresh()
+            view = context.index.refresh()
             self.parent, self.bases = self._choose(view, parent, also, marked)
             self.seq = view.next_seq(run)
             if not self.bases:

@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..catalog.history import View
-from ..catalog.index import Index
+from ..context import Context
 from ..errors import ConflictError
 from ..format.records import Snapshot
-from ..storage.base import ObjectStore
 from . import revisions
 
 ATTEMPTS = 20
@@ -25,7 +24,7 @@ ATTEMPTS = 20
 OWN_ATTEMPTS = 3
 
 
-def take(store: ObjectStore, index: Index, names: Sequence[str], taker: Snapshot, before: View) -> Snapshot:
+def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) -> Snapshot:
     """Take tags off the other snapshots of the run of one that has just got them.
 
     It keeps them against those that had them before. Of those that got them at the same time the newest keeps them, by
@@ -48,13 +47,13 @@ def take(store: ObjectStore, index: Index, names: Sequence[str], taker: Snapshot
         try:
             for snapshot in losers:
                 tags = [tag for tag in snapshot.tags if tag not in losing[snapshot.id]]
-                revisions.revise(store, index, snapshot, tags=tags)
-            view = index.refresh()
+                revisions.revise(context, snapshot, tags=tags)
+            view = context.index.refresh()
             taker = view.get(taker.id) or taker
             keepers, losing = _decide(view, names, taker, had if attempt < OWN_ATTEMPTS else {})
             if not losing:
                 return taker
-            confirmed = {s.id: revisions.revise(store, index, s, tags=s.tags) for s in keepers}
+            confirmed = {s.id: revisions.revise(context, s, tags=s.tags) for s in keepers}
             losers = [confirmed.get(s.id, s) for s in view.snapshots(taker.run) if s.id in losing]
         except ConflictError:
             losers = []

@@ -24,6 +24,7 @@ from ..catalog.history import View
 from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import read_twice, tried
+from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
 from ..format import manifest, pack
 from ..format.keys import pack_key
@@ -75,9 +76,7 @@ def refuse(sizes: Mapping[str, int]) -> None:
         )
 
 
-def unexplained(
-    store: ObjectStore, index: Index, view: View, sizes: Mapping[str, int], sessions: Collection[str]
-) -> set[str]:
+def unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions: Collection[str]) -> set[str]:
     """Those of some objects that nothing committed needs for which neither a record nor a session stands.
 
     Args:
@@ -88,16 +87,16 @@ def unexplained(
     Raises:
         StorageError: the store cannot be read.
     """
-    known = _KNOWN.get(index, {})
-    _KNOWN[index] = {key: known[key] for key in known.keys() & sizes.keys()}
+    known = _KNOWN.get(context.index, {})
+    _KNOWN[context.index] = {key: known[key] for key in known.keys() & sizes.keys()}
     left = set(sizes)
     left -= {ref.key for snapshot in view.snapshots(states=None) for ref in snapshot.manifests}
-    for _, keys in all_needed_keys(index, view.snapshots(states=(FORGOTTEN,))):
+    for _, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         if not isinstance(keys, SnapstoreError):
             left -= keys
     for kind in ("manifests/", "packs/"):  # the first explain most of the second
         chosen = sorted(key for key in left if key.startswith(kind))
-        for key, origin in _origins(store, index, {key: sizes[key] for key in chosen}).items():
+        for key, origin in _origins(context, {key: sizes[key] for key in chosen}).items():
             if origin is None or _explains(view, sessions, origin):
                 left -= {key, *(origin.packs if origin else ())}
     return left
@@ -111,14 +110,14 @@ def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:
     return origin.save_id in sessions or view.get(origin.save_id) is not None
 
 
-def _origins(store: ObjectStore, index: Index, sizes: Mapping[str, int]) -> dict[str, Origin | None]:
+def _origins(context: Context, sizes: Mapping[str, int]) -> dict[str, Origin | None]:
     """What each object says of itself; None: it is gone."""
-    known = _KNOWN.setdefault(index, {})
+    known = _KNOWN.setdefault(context.index, {})
     unread = [key for key in sizes if key not in known]
     found: dict[str, Origin | None] = {}
     if unread:
         with Threads(min(READ_THREADS, len(unread))) as threads:
-            origins = threads.start(lambda key: _origin(store, key, sizes[key]), unread)()
+            origins = threads.start(lambda key: _origin(context.store, key, sizes[key]), unread)()
         found = dict(zip(unread, origins, strict=True))
         known.update({key: origin for key, origin in found.items() if origin is not None})
     return {key: known.get(key) or found[key] for key in sizes}

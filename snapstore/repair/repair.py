@@ -29,13 +29,12 @@ from functools import partial
 import msgspec
 
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed
 from ..check.recoverable import Salvage, is_foreign
 from ..check.report import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, stand_in
 from ..check.scan import Survey
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import (
     DAMAGE,
     AlreadyExistsError,
@@ -49,7 +48,6 @@ from ..format import records
 from ..format.keys import lost_names, parse_record_key, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
 from ..protocol import gc, liveness, revisions
-from ..storage.base import ObjectStore
 from ..text import without_advice
 from .snapshots import Healer
 
@@ -111,44 +109,42 @@ class RepairReport:
 
 
 def repair(
-    store: ObjectStore, index: Index, engines: Engines, *, level: str, apply: bool, drop: bool, purge: bool,
-    config: Config, config_problem: str, pack_bytes: int, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S,
+    context: Context, *, level: str, apply: bool, drop: bool, purge: bool,
+    fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S,
 ) -> RepairReport:  # fmt: skip
     """Look at everything up to a level of `check`, and mend what can be mended.
 
     Args:
         drop: forget what stays damaged, unless it is tagged.
         purge: let gc delete the packs in quarantine that nobody needs.
-        config: of the repository, made up if there is a `config_problem`.
         fence_after_s: a damaged session that was silent for so long is removed [s].
 
     Raises:
         StorageError: the store failed; what was done is whole.
     """
-    survey = Survey(store, index, engines, level, config=config_problem)
+    survey = Survey(context, level)
     report = RepairReport(survey.result, apply)
-    one = _Repair(store, index, engines, survey, report, pack_bytes, fence_after_s)
-    one.run(config if config_problem else None, drop=drop, purge=purge)
+    one = _Repair(context, survey, report, fence_after_s)
+    one.run(drop=drop, purge=purge)
     return report
 
 
 class _Repair:
     """One run."""
 
-    def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, survey: Survey, report: RepairReport,
-        pack_bytes: int, fence_after_s: float,
-    ) -> None:  # fmt: skip
-        self._store, self._index, self._engines, self._survey, self._report = store, index, engines, survey, report
-        self._pack_bytes, self._fence_after_s = pack_bytes, fence_after_s
+    def __init__(self, context: Context, survey: Survey, report: RepairReport, fence_after_s: float) -> None:
+        self._context = context
+        self._store, self._index, self._survey, self._report = context.store, context.index, survey, report
+        self._fence_after_s = fence_after_s
         self._mended: set[str] = set()  # ids of the snapshots that a step has made whole, as far as it could
         self._unwritten_notes: set[str] = set()  # damaged ones of quarantine, which this level cannot write
-        self._salvage = Salvage(store, index, survey)
+        self._salvage = Salvage(context, survey)
         self._older: set[str] = set()  # ids of snapshots whose record is older than the index, and stands (`stands`)
 
-    def run(self, config: Config | None, *, drop: bool, purge: bool) -> None:
+    def run(self, *, drop: bool, purge: bool) -> None:
         """Everything, in the order of this module's first lines."""
-        if config is not None:
+        if self._context.config_problem:
+            config = self._context.config
             message = f"config: written anew, chunks of {config.chunk_bytes} bytes, digest seed as in the manifests"
             self._do("config", "config", message, partial(self._replace, "config", config))
         self._survey.read_records()
@@ -378,7 +374,7 @@ class _Repair:
     def _heal(self) -> None:
         """Every snapshot that needs a damaged pack, committed ones first: what they need is safe from gcs."""
         survey, report = self._survey, self._report
-        healer = Healer(self._store, self._index, self._engines, survey.packs, survey.affected, self._pack_bytes)
+        healer = Healer(self._context, survey.packs, survey.affected)
         view = View(survey.ruling.values(), {}, [])
         chosen = sorted(
             (survey.ruling[name] for name in survey.affected.keys() - self._older),
@@ -443,9 +439,7 @@ class _Repair:
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
         # This revision, and no later one: that may have been healed.
-        revisions.revise(
-            self._store, self._index, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500]
-        )
+        revisions.revise(self._context, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500])
 
     def _purge(self) -> None:
         """Let gc have what is in quarantine and needed by nobody."""

@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from ..arrays import Bytes
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import answers
 from ..check.damaged_packs import DamagedPacks, lost_rows, unbuilt
 from ..chunks import limits
 from ..chunks.uploader import put_once
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
 from ..format import blob, manifest
 from ..format.keys import pack_key, record_key
@@ -36,7 +35,6 @@ from ..format.manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest, part_nam
 from ..format.pack import ENTRY, PackWriter
 from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from ..protocol.session import Claim
-from ..storage.base import ObjectStore
 from ..text import counted
 
 log = logging.getLogger("snapstore")
@@ -100,16 +98,15 @@ class Healer:
         affected: id -> SHA-256 of the manifests that refer to damaged packs.
     """
 
-    def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, packs: DamagedPacks,
-        affected: Mapping[str, Sequence[str]], pack_bytes: int,
-    ) -> None:  # fmt: skip
-        self._store, self._index, self._engines, self._packs = store, index, engines, packs
-        self._affected, self._pack_bytes = {name: set(refs) for name, refs in affected.items()}, pack_bytes
+    def __init__(self, context: Context, packs: DamagedPacks, affected: Mapping[str, Sequence[str]]) -> None:
+        self._context = context
+        self._store, self._index, self._engines, self._packs = context.store, context.index, context.engines, packs
+        self._affected = {name: set(refs) for name, refs in affected.items()}
+        self._pack_bytes = context.options.pack_bytes
         self._sizes: dict[str, int] = {}  # of packs, by name
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
         self._lost: set[bytes] = set()  # digests whose blobs were lost
-        self._budget = limits.Budget(store)
+        self._budget = limits.Budget(context.store)
         self._copies: dict[tuple[str, int], _Ref] = {}  # place of a blob in a damaged pack -> where its copy lies
 
     def find_chains(self, snapshots: Iterable[Snapshot], view: View) -> None:
@@ -210,7 +207,7 @@ class Healer:
             names = np.frombuffer(b"".join(sorted(self._lost)), "V16")
             held = np.isin(np.ascontiguousarray(m.table.ref_digests).view("V16").reshape(-1), names)
             rows = np.setdiff1d(lost_rows(m, held), lost_rows(m, self._packs.lost(m)))
-            for error in unbuilt(self._store, self._engines, m, rows.tolist()).values() if len(rows) else ():
+            for error in unbuilt(self._context, m, rows.tolist()).values() if len(rows) else ():
                 if isinstance(error, CapabilityError):
                     raise error
                 raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
@@ -270,7 +267,7 @@ class Healer:
                 tried = [row for row in left if row in part.chains]
                 work = sum(int(m.table.lengths[row]) * len(part.chains[row]) for row in tried)
                 self._budget.spend(work, f"repair of {snapshot.ref}")
-                failed = unbuilt(self._store, self._engines, self._remade(part), tried) if tried else {}
+                failed = unbuilt(self._context, self._remade(part), tried) if tried else {}
                 if lack := next((error for error in failed.values() if isinstance(error, CapabilityError)), None):
                     raise lack
                 left = list(failed)
@@ -320,7 +317,7 @@ class Healer:
             ConflictError: the revision is taken, or a gc has given this session up; nothing was changed.
         """
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self._store, self._index, key, "repair", lambda _: ruling.revised()) as claim:
+        with Claim(self._context, key, "repair", lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             view = self._index.refresh()
             now = view.get(ruling.id)

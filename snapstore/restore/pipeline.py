@@ -14,8 +14,8 @@ import numpy as np
 
 from ..chunks import limits
 from ..chunks.reader import Fetcher, Wanted
+from ..context import Context
 from ..engine.cuda import require_device
-from ..engine.registry import Engines
 from ..errors import FormatError, UnknownFormatError
 from ..format import chunking, manifest
 from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
@@ -31,7 +31,7 @@ log = logging.getLogger("snapstore")
 
 
 def restore(
-    store: ObjectStore, engines: Engines, snapshot: Snapshot, *, into: Any = None,
+    context: Context, snapshot: Snapshot, *, into: Any = None,
     keys: str | Sequence[str] | None = None, device: Any = None,
 ) -> Any:  # fmt: skip
     """The state of a snapshot, or `into` filled with it.
@@ -42,21 +42,21 @@ def restore(
             takes more decoding than what is stored explains. Nothing was written.
         IntegrityError, FormatError: damage; `into` may then be half written.
     """
-    manifests = read_manifests(store, engines.digest_seed, snapshot, keys)
+    manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
-    target = Target(parts, into=into, keys=keys, device=device, on_device=engines.on_device)
+    target = Target(parts, into=into, keys=keys, device=device, on_device=context.engines.on_device)
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
         require_device(device)
     limits.require_memory(target.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.selected)} tensors")
     chosen = [(manifests[part], manifests[part].tensors[index]) for part, index in target.selected]
-    require_decoding(store, chosen, f"{snapshot.ref}: restoring")
+    require_decoding(context.store, chosen, f"{snapshot.ref}: restoring")
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
     try:
-        for done in Fetcher(store, engines).rebuild(_wanted(manifests, parts, target, pending)):
+        for done in Fetcher(context).rebuild(_wanted(manifests, parts, target, pending)):
             _complete(target, pending, done)
         _complete(target, pending, 0)
     finally:
-        engines.rest()
+        context.engines.rest()
     return target.finish()
 
 

@@ -30,9 +30,9 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..catalog.read_twice import read_twice
 from ..chunks.uploader import Packs
+from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
 from ..format import blob, manifest, pack, records
@@ -42,7 +42,6 @@ from ..format.manifest import ChunkTable, Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.session import Claim
-from ..storage.base import ObjectStore
 from ..text import without_advice
 from ..threads import Threads
 from .stored_blobs import Stored, Twins, batches, digests_of, laid_out, lengths_of, names_of, parse
@@ -129,12 +128,9 @@ class Rewriting(ABC):
 
     verb = "rewrite"
 
-    def __init__(
-        self, store: ObjectStore, index: Index, engine: Engine, *, pack_bytes: int, states: Sequence[str],
-        dry_run: bool,
-    ) -> None:  # fmt: skip
-        self.store, self.index, self.engine = store, index, engine
-        self._pack_bytes, self._states, self.dry_run = pack_bytes, states, dry_run
+    def __init__(self, context: Context, engine: Engine, *, states: Sequence[str], dry_run: bool) -> None:
+        self.context, self.store, self.index, self.engine = context, context.store, context.index, engine
+        self._pack_bytes, self._states, self.dry_run = context.options.pack_bytes, states, dry_run
         self.quarantined = self._notes()
         self.rewritten: list[Snapshot] = []
         self.skipped: list[Snapshot] = []
@@ -291,7 +287,7 @@ class Rewriting(ABC):
         """
         started = time.monotonic()
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)
-        with Claim(self.store, self.index, key, self.verb, lambda _: ruling.revised()) as claim:
+        with Claim(self.context, key, self.verb, lambda _: ruling.revised()) as claim:
             marked = claim.marked()
             self._heed(claim.quarantined)
             view = self.index.refresh()

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ..arrays import Column
 from ..catalog.history import View
 from ..catalog.index import Index
-from ..engine.registry import Engines
+from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
 from ..format import planes
 from ..format.blob import XOR
@@ -39,7 +39,6 @@ from ..protocol.gc import need_all_records
 from ..protocol.quarantine import in_quarantine
 from ..restore.pipeline import spec_of
 from ..save.bases import Base, Bases
-from ..storage.base import ObjectStore
 from .base import ATTEMPTS, Part, Rewriting, Target, Work
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
 from .reencode import Job, Reencoder
@@ -81,13 +80,12 @@ class CompactReport:
 
 
 def compact(
-    store: ObjectStore, index: Index, engines: Engines, *, pack_bytes: int, max_depth: int,
-    only: Sequence[Snapshot] | None = None, max_repack_bytes: int | None = None, dry_run: bool = False,
+    context: Context, *, only: Sequence[Snapshot] | None = None, max_repack_bytes: int | None = None,
+    dry_run: bool = False,
 ) -> CompactReport:  # fmt: skip
     """Rewrite what is worth it; a snapshot that cannot be is reported, and the others go on.
 
     Args:
-        max_depth: longest chain of deltas.
         only: rewrite no others; None: all committed ones.
         max_repack_bytes: of blobs written; the most profitable come first.
 
@@ -97,15 +95,17 @@ def compact(
     """
     named = None if only is None else {snapshot.id for snapshot in only}
     for _ in range(ATTEMPTS):
-        view = index.refresh()
+        view = context.index.refresh()
         need_all_records(view, "compact", "nothing was rewritten")
         chosen = [s for s in view.snapshots() if named is None or s.id in named]
-        live = LiveBlobs(store, engines.digest_seed, view, {s.id for s in chosen}, in_quarantine(store))
-        now = index.refresh() if live.damaged else view
+        live = LiveBlobs(
+            context.store, context.engines.digest_seed, view, {s.id for s in chosen}, in_quarantine(context.store)
+        )
+        now = context.index.refresh() if live.damaged else view
         if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):
             break  # what could not be read was not revised and collected meanwhile: it is damaged
-    before = needed_bytes(index, view)
-    with _Compacting(store, index, engines, live, max_repack_bytes, pack_bytes, max_depth, dry_run) as compacting:
+    before = needed_bytes(context.index, view)
+    with _Compacting(context, live, max_repack_bytes, dry_run) as compacting:
         plan = compacting.choose(view)
         sound = [s for s in chosen if s.id not in live.damaged]
         if plan.cuts or plan.left:
@@ -122,7 +122,7 @@ def compact(
         report.encoded, report.moved, report.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
         report.bytes_after = before - plan.gain_bytes
     elif compacting.rewritten:
-        report.bytes_after = needed_bytes(index, index.refresh())
+        report.bytes_after = needed_bytes(context.index, context.index.refresh())
     return report
 
 
@@ -142,13 +142,10 @@ class _Compacting(Rewriting):
 
     verb = "compact"
 
-    def __init__(
-        self, store: ObjectStore, index: Index, engines: Engines, live: LiveBlobs, max_bytes: int | None,
-        pack_bytes: int, max_depth: int, dry_run: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(store, index, engines.cpu, pack_bytes=pack_bytes, states=(COMMITTED,), dry_run=dry_run)
-        self._live, self._max_bytes, self._max_depth = live, max_bytes, max_depth
-        self._encoder = Reencoder(store, engines)
+    def __init__(self, context: Context, live: LiveBlobs, max_bytes: int | None, dry_run: bool) -> None:
+        super().__init__(context, context.engines.cpu, states=(COMMITTED,), dry_run=dry_run)
+        self._live, self._max_bytes, self._max_depth = live, max_bytes, context.options.max_depth
+        self._encoder = Reencoder(context)
         self._plan = Plan(live.kept)
         self._to_move = 0  # bytes planned, and not done yet
         self.spent = 0  # bytes written

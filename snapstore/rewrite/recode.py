@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Column
-from ..catalog.index import Index
+from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
 from ..engine.cpu import default_threads
-from ..engine.registry import Engines
 from ..errors import DAMAGE, IntegrityError
 from ..format import blob, codecs
 from ..format.chunking import MAX_CHUNK_BYTES
@@ -28,7 +27,6 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
-from ..storage.base import ObjectStore
 from ..threads import Threads
 from .base import Part, Rewriting, Target, Work, places_of
 from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of
@@ -62,7 +60,7 @@ class RecodeResult:
 
 
 def recode(
-    store: ObjectStore, index: Index, engines: Engines, snapshots: Sequence[Snapshot], *, codec: str, pack_bytes: int,
+    context: Context, snapshots: Sequence[Snapshot], *, codec: str,
     states: tuple[str, ...] = (COMMITTED, FORGOTTEN), dry_run: bool = False,
 ) -> RecodeResult:  # fmt: skip
     """Rewrite snapshots; one that cannot be is reported, and the others go on.
@@ -75,12 +73,12 @@ def recode(
         CapabilityError: the GPU that a codec needs is not here; snapshots before it are recoded.
         StorageError: the store failed; likewise.
     """
-    engine: Engine = engines.for_ans() if codec == "ans" and not dry_run else engines.cpu
+    engine: Engine = context.engines.for_ans() if codec == "ans" and not dry_run else context.engines.cpu
     try:
-        with _Recoding(store, index, engine, engines, codec, pack_bytes, states, dry_run) as recoding:
+        with _Recoding(context, engine, codec, states, dry_run) as recoding:
             recoding.run(snapshots)
     finally:
-        if engine is not engines.cpu:
+        if engine is not context.engines.cpu:
             engine.close()
     before, after = zip(*recoding.made.values(), strict=True) if recoding.made else ((0,), (0,))
     return RecodeResult(
@@ -94,13 +92,10 @@ class _Recoding(Rewriting):
 
     verb = "recode"
 
-    def __init__(
-        self, store: ObjectStore, index: Index, engine: Engine, engines: Engines, codec: str, pack_bytes: int,
-        states: tuple[str, ...], dry_run: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(store, index, engine, pack_bytes=pack_bytes, states=states, dry_run=dry_run)
+    def __init__(self, context: Context, engine: Engine, codec: str, states: tuple[str, ...], dry_run: bool) -> None:
+        super().__init__(context, engine, states=states, dry_run=dry_run)
         self._kept = KEPT[codec]
-        self._threads = Threads(engines.threads or default_threads())
+        self._threads = Threads(context.engines.threads or default_threads())
         self._leaves: dict[str, bool] = {}  # whether a pack is left altogether
 
     def __enter__(self) -> _Recoding:

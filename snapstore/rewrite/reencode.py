@@ -14,12 +14,11 @@ from ..arrays import Bytes, Column
 from ..catalog.read_twice import read_twice
 from ..chunks import limits
 from ..chunks.reader import Fetcher, Wanted
+from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, EncodeBatch
-from ..engine.registry import Engines
 from ..errors import FormatError, IntegrityError
 from ..format.blob import XOR
 from ..format.delta_chain import Chain, table_of
-from ..storage.base import ObjectStore
 from .stored_blobs import Stored, batches, gathered
 
 
@@ -55,10 +54,11 @@ class Reencoder:
         bytes_read: stored bytes of what was rebuilt.
     """
 
-    def __init__(self, store: ObjectStore, engines: Engines) -> None:
-        self._store, self._engines, self._engine = store, engines, engines.cpu
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._store, self._engines, self._engine = context.store, context.engines, context.engines.cpu
         self.bytes_read = 0
-        self._budget = limits.Budget(store)
+        self._budget = limits.Budget(context.store)
 
     def encode(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Job], Stored]]:
         """Rebuild chunks and their bases, encode the chunks, decode them again and compare; in batches.
@@ -125,7 +125,7 @@ class Reencoder:
         numbers: dict[str, int] = {}
         table = table_of(chains, numbers)
         wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)
-        read_twice(self._store, lambda: list(Fetcher(self._store, self._engines).rebuild([wanted])))
+        read_twice(self._store, lambda: list(Fetcher(self._context).rebuild([wanted])))
         self.bytes_read += int(table.ref_lengths.sum())
 
 

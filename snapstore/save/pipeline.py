@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from ..catalog.index import Index
-from ..engine.registry import Engines
+from ..context import Context
 from ..format.manifest import Manifest
 from ..format.records import SaveRequest, Snapshot
 from ..protocol.session import Session
 from ..state.arrays import Memory
 from ..state.flatten import Part
-from ..storage.base import ObjectStore
 from ..text import human_bytes
 from . import writer
 from .bases import Bases
@@ -29,7 +27,7 @@ log = logging.getLogger("snapstore")
 
 
 def save(
-    store: ObjectStore, index: Index, engines: Engines, request: SaveRequest, parts: Sequence[Part], plan: Plan, *,
+    context: Context, request: SaveRequest, parts: Sequence[Part], plan: Plan, *,
     staging: Staging, copies: list[list[Memory]] | None, at_hand: Mapping[str, Manifest], started: float,
     stall_s: float | None = None,
 ) -> tuple[Snapshot, dict[str, Manifest]]:  # fmt: skip
@@ -47,14 +45,14 @@ def save(
         The snapshot, and its manifests by SHA-256.
     """
     staging.landed()
-    with Session(store, index, request.run, request.step, parent=request.parent, also=request.bases) as session:
-        bases = writer.load_bases(store, session, at_hand, plan.chunk_bytes, engines.digest_seed)
+    with Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session:
+        bases = writer.load_bases(context.store, session, at_hand, plan.chunk_bytes, context.engines.digest_seed)
         try:
-            written = _write(store, engines, session, parts, copies, bases, staging, plan)
+            written = _write(context, session, parts, copies, bases, staging, plan)
         except writer.BaseDamagedError as damage:
             log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
             session.bases, bases = [], Bases()
-            written = _write(store, engines, session, parts, copies, bases, staging, plan)
+            written = _write(context, session, parts, copies, bases, staging, plan)
         if plan.verify == "full":
             session.confirm(written.sizes)
         total_s = time.monotonic() - started
@@ -66,7 +64,7 @@ def save(
             stall_s=total_s if stall_s is None else stall_s, total_s=total_s,
         )  # fmt: skip
     staging.commit(snapshot.id, parts, written.unpaid, copied=copies is not None)
-    index.add(snapshot, written.headers)
+    context.index.add(snapshot, written.headers)
     log.info(
         "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs", snapshot.run, snapshot.step,
         human_bytes(snapshot.logical_bytes), human_bytes(snapshot.stored_bytes), snapshot.new_chunks,
@@ -76,16 +74,16 @@ def save(
 
 
 def _write(
-    store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], copies: list[list[Memory]] | None,
+    context: Context, session: Session, parts: Sequence[Part], copies: list[list[Memory]] | None,
     bases: Bases, staging: Staging, plan: Plan,
 ) -> Written:  # fmt: skip
     """Packs and manifests, from the copies or from the state itself."""
     plain = staging.base(bases.snapshot.id if bases.snapshot else None, parts)
     plan = dataclasses.replace(plan, no_delta=staging.no_delta(parts))
     if copies is not None:
-        return writer.write(store, engines, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
+        return writer.write(context, session, parts, lambda p, t: copies[p][t], bases, plain, plan)
     keep = staging.overwrite(parts)
     return writer.write(
-        store, engines, session, parts, lambda p, t: parts[p].arrays[t].memory(engines.memory_of), bases, plain, plan,
+        context, session, parts, lambda p, t: parts[p].arrays[t].memory(context.engines.memory_of), bases, plain, plan,
         on_run=keep, confirm=lambda p, t: parts[p].arrays[t].confirm(),
     )  # fmt: skip

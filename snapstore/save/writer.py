@@ -19,8 +19,8 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..chunks.reader import Fetcher, Wanted
 from ..chunks.uploader import Packs
+from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
-from ..engine.registry import Engines
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from ..format import blob, chunking, delta, manifest, planes
 from ..format.keys import pack_key
@@ -78,7 +78,7 @@ class Written:
 
 
 def write(
-    store: ObjectStore, engines: Engines, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
+    context: Context, session: Session, parts: Sequence[Part], source: Source, bases: Bases,
     plain: Plain, plan: Plan, *, rank: int = 0, on_run: Callable[[int, int, int, Bytes], None] | None = None,
     confirm: Callable[[int, int], None] | None = None,
 ) -> Written:  # fmt: skip
@@ -96,7 +96,7 @@ def write(
         InvalidInputError: they were changed.
         IntegrityError: what was encoded does not decode to what was given; nothing refers to it.
     """
-    chunks = _Chunks(store, engines, session, bases, plain, plan, rank, on_run, confirm)
+    chunks = _Chunks(context, session, bases, plain, plan, rank, on_run, confirm)
     try:
         layouts = [_write_part(chunks, number, part, source, plan) for number, part in enumerate(parts)]
         chunks.finish()
@@ -245,11 +245,12 @@ class _Chunks:
     """The batched middle of the write path: chunks in, blobs in packs and columns of the manifest out."""
 
     def __init__(
-        self, store: ObjectStore, engines: Engines, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
+        self, context: Context, session: Session, bases: Bases, plain: Plain, plan: Plan, rank: int,
         on_run: Callable[[int, int, int, Bytes], None] | None, confirm: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
-        self._confirm, self.digest_seed = confirm, engines.digest_seed
-        self._store, self._engines, self._session = store, engines, session
+        self._context = context
+        self._confirm, self.digest_seed = confirm, context.engines.digest_seed
+        self._store, self._engines, self._session = context.store, context.engines, session
         self.bases, self._plain, self._plan, self._rank, self._on_run = bases, plain, plan, rank, on_run
         self.rows = 0
         self._rows_begun = 0  # of them, those that have been hashed
@@ -257,7 +258,7 @@ class _Chunks:
         self.done: list[_Rows] = []
         self._runs: list[_Run] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
-        self._engine: Engine = engines.cpu
+        self._engine: Engine = context.engines.cpu
         self._hashing: deque[_Hashing] = deque()
         self._encoding: deque[_Encoding] = deque()
         self._verifying: list[Callable[[], object]] = []
@@ -451,7 +452,7 @@ class _Chunks:
             memories.append(batch.engine.empty(int(rooms.sum())))
             wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
             try:
-                for _ in Fetcher(self._store, self._engines).rebuild([wanted]):
+                for _ in Fetcher(self._context).rebuild([wanted]):
                     self._session.heartbeat()
             except (
                 *DAMAGE,

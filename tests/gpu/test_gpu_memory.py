@@ -334,7 +334,7 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
     kernels._kernel.cache_clear()
     try:
         with repository(chunk_bytes=65_536) as repo:
-            repo.engines.on(torch.device("cuda", 0))
+            repo.context.engines.on(torch.device("cuda", 0))
             assert ready == {(path.stem, threading.get_ident()) for path in Path(kernels.__file__).parent.glob("*.cu")}
             assert not launched
             check_saves(repo)
@@ -349,7 +349,7 @@ def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
         failing = fail_lanes(first=3)
         repo.save(state, run="r", step=0)
         assert failing.failed == 3
-        assert repo.engines.on(torch.device("cuda", 0)).batch_bytes == cuda_engine.BATCH_BYTES
+        assert repo.context.engines.on(torch.device("cuda", 0)).batch_bytes == cuda_engine.BATCH_BYTES
 
 
 def test_a_large_tensor_is_not_copied_to_the_host_for_every_chunk(fail_lanes, monkeypatch):
@@ -387,7 +387,7 @@ def test_memory_from_an_engine_may_be_used_at_once():
     """With deterministic algorithms torch fills new memory: that must be over when another stream writes into it."""
     with repository() as repo:
         repo.save({"a": floats(9000, 1, "cuda")}, run="r", step=0)
-        engine = repo.engines.on(torch.device("cuda", 0))
+        engine = repo.context.engines.on(torch.device("cuda", 0))
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:
@@ -619,7 +619,7 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
     with Repository.create(tmp_path / "r") as repo, SnapshotManager(repo, run="r", staging="host") as snapshots:
         state = {"w": torch.randn(3_000_000, device="cuda")}
         snapshots.save(0, state).result()
-        engine = repo.engines.on(state["w"].device)
+        engine = repo.context.engines.on(state["w"].device)
         assert engine.batch_bytes == cuda_engine.BATCH_BYTES
         engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save that has begun
         bound = engine.batch_bytes
@@ -646,7 +646,7 @@ def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
         SnapshotManager(repo, run="x", staging="host") as bounded,
         SnapshotManager(repo, run="y", staging="device") as other,
     ):
-        engine = repo.engines.on(state["w"].device)
+        engine = repo.context.engines.on(state["w"].device)
         handle = bounded.save(0, state)
         try:
             assert reached.wait(60)

@@ -386,10 +386,10 @@ def own_objects(repository: Repository, ref: str) -> dict[str, list[str]]:
     """Manifests and packs that only this snapshot needs, the others of the store being left alone."""
     from snapstore.catalog.needed_keys import needed_keys
 
-    mine = needed_keys(repository._index, repository.snapshot(ref))
+    mine = needed_keys(repository.context.index, repository.snapshot(ref))
     for other in repository.snapshots():
         if other.ref != ref:
-            mine -= needed_keys(repository._index, other)
+            mine -= needed_keys(repository.context.index, other)
     return {kind: sorted(key for key in mine if key.startswith(kind)) for kind in ("packs/", "manifests/")}
 
 

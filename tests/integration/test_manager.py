@@ -893,7 +893,7 @@ def test_a_fork_while_the_index_is_written(root):
     got, out = run(
         root,
         """
-        environment = snapshots.repository._index._environment
+        environment = snapshots.repository.context.index._environment
         held, forked = threading.Event(), threading.Event()
         def write():
             with environment._locked():
@@ -952,7 +952,7 @@ import os, sys
 from pathlib import Path
 from snapstore import Repository
 repository = Repository.create("memory://x")
-folder = repository._index.folder
+folder = repository.context.index.folder
 child = os.fork()
 if child == 0:
     sys.exit(0)
@@ -969,12 +969,12 @@ assert not folder.exists()
 def test_two_opens_in_one_process_share_the_environment(root):
     with Repository.open(root) as one:
         with Repository.open(root) as two, Repository.open(str(root) + "/../r") as three:
-            environments = {id(r._index._environment) for r in (one, two, three)}
+            environments = {id(r.context.index._environment) for r in (one, two, three)}
             assert len(environments) == 1
             two.save({"n": 5, "w": weights(5)}, run="a", step=5)
             assert [s.step for s in one.snapshots("a")] == [0, 5]
         one.save({"n": 6, "w": weights(6)}, run="a", step=6)
-        assert one._index._environment._users == 1
+        assert one.context.index._environment._users == 1
     assert str(index_of(root)) not in {path for _, path in Environment._open}
     check_after(root, [0, 5, 6])
 

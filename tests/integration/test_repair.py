@@ -90,7 +90,7 @@ def test_a_later_save_heals(store):
 
 def _needed(found, snapshot):
     return {
-        pack_key(name) for ref in snapshot.manifests for name in found._index.header(ref).pack_names
+        pack_key(name) for ref in snapshot.manifests for name in found.context.index.header(ref).pack_names
     }  # fmt: skip
 
 

@@ -168,14 +168,14 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
     with Repository.open(roots[0], options=OPTIONS) as first:
         with Repository.open(roots[1]) as second:
-            assert names(folder) == {first._index.folder.name, second._index.folder.name}
+            assert names(folder) == {first.context.index.folder.name, second.context.index.folder.name}
             assert len(check_restores(second)) == 2
         with Repository.open(roots[2]) as third, Repository.open(roots[0]) as again:
-            assert names(folder) == {first._index.folder.name, third._index.folder.name}
+            assert names(folder) == {first.context.index.folder.name, third.context.index.folder.name}
             assert len(check_restores(third)) == len(check_restores(again)) == 2
         assert len(check_restores(first)) == 2
     with Repository.open(roots[1]) as second:
-        assert names(folder) == {second._index.folder.name}
+        assert names(folder) == {second.context.index.folder.name}
         assert len(check_restores(second)) == 2
 
 

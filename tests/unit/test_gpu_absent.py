@@ -301,7 +301,7 @@ def pack_name(key):
 
 
 def needed(repository, ref):
-    return [name for m in repository.snapshot(ref).manifests for name in repository._index.header(m).pack_names]
+    return [name for m in repository.snapshot(ref).manifests for name in repository.context.index.header(m).pack_names]
 
 
 def test_options_that_are_none():

@@ -64,7 +64,7 @@ def check_works(root: Path) -> None:
         assert repository.stats().unneeded_bytes == 0
     with Repository.open(root, options=OPTIONS) as repository:
         check_restores(repository)
-        assert repository._index._environment is not None
+        assert repository.context.index._environment is not None
 
 
 def test_an_index_is_used_again(root, monkeypatch):
@@ -217,7 +217,7 @@ def test_a_repository_keeps_no_index(root, tmp_path):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "index").iterdir()}
     check_works(root)
     with Repository.open(shutil.copytree(root, tmp_path / "copy")) as copy, Repository.open(root) as repository:
-        assert copy._index.folder != repository._index.folder
+        assert copy.context.index.folder != repository.context.index.folder
         copy.rebuild_index()
         assert copy.check().ok
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "index").iterdir()} == before
@@ -235,16 +235,16 @@ def test_a_repository_has_one_index_by_whatever_path(root, tmp_path, monkeypatch
     folders = set()
     for path in paths:
         with Repository.open(path) as repository:
-            folders.add(repository._index.folder)
+            folders.add(repository.context.index.folder)
             assert repository.store.list("snapshots/")
     assert folders == {index_of(root)}
 
 
 def test_the_index_lies_in_a_private_folder(root, cache):
     with Repository.open(root) as repository:
-        for folder in (cache, repository._index.folder):
+        for folder in (cache, repository.context.index.folder):
             assert folder.stat().st_mode & 0o777 == 0o700
-        assert repository._index.folder.parent == cache
+        assert repository.context.index.folder.parent == cache
 
 
 @pytest.mark.parametrize("harm", ["group", "others", "owner", "file", "network", "read-only"])
@@ -270,12 +270,12 @@ def test_a_cache_that_is_not_for_us_alone_is_not_used(root, cache, harm, monkeyp
 
         monkeypatch.setattr(Path, "mkdir", mkdir)
     with Repository.open(root, options=OPTIONS) as repository:
-        assert cache not in repository._index.folder.parents
-        assert repository._index.folder.stat().st_mode & 0o777 == 0o700
+        assert cache not in repository.context.index.folder.parents
+        assert repository.context.index.folder.stat().st_mode & 0o777 == 0o700
         assert f"the cache {cache}" in caplog.text
         check_restores(repository)
         save(repository, "a", 4, 4)
-    assert not repository._index.folder.exists()
+    assert not repository.context.index.folder.exists()
     assert harm == "file" or list(cache.iterdir()) == []
 
 
@@ -308,7 +308,7 @@ def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
                 StorageError, match="this is not the repository that was opened: its config has another uuid"
             ):
                 save(old, "a", 1, 1)
-            assert new._index._environment._file == new._index._environment._file_now()
+            assert new.context.index._environment._file == new.context.index._environment._file_now()
             assert len(new.snapshots("a")) == 1
             new.gc()
         with Repository.open(root, options=OPTIONS) as new:
@@ -327,7 +327,7 @@ def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path)
             check_works(root)
             os.fstat(file.fileno())
         with Repository.open(tmp_path / "other", options=OPTIONS) as again:
-            assert again._index._environment is other._index._environment
+            assert again.context.index._environment is other.context.index._environment
         save(other, "z", 0, 0)
 
 
@@ -342,7 +342,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
         code = f"from snapstore import Repository\nRepository.open({str(root)!r}).close()"
         subprocess.run([sys.executable, "-c", code], check=True)
-        assert repository._index._environment._env.reader_check() == 0, "there was one left to clear"
+        assert repository.context.index._environment._env.reader_check() == 0, "there was one left to clear"
 
 
 def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):
@@ -360,7 +360,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
             try:
                 assert other.stdout.readline() == "held\n"
-                repository._index._environment._patience_s = 0.5
+                repository.context.index._environment._patience_s = 0.5
                 began = time.monotonic()
                 save(repository, "a", 4, 4)
                 save(repository, "a", 5, 5)
@@ -609,7 +609,7 @@ def test_a_known_repository_reads_no_record(root, monkeypatch):
 def test_a_cached_header_of_another_manifest_is_not_believed(root):
     """However it got there: a gc deletes by it."""
     with Repository.open(root, options=OPTIONS) as repository:
-        index, (ref, other) = repository._index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
+        index, (ref, other) = repository.context.index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
         right = index.header(ref)
         index.header(other)
         wrong = index._cached(other)
@@ -841,7 +841,7 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
 def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
     """While a save or a restore is looking something up."""
     with Repository.open(root, options=OPTIONS) as repository:
-        index, ref = repository._index, repository.snapshot("a@2").manifests[0]
+        index, ref = repository.context.index, repository.snapshot("a@2").manifests[0]
         index.header(ref)
         environment, looks = index._environment, iter(range(10))
         gone = property(lambda _: environment if next(looks) == 0 else None)

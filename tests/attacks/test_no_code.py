@@ -12,7 +12,7 @@ PACKAGE = Path(snapstore.__file__).parent
 FORBIDDEN = {"eval", "exec", "compile", "__import__", "loads", "load_module", "Unpickler", "unsafe_load", "run_path"}
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "runpy"}
 #: pickle: its error alone, which torch.load raises of what it refuses.
-KNOWN = {("cli/files.py", "import pickle"), ("cuda/kernels.py", "compile")}  # a kernel of ours
+KNOWN = {("cli/files.py", "import pickle"), ("engine/cuda/kernels.py", "compile")}  # a kernel of ours
 
 
 def found_in(file):

@@ -40,7 +40,7 @@ class TestMemoryStore(ObjectStoreContract):
 
 HOLDER = """
 import sys
-from snapstore.storage import open_store
+from snapstore.storage.urls import open_store
 open_store(sys.argv[1]).hold(sys.argv[2], b"x")
 print("held", flush=True)
 sys.stdin.read()

@@ -20,7 +20,8 @@ from faults import index_of
 from typer.testing import CliRunner
 
 from snapstore import KeepLast, NotFoundError, Repository, cli
-from snapstore.cli import app, files, maintenance, output
+from snapstore.cli import files, maintenance, output
+from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.errors import ConflictError, StorageError
 from snapstore.format import records
@@ -105,8 +106,8 @@ def series(made, tmp_path):
 def test_every_verb_has_help_and_stands_in_the_list():
     listed = CliRunner().invoke(cli.app, ["--help"])
     assert listed.exit_code == 0
-    assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(app.VERBS)
-    for verb in app.VERBS:
+    assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(VERBS)
+    for verb in VERBS:
         text = CliRunner().invoke(cli.app, [verb, "-h"]).stdout
         assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
 

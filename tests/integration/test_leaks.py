@@ -19,7 +19,7 @@ SCRIPT = """
 import gc, json, os, sys, threading
 import torch
 from snapstore import KeepLast, SnapshotManager
-from snapstore.environment import Environment
+from snapstore.catalog.lmdb_file import Environment
 
 def numbers(snapshots):
     gc.collect()

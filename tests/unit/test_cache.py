@@ -78,7 +78,7 @@ def test_what_is_no_index_of_ours_is_left_alone(folder):
 USER = """
 import sys
 from pathlib import Path
-from snapstore.cache import begin_use
+from snapstore.storage.cache_dir import begin_use
 begin_use(Path(sys.argv[1]))
 print("in use", flush=True)
 sys.stdin.read()

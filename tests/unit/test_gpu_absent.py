@@ -110,7 +110,9 @@ def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
 def a_cupy(a_gpu, monkeypatch):
     """Packages that are there; what is asked of their modules may fail."""
     monkeypatch.setattr(cuda, "require", lambda: None)
-    modules = {name: ModuleType(f"snapstore.engine.cuda.{name}") for name in ("hosted", "kernels", "nvcomp", "engine")}
+    modules = {
+        name: ModuleType(f"snapstore.engine.cuda.{name}") for name in ("nvcomp_host", "kernels", "nvcomp", "engine")
+    }
     modules["nvcomp"].check_rooms = lambda: None
     modules["kernels"].prepare = lambda device: None
     modules["engine"].CudaEngine = lambda *args: CpuEngine(0, 1)

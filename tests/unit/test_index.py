@@ -515,7 +515,7 @@ def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
     backup.put(here.key, encode(here))
     index = index_module.Index(backup, uuid, tmp_path / "i")
     packs = keys_of(backup, "packs/")
-    gc.collect(backup, index)
+    gc.collect(SimpleNamespace(store=backup, index=index))
     assert [s.step for s in index.refresh().snapshots()] == [0, 1, 2]
     index.close()
     assert keys_of(backup, "packs/") == packs
@@ -715,13 +715,13 @@ def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
     index = index_module.Index(store, "0" * 32, tmp_path)
     index.refresh()
     store.read, store.highest, store.wanted = [], 0, 4
-    result = gc.collect(store, index)
+    result = gc.collect(SimpleNamespace(store=store, index=index))
     headers = [key for key in store.read if key.startswith("manifests/")]
     assert len(headers) == len(set(headers)) == 3 * 40
     assert store.wanted <= store.highest <= index_module.READ_THREADS
     assert result.deleted_objects > 0
     store.read = []
-    gc.collect(store, index)
+    gc.collect(SimpleNamespace(store=store, index=index))
     assert [key for key in store.read if key.startswith("manifests/")] == []
     index.close()
 
@@ -738,10 +738,10 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
     before = dict(store._objects)
     expected = rf"gc: a@17: {ref.key}.*nothing was deleted" if how == "deleted" else ref.key
     with pytest.raises(IntegrityError, match=expected):
-        gc.collect(store, index)
+        gc.collect(SimpleNamespace(store=store, index=index))
     assert before.items() <= store._objects.items()
     store._objects[ref.key] = data, info  # mended: nothing of the damage was cached
-    assert gc.collect(store, index).deleted_objects > 0
+    assert gc.collect(SimpleNamespace(store=store, index=index)).deleted_objects > 0
     index.close()
 
 

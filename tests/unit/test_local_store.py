@@ -613,7 +613,7 @@ def python(script, *args):
     """A child that runs the script; it has the store as `store` and `say(x)` for a line on stdout."""
     head = (
         "import os, sys, time\n"
-        "from snapstore.storage.base import local, locks\n"
+        "from snapstore.storage import local, locks\n"
         "store = local.LocalStore(sys.argv[1])\n"
         "say = lambda x: os.write(1, f'{x}\\n'.encode())\n"
     )

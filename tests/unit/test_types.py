@@ -29,9 +29,9 @@ from snapstore import (
     NotFoundError, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError,
     StorageError, StorageFullError, UnknownFormatError, UnsupportedLeafError,
 )
-from snapstore.findings import CheckResult, Problem
-from snapstore.gc import GcResult
-from snapstore.inspection import Diff, GroupStats, Stats, TensorDiff
+from snapstore.check.report import CheckResult, Problem
+from snapstore.protocol.gc import GcResult
+from snapstore.inspect.inspection import Diff, GroupStats, Stats, TensorDiff
 from snapstore.repository import ForgetResult
 from snapstore.retention import Policy
 

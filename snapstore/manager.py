@@ -14,17 +14,21 @@ import time
 import traceback
 from _thread import LockType
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
-from .format.records import SaveRequest, Snapshot, check_name, check_step
+from .format.records import Snapshot, check_name, check_step
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .repository import Repository
 from .storage.base import ObjectStore
+
+if TYPE_CHECKING:
+    from .save.inputs import PartInput, SaveRequest
 
 log = logging.getLogger("snapstore")
 
@@ -39,9 +43,6 @@ class SaveHandle:
         self._error: BaseException | None = None
         if skipped:
             self._finished.set()
-
-    def wait_staged(self) -> None:
-        """Return once the state may change. `save` has seen to that already; kept for engines that stage later."""
 
     def done(self) -> bool:
         """Whether the save has committed, failed, or was skipped."""
@@ -63,6 +64,26 @@ class SaveHandle:
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
         self._snapshot, self._error = snapshot, error
         self._finished.set()
+
+
+class _Slot:
+    """Lets one save at a time through: its caller's thread holds the slot first, then the thread in the background.
+
+    Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
+    first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
+    takes the note out may unlock. It is a lock and no `Thread.join`: CPython 3.11 counts a thread as ended when a join
+    is interrupted.
+    """
+
+    def __init__(self, lock: LockType) -> None:
+        held: dict[str, LockType] = {}
+        self.acquire = partial(held.update, zip(["lock"], filter(LockType.acquire, [lock]), strict=False))
+        self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
+        self._held = held
+
+    def hand_over(self) -> LockType | None:
+        """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""
+        return self._held.pop("lock", None)
 
 
 class SnapshotManager:
@@ -117,9 +138,7 @@ class SnapshotManager:
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging)
         if staging != "auto":
             self.repository.context.engines.required = True
-        # One save at a time holds the slot: first the caller's thread, then the one in the background. A lock and not
-        # Thread.join: one that is interrupted takes its thread for ended (CPython 3.11).
-        self._slot = threading.Lock()
+        self._saving = threading.Lock()  # see _Slot
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
         self._errors: list[BaseException] = []  # of saves
@@ -169,87 +188,74 @@ class SnapshotManager:
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and self._slot.locked():
+        if self._skip_busy and not force and self._saving.locked():
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._check_inside()
         if not threading.current_thread().is_alive():  # in an exit handler: no more threads are waited for
             self._async = False
-        thread, launched = threading.get_ident(), False
-        # Who pops the slot out of it releases the slot: this thread, or the one that goes on in the background. Ctrl-C
-        # may strike behind any call, so one call acquires and puts it in, and one takes it out and releases.
-        token: dict[str, LockType] = {}
-        give_back = map(LockType.release, filter(None, map(token.pop, ["slot"], [None])))
+        thread, launched, slot = threading.get_ident(), False, _Slot(self._saving)
         try:
             self._inside.add(thread)
-            token.update(zip(["slot"], filter(LockType.acquire, [self._slot]), strict=False))
+            slot.acquire()
             self._raise_of_saves()
             full = retention.keeps_for_long(self.keep, step)
-            request = self.repository.request(self.run, step, None, (), metrics, metadata, tags, full)
-            handle = self._begin(request, state, started, token)
+            from .save.inputs import SaveRequest
+
+            request = SaveRequest(
+                self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
+            )
+            request.resolve(self.repository.context, self.repository.lineage)
+            handle = self._begin(request, state, slot)
             launched = self._async
         finally:
             try:
                 if not launched:
-                    any(give_back)
+                    slot.release()
             finally:
                 self._inside.discard(thread)
         if not self._async:
             handle.result()
         return handle
 
-    def _begin(self, request: SaveRequest, state: Any, started: float, token: dict[str, LockType]) -> SaveHandle:
+    def _begin(self, request: SaveRequest, state: Any, slot: _Slot) -> SaveHandle:
         """Run the save, or copy the state and leave the rest to a thread."""
-        from .format import chunking
+        from .save.inputs import inputs_of
         from .state.flatten import flatten
 
-        parts = flatten(state)
         handle = SaveHandle()
-        work: list[tuple[Any, Any]] = []  # whoever begins takes it out: an error's frames should not hold it
-        if not self._async and not any(self._staging.on_device(held.value) for p in parts for held in p.arrays):
-            work.append((parts, None))
-            del parts
-            self._run(handle, request, work, started, None)
-            return handle
-        try:
-            work.append((parts, self._staging.copy(parts, chunking.INLINE_BYTES)))
-        except InvalidInputError:
-            self._staging.failed()
-            raise
-        for part in parts:
-            part.arrays.clear()  # the state itself is no business of the background
+        work: list[list[PartInput]] = []  # `_run` takes it out: an error's frames should not hold the state
+        parts = flatten(state)
+        copies = self._async or any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+        work.append(self._staging.copy(parts) if copies else inputs_of(parts))
         del parts
-        stall_s = time.monotonic() - started
         if not self._async:
-            self._run(handle, request, work, started, None)
+            self._run(handle, request, work)
             return handle
+        request.stall_s = time.monotonic() - request.started
 
         def run() -> None:
-            slot = token.pop("slot", None)
-            if slot is not None:  # else the caller was interrupted and has given up
+            lock = slot.hand_over()
+            if lock is not None:
                 try:
                     with self.repository.context.engines.in_background():
-                        self._run(handle, request, work, started, stall_s)
+                        self._run(handle, request, work)
                 finally:
-                    slot.release()
+                    lock.release()
 
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
         threading.Thread(target=run, name=f"snapstore-{self.run}").start()
         return handle
 
-    def _run(
-        self, handle: SaveHandle, request: SaveRequest, work: list[tuple[Any, Any]], started: float,
-        stall_s: float | None,
-    ) -> None:  # fmt: skip
-        """The save and, once it is durable, what the policies ask for. Takes (parts, copies) out of `work`."""
-        parts, copies = work.pop()
+    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]]) -> None:
+        """Save, then apply the policies. Takes the inputs out of `work`."""
+        from .save.pipeline import save
+
+        inputs = work.pop()
         try:
-            snapshot = self.repository.write(
-                request, parts, staging=self._staging, copies=copies, started=started, stall_s=stall_s
-            )
+            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, self._staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
-            self._staging.failed()
-            parts = copies = None  # else the error's frames would hold them, gigabytes, until it is raised
+            del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
             if self._async:
                 self._errors.append(error)
@@ -261,7 +267,7 @@ class SnapshotManager:
             try:
                 self._retain()
             except Exception as error:  # noqa: BLE001  likewise, though not by `save`
-                log.error("run=%s nothing is forgotten or collected until this is mended: %s", self.run, error)
+                log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
 
     def _retain(self) -> None:
@@ -298,7 +304,7 @@ class SnapshotManager:
         """Wait until no save holds the slot."""
         if os.getpid() == self._pid:  # a forked child has no such thread
             self._check_inside()
-            with self._slot:
+            with self._saving:
                 pass
 
     def _check_inside(self) -> None:
@@ -363,22 +369,34 @@ class SnapshotManager:
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
     def restore(
-        self, step: int | str | None = None, *, into: Any = None, keys: str | Sequence[str] | None = None,
-        device: Any = None,
-    ) -> Any:  # fmt: skip
-        """The state of a step (or tag; None: the newest), or `into` filled with it (then the Snapshot is returned).
+        self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Any:
+        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
+        from .restore.pipeline import read
 
-        Waits for the save that is running. See `Repository.restore`.
+        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
+        self.repository.lineage.go_on_from(self.run, snapshot)
+        return state
+
+    def restore_into(
+        self, target: Any, step: int | str | None = None, *, keys: str | Sequence[str] | None = None
+    ) -> Snapshot:
+        """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
+
+        Waits for the running save. See `Repository.restore_into`.
         """
+        from .restore.pipeline import read_into
+
+        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys)
+        self.repository.lineage.go_on_from(self.run, snapshot)
+        return snapshot
+
+    def _ref(self, step: int | str | None) -> str:
+        """Return the reference of a step, once no save is running."""
         self._check_open()
         self._join()
-        if step is None:
-            newest = self.repository.view().latest(self.run)
-            if newest is None:
-                raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
-            ref = f"{self.run}@latest"
-        else:
-            ref = f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
-        snapshot, state = self.repository.read(ref, into, keys, device)
-        self.repository.go_on_from(self.run, snapshot)
-        return snapshot if into is not None else state
+        if step is not None:
+            return f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
+        if self.repository.view().latest(self.run) is None:
+            raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
+        return f"{self.run}@latest"

@@ -10,11 +10,10 @@ import logging
 import os
 import re
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -32,19 +31,19 @@ from .errors import (
     IntegrityError,
     InvalidInputError,
     NotFoundError,
-    SnapstoreError,
     StorageError,
     UnknownFormatError,
 )
 from .format import chunking, records
 from .format.hashing import new_seed
-from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
+from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, Snapshot, check_name
 from .options import SaveOptions
 from .protocol import gc, quarantine, revisions
 from .protocol import tags as tagging
 from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
+from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.cache_dir import shrink
 from .storage.urls import open_store
@@ -52,14 +51,10 @@ from .text import counted, some, without_advice
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
-    from .format.manifest import Manifest
     from .inspect.inspection import Diff, Stats
     from .repair.repair import RepairReport
     from .rewrite.compact import CompactReport
     from .rewrite.recode import RecodeResult
-    from .save.staging import Staging
-    from .state.arrays import Memory
-    from .state.flatten import Part
 
 log = logging.getLogger("snapstore")
 KNOWN_FEATURES: frozenset[str] = frozenset()
@@ -77,15 +72,6 @@ class ForgetResult:
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
-
-
-@dataclass(slots=True)
-class _Lineage:
-    """What this process restored or committed last: the parents of its next saves."""
-
-    committed: dict[str, str] = field(default_factory=dict)  # run -> id
-    restored: str | None = None
-    restored_for: set[str] = field(default_factory=set)  # runs that have saved since
 
 
 P = ParamSpec("P")
@@ -121,10 +107,7 @@ class Repository:
         if temporary is None:
             shrink()
         self._finalizer = weakref.finalize(self, _clean_up, own, engines, temporary, os.getpid())
-        self._lock = threading.RLock()
-        self._lineage = _Lineage()
-        self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
-        self._manifests: dict[str, Manifest] = {}  # all of these, by SHA-256
+        self.lineage = Lineage()
 
     # -- open and close
 
@@ -286,110 +269,52 @@ class Repository:
             ConflictError: a gc gave this save up as dead; save again.
         """
         check_ranks(run, ranks)
-        request = self.request(run, step, parent, bases, metrics, metadata, tags, full)
+        from .save.inputs import SaveRequest, inputs_of
+        from .save.pipeline import save as store
         from .save.staging import Staging
         from .state.flatten import flatten
 
-        started = time.monotonic()
+        request = SaveRequest(run, step, parent, bases, metrics, metadata, tags, full)
+        request.resolve(self.context, self.lineage)
         staging = Staging(self.context.engines, keep_base=False)
-        return self.write(request, flatten(state), staging=staging, copies=None, started=started)
+        return store(self.context, self.lineage, request, inputs_of(flatten(state)), staging)
 
-    def request(
-        self, run: str, step: int, parent: str | None, bases: Sequence[str], metrics: Mapping[str, float] | None,
-        metadata: Any, tags: Sequence[str], full: bool,
-    ) -> SaveRequest:  # fmt: skip
-        """Check the arguments of a save before anything is done."""
-        self.context.index.check_process()
-        check_name("run", run)
-        for what, given in (("tags", tags), ("bases", bases)):
-            if isinstance(given, str):
-                raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
-        view = self.view() if parent or bases else None
-        return SaveRequest(
-            run=run, step=check_step(step), tags=records.check_tags(tags),
-            parent=view.resolve(parent).id if parent and view else self._parent(run),
-            bases=[view.resolve(ref).id for ref in bases] if view else [],
-            metrics=records.check_metrics(metrics or {}), metadata_node=records.encode_metadata(metadata),
-            full=full or bool(tags),
-        )  # fmt: skip
-
-    def write(
-        self, request: SaveRequest, parts: list[Part], *, staging: Staging, copies: list[list[Memory]] | None,
-        started: float, stall_s: float | None = None,
-    ) -> Snapshot:  # fmt: skip
-        """Run the write path (save.py); SnapshotManager calls it from its own thread."""
-        from .save.pipeline import save
-        from .save.writer import Plan
-
-        options, before = self.options, self.view() if request.tags else None
-        plan = Plan(
-            self.config.chunk_bytes, options.pack_bytes, options.max_depth, request.full, verify=options.verify_writes
-        )
-        snapshot, manifests = save(
-            self.context, request, parts, plan, staging=staging, copies=copies,
-            at_hand=self._manifests, started=started, stall_s=stall_s,
-        )  # fmt: skip
-        with self._lock:
-            self._at_hand[request.run] = manifests
-            self._lineage.committed[request.run] = snapshot.id
-            self._lineage.restored_for.add(request.run)
-            self._manifests = {name: m for of_run in self._at_hand.values() for name, m in of_run.items()}
-        try:
-            if before is not None:
-                snapshot = tagging.take(self.context, request.tags, snapshot, before)
-        except SnapstoreError as error:  # the save is committed; the newest of two that hold a tag is the one it means
-            log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
-        return snapshot
-
-    def restore(
-        self, ref: str, *, into: Any = None, keys: str | Sequence[str] | None = None, device: Any = None
-    ) -> Any:
-        """The state of a snapshot as a nested dict, or `into` filled in place (then the Snapshot is returned).
+    def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
+        """Return the state of a snapshot, as nested containers.
 
         Args:
-            ref: of any run; saving into another run afterwards forks from it.
-            into: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
-            keys: glob or globs over dotted paths, such as "model.*"; only the bytes they need are read.
+            ref: of any run; a save into another run afterwards forks from it.
+            keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
         Raises:
             NotFoundError: the reference or a key names nothing.
-            InvalidInputError: `into` does not fit; every difference is listed, nothing was written.
-            CapabilityError: `device` is a CUDA device that is not there.
-            IntegrityError: damage was found; `into` may be half written.
+            CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
+            IntegrityError: the snapshot is damaged.
         """
-        snapshot, state = self.read(ref, into, keys, device)
-        with self._lock:
-            self._lineage.restored, self._lineage.restored_for = snapshot.id, set()
-        return snapshot if into is not None else state
+        from .restore.pipeline import read
 
-    def read(self, ref: str, into: Any, keys: str | Sequence[str] | None, device: Any) -> tuple[Snapshot, Any]:
-        """`restore` without a say in the lineage of later saves: (the snapshot, its state)."""
-        from .restore.pipeline import restore
+        snapshot, state = read(self.context, ref, keys=keys, device=device)
+        self.lineage.note_restored(snapshot)
+        return state
 
-        snapshot = self.snapshot(ref)
-        while True:
-            try:
-                return snapshot, restore(self.context, snapshot, into=into, keys=keys, device=device)
-            except (IntegrityError, FormatError) as error:
-                ruling = self.view().get(snapshot.id)
-                if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
-                    raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
-                # Rewritten, and the old packs collected, while we read; or collected itself, so another one is meant.
-                snapshot = ruling if ruling.state != SWEPT else self.snapshot(ref)
+    def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+        """Fill `target` with the state of a snapshot, and return the snapshot.
 
-    def go_on_from(self, run: str, snapshot: Snapshot) -> None:
-        """The next save of `run` has this parent; other runs keep theirs (two managers may share a repository)."""
-        with self._lock:
-            self._lineage.committed[run] = snapshot.id
-            self._lineage.restored_for.add(run)
+        Args:
+            ref, keys: see `restore`.
+            target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
 
-    def _parent(self, run: str) -> str | None:
-        """What the next save of a run goes on from: a restore since its last save, else that save."""
-        with self._lock:
-            if self._lineage.restored is not None and run not in self._lineage.restored_for:
-                return self._lineage.restored
-            return self._lineage.committed.get(run)
+        Raises:
+            NotFoundError: the reference or a key names nothing.
+            InvalidInputError: `target` does not fit; every difference is listed, and nothing was written.
+            IntegrityError: the snapshot is damaged; `target` may be half written.
+        """
+        from .restore.pipeline import read_into
+
+        snapshot = read_into(self.context, ref, target, keys=keys)
+        self.lineage.note_restored(snapshot)
+        return snapshot
 
     # -- tags
 

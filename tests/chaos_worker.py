@@ -233,7 +233,7 @@ class Worker:
             return
         with self.call("restore", may_fail=snapshot.run in CHURNED, id=snapshot.id):
             into = hosts.values(snapshot.run, 0)
-            repository.restore(f"id:{snapshot.id}", into=into)
+            repository.restore_into(f"id:{snapshot.id}", into)
             if not same(into, expected(*version_of(snapshot))):
                 self.wrong(f"restored into {snapshot.ref} id:{snapshot.id}: other bytes")
 

@@ -337,7 +337,7 @@ def _restore(bench: Bench, state: State, path: Path, codec: str) -> dict[str, An
     assert saved is not None
     into = {kind: {name: torch.zeros_like(t) for name, t in group.items()} for kind, group in state.items()}
     with Repository.open(path, options=options(bench.device, codec)) as repository:
-        times = [seconds(bench.device, lambda: repository.restore(saved.ref, into=into)) for _ in range(8)][1:]
+        times = [seconds(bench.device, lambda: repository.restore_into(saved.ref, into)) for _ in range(8)][1:]
     if not same_bits(state, into):
         raise RuntimeError(f"{codec}: the restored state is not bit-equal to the one saved")
     rates = [nbytes(state) / took / 1e9 for took in times]

@@ -107,10 +107,10 @@ def train(args: argparse.Namespace) -> None:
     with open_snapshots(args, repository) as snapshots:
         start = 1
         if snapshots and snapshots.latest_step() is not None:
-            start = snapshots.restore(into=state).step + 1
+            start = snapshots.restore_into(state).step + 1
             print(f"resumed after step {start - 1}", flush=True)
         elif snapshots and args.fork:
-            start = repository.restore(args.fork, into=state).step + 1
+            start = repository.restore_into(args.fork, state).step + 1
             scheduler.base_lrs = [args.lr]
             optimizer.param_groups[0]["lr"] = args.lr * warmup_then_cosine((start - 1) / args.steps)
             snapshots.save(start - 1, state, tags=["fork-point"], force=True)  # so that this run stands on its own

@@ -176,19 +176,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, revision=self.revision + 1, write_id=new_id(), **changes)
 
 
-class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked arguments of one save; never stored as such."""
-
-    run: str
-    step: int
-    parent: str | None
-    bases: list[str]
-    metrics: dict[str, float]
-    metadata_node: msgspec.Raw  # a node of docs/format.md, "Tree"
-    tags: list[str]
-    full: bool
-
-
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """A save in flight, as gc sees it."""
 

@@ -349,7 +349,7 @@ class Session(Claim):
         """Create the record; see `publish` for what it raises."""
         snapshot = Snapshot(
             id=self.id, run=self.run, step=self.step, seq=self.seq, state=COMMITTED, write_id=records.new_id(),
-            parent=self.parent, bases=[base.id for base in self.bases], **fields,
+            parent=self.parent, **fields,
         )  # fmt: skip
         return self.publish(snapshot)
 

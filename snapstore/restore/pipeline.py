@@ -16,10 +16,10 @@ from ..chunks import limits
 from ..chunks.reader import Fetcher, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, UnknownFormatError
+from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
 from ..format import chunking, manifest
 from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
-from ..format.records import Snapshot
+from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
 from ..state.restore_plan import Target
 from ..state.selection import parts_needed
@@ -28,6 +28,36 @@ from ..storage.base import ObjectStore
 from ..text import human_bytes
 
 log = logging.getLogger("snapstore")
+
+
+def read(
+    context: Context, ref: str, *, into: Any = None, keys: str | Sequence[str] | None = None, device: Any = None
+) -> tuple[Snapshot, Any]:
+    """Return the snapshot that a reference names, and its state, or `into` filled with it.
+
+    Raises:
+        NotFoundError: the reference names nothing.
+        See `restore` for the others.
+    """
+    snapshot = context.index.refresh().resolve(ref)
+    while True:
+        try:
+            return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
+        except (IntegrityError, FormatError) as error:
+            view = context.index.refresh()
+            ruling = view.get(snapshot.id)
+            if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
+                raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
+            # It was rewritten while we read, and a gc has deleted its old packs; or it was deleted itself, and the
+            # reference means another snapshot now.
+            snapshot = ruling if ruling.state != SWEPT else view.resolve(ref)
+
+
+def read_into(context: Context, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+    """Fill `target` with the state that a reference names, and return the snapshot; raises as `read` does."""
+    if target is None:
+        raise InvalidInputError("restore_into: the target is None; pass the state to fill, or call restore")
+    return read(context, ref, into=target, keys=keys)[0]
 
 
 def restore(

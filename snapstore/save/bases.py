@@ -1,21 +1,29 @@
-"""Delta: which bases a save may use, which chunk is the base of which, and when a delta pays.
+"""Bases: the snapshots that a save builds on; which chunks they hold, and which chunk is the base of which.
 
-In: the manifests of the base snapshots. Out: for every chunk its row of known references, or its candidate base. A
-chunk that a base snapshot holds anywhere is referenced (dedup); else the chunk at the same place of the same tensor is
-its base, if the chain stays short enough.
+In: the manifests of the base snapshots. Out: for each chunk of the save the row of the same chunk in a base (dedup), or
+the row of the chunk at the same place of the same tensor, to which a delta may be stored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
+from ..context import Context
+from ..errors import DAMAGE, StorageError
+from ..format import manifest
+from ..format.keys import pack_key
 from ..format.manifest import ChunkTable, Manifest
 from ..format.records import MAX_COUNTED, Snapshot
+from ..protocol.session import Session
+from ..storage.base import ObjectStore
+
+log = logging.getLogger("snapstore")
 
 Place = tuple[str, tuple[str | int, ...], str, tuple[int, ...]]  # part, path, dtype, shape
 
@@ -29,21 +37,23 @@ class Base:
 
 
 class Bases:
-    """All that a save may reference, as one chunk table over one list of packs.
+    """All chunks that a save may reference, as one chunk table over one list of packs.
 
     Args:
-        damaged: names of packs that nothing is to be built upon.
+        damaged: names of packs that are missing or damaged.
 
     Attributes:
+        ids: of the base snapshots.
+        snapshot: the first of them, whose bytes staging may still keep.
         table: the chunks of all base snapshots; `ref_packs` counts in `packs`.
-        usable: (n,) bool, which of them need no pack that is missing or damaged.
+        usable: (n,) bool, which of the chunks need no damaged pack.
         packs, pack_sizes: hex names and sizes [bytes].
-        snapshot: the first base: the one whose plain bytes a caller may still hold in memory.
     """
 
     def __init__(self, bases: Sequence[Base] = (), damaged: Collection[str] = ()) -> None:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
+        self.ids = [base.snapshot.id for base in bases]
         self.snapshot = bases[0].snapshot if bases else None
         self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
         self._places: dict[Place, tuple[int, bool]] = {}
@@ -51,13 +61,13 @@ class Bases:
         tables: list[ChunkTable] = []
         rows = 0
         for i, base in enumerate(bases):
-            for manifest in base.manifests:
-                tables.append(self._adopt(manifest, known))
-                for entry in manifest.tensors:
-                    place = (manifest.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape))
+            for m in base.manifests:
+                tables.append(self._adopt(m, known))
+                for entry in m.tensors:
+                    place = (m.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape))
                     if len(entry.boxes) == 1:
                         self._places.setdefault(place, (rows + entry.boxes[0].first_chunk, i == 0))
-                rows += len(manifest.table)
+                rows += len(m.table)
         self.table = ChunkTable.concatenate(tables)
         self.depths = self.table.depths
         self.lengths = self.table.lengths
@@ -68,17 +78,17 @@ class Bases:
         self._order = usable[np.argsort(keys[usable], kind="stable")]
         self._sorted = keys[self._order]
 
-    def _adopt(self, manifest: Manifest, known: dict[str, int]) -> ChunkTable:
-        """The manifest's table, its packs renumbered into `self.packs`."""
+    def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
+        """Return the manifest's table, its packs renumbered into `self.packs`."""
         numbers = []
-        for name, size in zip(manifest.header.pack_names, manifest.header.pack_size_list, strict=True):
+        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True):
             if name not in known:
                 known[name] = len(self.packs)
                 self.packs.append(name)
                 self.pack_sizes.append(size)
             numbers.append(known[name])
         renumber = np.array(numbers or [0], np.uint32)
-        return dataclasses.replace(manifest.table, ref_packs=renumber[manifest.table.ref_packs])
+        return dataclasses.replace(m.table, ref_packs=renumber[m.table.ref_packs])
 
     @staticmethod
     def _keys(digests: Bytes) -> npt.NDArray[np.uint64]:
@@ -97,3 +107,66 @@ class Bases:
     def first_row(self, place: Place) -> tuple[int, bool]:
         """(row of the first chunk of the tensor at `place`, whether the first base has it); (-1, False) if none has."""
         return self._places.get(place, (-1, False))
+
+
+def load_bases(context: Context, session: Session, cached: Mapping[str, Manifest]) -> Bases:
+    """Return the chunks that a save may reference, out of the base snapshots that its session allows.
+
+    A base whose manifests cannot be read is left out, and so are chunks in damaged packs. So is a base in chunks of
+    another size: a repair may have reconstructed a config without knowing the size.
+
+    Args:
+        cached: manifests in memory, by SHA-256.
+
+    Raises:
+        FormatError: a base has another digest seed: the config is not this repository's. A state that is saved under
+            it would be unreadable once the right config is back.
+    """
+    config = context.config
+
+    def readable() -> Iterator[Base]:
+        for snapshot in session.bases:
+            try:
+                manifests = [
+                    cached.get(ref.sha256) or manifest.read(context.store, ref, None) for ref in snapshot.manifests
+                ]
+            except (*DAMAGE, StorageError) as error:
+                log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
+                continue
+            for ref, m in zip(snapshot.manifests, manifests, strict=True):
+                manifest.check_seed(m.header, config.digest_seed, f"base {snapshot.ref}: {ref.key}")
+            if all(m.header.chunk_bytes == config.chunk_bytes for m in manifests):
+                yield Base(snapshot, manifests)
+
+    bases = list(readable())
+    return Bases(bases, _damaged_packs(context.store, session, bases))
+
+
+def _damaged_packs(store: ObjectStore, session: Session, bases: Sequence[Base]) -> set[str]:
+    """Return the names of packs that are missing, of another size, or in quarantine: known chunks are not read again.
+
+    Returns all packs if the store cannot tell, for example because of a bad sector: a full save needs none of them.
+    """
+    expected = {
+        name: size
+        for base in bases
+        for m in base.manifests
+        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True)
+    }
+    try:
+        sizes = store.sizes([pack_key(name) for name in expected])
+    except StorageError as error:
+        text = "run=%s the packs of the bases cannot be checked, saving in full; run 'snapstore repair': %s"
+        log.warning(text, session.run, error)
+        return set(expected)
+    damaged = {
+        name
+        for name, size in expected.items()
+        if sizes.get(pack_key(name)) != size or pack_key(name) in session.quarantined
+    }
+    if damaged:
+        log.warning(
+            "run=%s %d packs of the bases are damaged, their chunks are stored again; run 'snapstore repair': first %s",
+            session.run, len(damaged), pack_key(min(damaged)),
+        )  # fmt: skip
+    return damaged

@@ -225,7 +225,7 @@ def test_restoring_into_tensors_takes_no_memory(monkeypatch):
         with pytest.raises(CapabilityError, match=r"needs 8.0MB"):
             repo.restore("r@0", keys="b")
         mine = {"a": np.zeros(2**20, np.float32), "b": [np.zeros(10**6)]}
-        repo.restore("r@0", into=mine, keys=["a", "b"])
+        repo.restore_into("r@0", mine, keys=["a", "b"])
         np.testing.assert_array_equal(mine["a"], state["a"])
         np.testing.assert_array_equal(mine["b"][0], state["b"][0])
 

@@ -77,7 +77,7 @@ def test_it_restores_into_a_state(golden):
     target = state(4)
     with torch.no_grad():
         target["model"]["w"].zero_()
-    repo.restore("main@4", into=target)
+    repo.restore_into("main@4", target)
     assert describe(target) == describe(state(4))
 
 

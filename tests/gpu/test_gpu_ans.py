@@ -218,7 +218,7 @@ def test_without_packages_portable_goes_through_host_memory(no_packages, caplog,
             drift(state, step)
             assert differing(facts(made.restore(step, device="cuda")), wanted) == []
         into = {key: torch.zeros_like(value) for key, value in state.items()}
-        made.restore(2, into=into)
+        made.restore_into(into, 2)
         assert differing(facts(into), wanted) == []
     said = [r.getMessage() for r in caplog.records if "compressed on the CPU" in r.getMessage()]
     assert len(said) == 1, said

@@ -25,7 +25,7 @@ def test_a_state_on_two_devices(mode):
             drift(state, step)
             assert differing(facts(made.restore(step)), wanted) == []
             into = scrambled(state)
-            made.restore(step, into=into)
+            made.restore_into(into, step)
             assert differing(facts(into), wanted) == []
             assert [t.device for t in tensors(into)] == [t.device for t in tensors(state)]
             assert differing(facts(made.restore(step, device="cuda:1")), wanted) == []

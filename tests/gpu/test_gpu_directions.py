@@ -117,7 +117,7 @@ def test_restored_into_tensors(exchanged, name, saved_on):
         for device in ("cuda", "cpu"):
             into = scrambled(state_of(device, name))
             places = [t.data_ptr() for t in tensors(into)]
-            opened.restore("r@1", into=into)
+            opened.restore_into("r@1", into)
             assert differing({k: v for k, v in facts(into).items() if k[:2] == "/m"},
                              {k: v for k, v in wanted[1].items() if k[:2] == "/m"}) == []  # fmt: skip
             assert differing(facts(into), wanted[1]) == []
@@ -138,7 +138,7 @@ def test_into_tensors_of_any_strides():
         room = torch.zeros(40, 1200, device="cuda")
         waves = torch.zeros(600, 40, device="cuda", dtype=torch.complex64)
         into = {"a": room.t()[::2], "b": torch.zeros(601, 41, device="cuda")[1:, 1:], "c": waves.conj()}
-        repo.restore("r@0", into=into)
+        repo.restore_into("r@0", into)
         assert torch.equal(into["a"], grid)
         assert not room[:, 1::2].any()
         assert torch.equal(into["b"], grid * 2)
@@ -163,7 +163,7 @@ def test_a_state_on_both():
         assert differing(facts(repo.restore("r@0")), wanted) == []
         assert differing(facts(repo.restore("r@2")), facts(state)) == []
         into = scrambled(state)
-        repo.restore("r@2", into=into)
+        repo.restore_into("r@2", into)
         assert differing(facts(into), facts(state)) == []
 
 
@@ -209,7 +209,7 @@ def test_long_chains(chunk_bytes, staged):
             assert differing(facts(repo.restore(f"r@{step}")), wanted[step]) == [], step
         into = {"a": torch.zeros(80_000, device="cuda")}
         for step in (15, 3, 9):
-            repo.restore(f"r@{step}", into=into, keys="a")
+            repo.restore_into(f"r@{step}", into, keys="a")
             assert facts(into)["/a"] == wanted[step]["/a"]
     assert codecs_of(store) <= {0, 1, 2}
     with Repository.open(store) as opened:

@@ -44,9 +44,9 @@ def test_more_than_two_to_the_31_elements(mode):
         second = made.save(1, {"x": x}).result(60)
         assert second.depth == 1, "deltas"
         assert second.new_chunks == len({place // DEFAULT_CHUNK_BYTES for place in changed})
-        made.restore(1, into={"x": got})
+        made.restore_into({"x": got}, 1)
         assert torch.equal(got, x)
         for place in changed:
             x[place] ^= 255
-        made.restore(0, into={"x": got})
+        made.restore_into({"x": got}, 0)
         assert torch.equal(got, x)

@@ -28,7 +28,6 @@ from gpu_states import (
 
 from snapstore import Repository, SnapshotManager
 from snapstore.engine.registry import Engines
-from snapstore.format.chunking import INLINE_BYTES
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
 from snapstore.storage.memory import MemoryStore
@@ -129,7 +128,7 @@ def test_a_restore_without_device_memory():
             taken = exhaust()
             for value in state.values():
                 value.zero_()
-            repo.restore("r@0", into=state)
+            repo.restore_into("r@0", state)
             del taken
         assert differing(facts(state), wanted) == []
 
@@ -243,7 +242,7 @@ def test_an_engine_without_memory_restores(fail_lanes, caplog, kind):
         assert differing(facts(repo.restore("r@0", device="cuda")), wanted) == []
         for value in state.values():
             value.zero_()
-        repo.restore("r@0", into=state)
+        repo.restore_into("r@0", state)
         assert differing(facts(state), wanted) == []
         assert failing.failed or kind == {"above": 2 * MIB}
 
@@ -440,13 +439,14 @@ class Saves:
         """Copy tensors of these sizes [bytes], by name; `unpaid`: those whose deltas do not pay. What is copied is."""
         whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
-        parts = flatten(state)
-        copies = self.staging.copy(parts, INLINE_BYTES)
-        self.staging.landed()
-        places = {spec.path[-1]: (p, t) for p, part in enumerate(parts) for t, spec in enumerate(part.specs)}
-        got = np.concatenate([copies[p][t].array for p, t in (places[name] for name in sizes)])
-        assert (got == moved(whole, "cpu").numpy()).all()
-        self.staging.commit(str(seed), parts, {places[name] for name in unpaid}, copied=True)
+        inputs = self.staging.copy(flatten(state))
+        with self.staging.saving():
+            tensors = {tensor.spec.path[-1]: tensor for part in inputs for tensor in part.tensors}
+            got = np.concatenate([tensors[name].copy.array for name in sizes])
+            assert (got == moved(whole, "cpu").numpy()).all()
+            for name in unpaid:
+                tensors[name].bases_tried = 1
+            self.staging.keep_as_base(inputs, str(seed))
         return len(whole)
 
 
@@ -561,12 +561,12 @@ def test_restores_keep_nothing():
     wanted = facts(state)
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
-        repo.restore("r@0", into=state)
+        repo.restore_into("r@0", state)
         gc.collect()
         torch.cuda.synchronize()
         before, threads = torch.cuda.memory_allocated(), threading.active_count()
         for _ in range(20):
-            repo.restore("r@0", into=state)
+            repo.restore_into("r@0", state)
         assert settles(lambda: torch.cuda.memory_allocated() <= before + 64 * 1024)
         assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
         assert differing(facts(state), wanted) == []
@@ -578,7 +578,7 @@ def test_a_restore_gives_nvcomps_memory_back():
         repo.save(state, run="r", step=0)
         gc.collect()
         before = torch.cuda.memory_allocated()
-        repo.restore("r@0", into=state)
+        repo.restore_into("r@0", state)
         assert settles(lambda: torch.cuda.memory_allocated() <= before + 64 * 1024), (
             f"{torch.cuda.memory_allocated() - before} bytes are held after the restore"
         )
@@ -624,7 +624,7 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
         engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save that has begun
         bound = engine.batch_bytes
         assert bound < cuda_engine.BATCH_BYTES
-        repo.restore("r@0", into={"w": torch.empty_like(state["w"])})
+        repo.restore_into("r@0", {"w": torch.empty_like(state["w"])})
         assert engine.batch_bytes == bound
 
 

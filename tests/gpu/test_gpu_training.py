@@ -89,16 +89,16 @@ def test_a_restored_run_computes_the_very_same(mode, options):
     with manager(mode, store=store) as made:
         again = Run(99, **options)
         again.train(3)  # whatever it holds is overwritten
-        made.restore(10, into=again.state())
+        made.restore_into(again.state(), 10)
         assert again.progress["step"] == 10
         again.train(10)
         assert differing(again.facts(), run.facts()) == []
         fresh = Run(7, **options)
-        made.restore(20, into=fresh.state())
+        made.restore_into(fresh.state(), 20)
         assert differing(fresh.facts(), run.facts()) == []
         assert fresh.model.head.weight is fresh.model.embed.weight
         fresh.train(5)
-        made.restore(20, into={"rng": RngState()}, keys="rng.*")  # the generators are the process's
+        made.restore_into({"rng": RngState()}, 20, keys="rng.*")  # the generators are the process's
         run.train(5)
         assert differing(fresh.facts(), run.facts()) == []
 
@@ -119,7 +119,7 @@ def test_saves_change_nothing_of_the_training(mode):
         assert differing(run.facts(), alone.facts()) == []
         for step in range(1, 13):
             fresh = Run(step)
-            made.restore(step, into=fresh.state())
+            made.restore_into(fresh.state(), step)
             assert differing(fresh.facts(), wanted[step - 1]) == [], step
 
 
@@ -131,7 +131,7 @@ def test_the_save_after_a_restore_is_a_delta():
         drift(state, 0)
         made.save(1, state)
     with manager("device", store=store) as made:
-        snapshot = made.restore(0, into=state)
+        snapshot = made.restore_into(state, 0)
         assert snapshot.id == first.id
         drift(state, 5)
         second = made.save(2, state).result(60)
@@ -219,7 +219,7 @@ def test_saves_between_replays(mode):
         last = facts(captured.state())
         for step, want in wanted.items():
             assert differing(facts(made.restore(step)), want) == [], step
-        made.restore(3, into=captured.state())
+        made.restore_into(captured.state(), 3)
         for step in range(4, 12):
             captured.run(step)
             assert captured.loss.item().hex() == losses[step], step
@@ -276,7 +276,7 @@ def test_a_compiled_model():
             train(compiled, optimizer, 2)
             made.save(3, {"model": compiled, "optimizer": optimizer})
             losses = train(compiled, optimizer, 4)
-            made.restore(3, into={"model": compiled, "optimizer": optimizer})
+            made.restore_into({"model": compiled, "optimizer": optimizer}, 3)
             assert train(compiled, optimizer, 4) == losses
 
 
@@ -292,8 +292,8 @@ def test_a_run_moves_to_the_host_and_back():
         before = run.facts()
         host = deepcopy(run.model).cpu()
         optimizer = torch.optim.AdamW(host.parameters(), lr=1e-3)
-        repo.restore("r@3", into={"model": host, "optimizer": optimizer}, keys=["model.*", "optimizer.*"])
+        repo.restore_into("r@3", {"model": host, "optimizer": optimizer}, keys=["model.*", "optimizer.*"])
         saved = repo.save({"model": host, "optimizer": optimizer}, run="r", step=4)
         assert saved.new_chunks == 0
-        repo.restore("r@4", into={"model": run.model, "optimizer": run.optimizer})
+        repo.restore_into("r@4", {"model": run.model, "optimizer": run.optimizer})
         assert differing(run.facts(), before) == []

@@ -126,7 +126,7 @@ def test_a_tensor_whose_storage_is_too_short_is_refused():
                 repository.save(state, run="a", step=0)
             repository.save({"m": {"w": changes.numbers(rows)}}, run="a", step=0)
             with pytest.raises(InvalidInputError, match=r"m\.w.*storage was freed, or cut short"):
-                repository.restore("a@0", into=state)
+                repository.restore_into("a@0", state)
 
 
 @pytest.mark.parametrize("async_save", [True, False])

@@ -96,7 +96,6 @@ def test_a_snapshot_holds_the_values_of_its_save(store):
         store.gate.clear()
         handle = snapshots.save(0, state)
         assert not handle.done()
-        handle.wait_staged()
         tensor.zero_()
         array[:] = -1
         tiny.fill_(7)
@@ -325,7 +324,7 @@ def test_the_save_after_a_restore_goes_on_from_it(store):
             snapshots.save(step, big(step))
     with manager(store) as snapshots:
         into = big(99)
-        restored = snapshots.restore(1, into=into)
+        restored = snapshots.restore_into(into, 1)
         assert same(into["model"], big(1)["model"])
         first = snapshots.save(2, big(12)).result(30)
         assert first.parent == restored.id
@@ -729,7 +728,7 @@ def test_keyboard_interrupt_while_waiting(root):
             snapshots.save(2, state(2))
         except KeyboardInterrupt:
             say("interrupted")
-        say("idle", not snapshots._slot.locked())
+        say("idle", not snapshots._saving.locked())
         SLOW = False
         STRUCK.set()
         snapshots.save(3, state(3))  # must not begin before the first has ended: they share buffers
@@ -773,9 +772,9 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
                     snapshots.save(1, big(1))
             finally:
                 sys.settrace(tracing)
-            held = snapshots._slot.acquire(timeout=600)
+            held = snapshots._saving.acquire(timeout=600)
             assert held, struck
-            snapshots._slot.release()
+            snapshots._saving.release()
             snapshots.save(2, big(2))
             snapshots.wait_until_finished()
             assert 2 in snapshots.all_steps(), struck
@@ -1133,7 +1132,7 @@ def test_nothing_is_written_into_the_target_after_a_restore_has_failed(tmp_path)
         pack.write_bytes(data)
         target = {name: np.zeros_like(value) for name, value in state.items()}
         with pytest.raises(IntegrityError):
-            repository.restore("a@1", into=target)
+            repository.restore_into("a@1", target)
         for value in target.values():
             value[:] = 0
         threading.Event().wait(0.3)

@@ -56,7 +56,7 @@ RANK = textwrap.dedent("""
     with SnapshotManager(folder, run=f"job-rank{rank}", ranks=False) as snapshots:
         torch.manual_seed(99)
         state["w"].zero_()
-        assert snapshots.restore(into=state).step == 7
+        assert snapshots.restore_into(state).step == 7
     assert (state["w"] == rank).all()
     assert torch.equal(torch.rand(4), expected)
     torch.distributed.barrier()

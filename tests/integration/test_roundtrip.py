@@ -185,7 +185,7 @@ def test_restore_into(state, chunk_bytes):
         target = emptied(state)
         flat = [t for t in torch.utils._pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
         places = [t.data_ptr() for t in flat]
-        assert repo.restore("r@0", into=target).ref == "r@0"
+        assert repo.restore_into("r@0", target).ref == "r@0"
         same(target, state)
         assert [t.data_ptr() for t in flat] == places
 
@@ -244,7 +244,7 @@ def test_keys_into_fill_only_what_they_name(repo):
     state = {"model": {"a": floats(1), "b": floats(2)}, "optimizer": {"m": floats(3)}}
     repo.save(state, run="r", step=0)
     target = emptied(state)
-    repo.restore("r@0", into=target, keys="*.a")
+    repo.restore_into("r@0", target, keys="*.a")
     same(target, {**emptied(state), "model": {"a": state["model"]["a"], "b": torch.zeros(40_000)}})
 
 
@@ -318,5 +318,5 @@ def test_states_larger_than_any_batch(repo, monkeypatch):
     }
     same(repo.restore("r@3"), expected)
     target = emptied(expected)
-    repo.restore("r@3", into=target)
+    repo.restore_into("r@3", target)
     same(target, expected)

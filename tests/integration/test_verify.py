@@ -8,7 +8,7 @@ import torch
 
 from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cpu
-from snapstore.save import writer
+from snapstore.save import chunk_writer
 from snapstore.storage.memory import MemoryStore
 
 CHUNK = 4096
@@ -86,7 +86,7 @@ def test_a_sample_holds_the_first_new_chunk(spoil):
 
 def test_a_sample_is_another_one_in_every_generation(spoil):
     """One new chunk in 64: what one save does not see, a later one does."""
-    assert writer.VERIFY_ONE_IN == 64
+    assert chunk_writer.VERIFY_ONE_IN == 64
     for generation, wrong, noticed in (
         (0, 64, True),
         (0, 65, False),

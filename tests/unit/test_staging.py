@@ -72,7 +72,7 @@ def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch
         is_noise = step // 6 % 2 == 0
         snapshot = save(snapshots, step, {"w": noise(step) if is_noise else steady(step)})
         depths.append(snapshot.depth)
-        unpaid.append(bool(snapshots._staging._unpaid))
+        unpaid.append(bool(snapshots._staging._delta_rejected))
     assert not any(depths[:6]), depths
     assert all(depths[9:12]), depths
     assert not any(depths[12:18]), depths
@@ -85,7 +85,7 @@ def test_a_tensor_that_is_unchanged_is_not_unpaid(snapshots):
     for step in range(4):
         save(snapshots, step, {"w": noise(0), "v": steady(step)})
     assert held(snapshots) == {"w", "v"}
-    assert not snapshots._staging._unpaid
+    assert not snapshots._staging._delta_rejected
 
 
 def test_without_deltas_nothing_is_tried_and_nothing_unpaid():
@@ -95,35 +95,49 @@ def test_without_deltas_nothing_is_tried_and_nothing_unpaid():
     with SnapshotManager(store, run="a", options=options) as snapshots:
         for step in range(3):
             save(snapshots, step, {"w": noise(step)})
-        assert not snapshots._staging._unpaid
+        assert not snapshots._staging._delta_rejected
         assert held(snapshots) == {"w"}
 
 
-def test_no_delta_names_places_of_this_state():
+def used(made, state, name):
+    """Copy a state, and lend it the bytes of a snapshot."""
+    inputs = made.copy(flatten(state), 0)
+    made.use_base(inputs, name)
+    return [tensor for part in inputs for tensor in part.tensors]
+
+
+def saved(made, state, name, *, rejected):
+    """Copy a state and take it for committed; the deltas of some tensors were rejected."""
+    inputs = made.copy(flatten(state), 0)
+    tensors = [tensor for part in inputs for tensor in part.tensors]
+    for tensor in tensors:
+        tensor.bases_tried, tensor.deltas_stored = 1, int(tensor.spec.path[-1] not in rejected)
+    with made.saving():
+        made.keep_as_base(inputs, name)
+    return tensors
+
+
+def test_rejected_deltas_are_known_by_name():
     made = Staging(Engines(0, threads=1))
-    parts = flatten({"a": {"x": noise(0), "y": noise(1)}, "b": {"x": noise(2)}})
-    names = [part.name for part in parts]
-    a = names.index("a")
-    assert made.no_delta(parts) == frozenset()
-    made.copy(parts, 0)
-    made.commit("0" * 32, parts, {(a, 1)}, copied=True)
-    assert made.no_delta(parts) == {(a, 1)}
-    plain = made.base("0" * 32, parts)
-    assert plain(a, 1) is None
-    assert np.array_equal(plain(a, 0), noise(0).numpy().view(np.uint8))
-    assert made.base("1" * 32, parts)(a, 0) is None
-    other = flatten({"a": {"y": noise(1)}})
-    assert made.no_delta(other) == {(len(other) - 1, 0)}, "by name, wherever it is now"
+    state = {"a": {"x": noise(0), "y": noise(1)}, "b": {"x": noise(2)}}
+    x, y, z = saved(made, state, "0" * 32, rejected={"y"})
+    assert [t.may_delta for t in (x, y, z)] == [True, True, True]
+    x, y, z = used(made, state, "0" * 32)
+    assert [t.may_delta for t in (x, y, z)] == [True, False, True]
+    assert y.base is None
+    assert np.array_equal(x.base, noise(0).numpy().view(np.uint8))
+    assert all(tensor.base is None for tensor in used(made, state, "1" * 32))
+    (y,) = used(made, {"a": {"y": noise(1)}}, "0" * 32)
+    assert not y.may_delta, "by name, wherever it is now"
 
 
 def test_a_failed_save_keeps_the_base_and_what_is_unpaid():
     made = Staging(Engines(0, threads=1))
-    parts = flatten({"x": noise(0), "y": noise(1)})
-    made.copy(parts, 0)
-    made.commit("0" * 32, parts, {(0, 0)}, copied=True)
-    made.copy(flatten({"x": noise(3), "y": noise(4)}), 0)  # and no commit
-    assert made.no_delta(parts) == {(0, 0)}
-    assert np.array_equal(made.base("0" * 32, parts)(0, 1), noise(1).numpy().view(np.uint8))
+    saved(made, {"x": noise(0), "y": noise(1)}, "0" * 32, rejected={"x"})
+    x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)  # and no commit
+    x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)
+    assert not x.may_delta
+    assert np.array_equal(y.base, noise(1).numpy().view(np.uint8))
 
 
 # --- where copies of CUDA tensors lie

@@ -50,14 +50,13 @@ def training(path: Path, state: dict[str, Any]) -> None:
         assert_type(handle, SaveHandle)
         assert_type(handle.skipped, bool)
         assert_type(handle.done(), bool)
-        handle.wait_staged()
         assert_type(handle.result(), Snapshot | None)
         assert_type(handle.result(timeout=1.5), Snapshot | None)
         assert_type(snapshots.latest_step(), int | None)
         assert_type(snapshots.best_step(), int | None)
         assert_type(snapshots.all_steps(), list[int])
         assert_type(snapshots.restore(), Any)
-        assert_type(snapshots.restore("best", into=state), Any)
+        assert_type(snapshots.restore_into(state, "best"), Snapshot)
         assert_type(snapshots.restore(10, keys=["model.*"], device="cpu"), Any)
         snapshots.wait_until_finished()
         snapshots.check_for_errors()
@@ -77,7 +76,7 @@ def repositories(state: dict[str, Any]) -> None:
     )
     assert_type(saved, Snapshot)
     assert_type(repository.restore("a@1"), Any)
-    assert_type(repository.restore("a@1", into=state, keys="model.*"), Any)
+    assert_type(repository.restore_into("a@1", state, keys="model.*"), Snapshot)
     assert_type(repository.snapshots(), list[Snapshot])
     assert_type(repository.snapshots("a"), list[Snapshot])
     assert_type(repository.snapshot("a@latest"), Snapshot)
@@ -190,7 +189,7 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     Repository.open(3)  # error: arg-type
     Repository.create("/data/snaps", 4096)  # error: call-arg
     repository.save({}, "a", 1)  # error: call-arg
-    repository.restore("a@1", {})  # error: call-arg
+    repository.restore("a@1", "w")  # error: call-arg
     repository.forget([KeepLast(1)])  # error: call-arg
     repository.gc(True)  # error: call-arg
     repository.check("data").okay  # error: attr-defined

@@ -144,7 +144,7 @@ def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
         tensor.data = torch.zeros(4)
         raise RuntimeError("the storage of a tensor was freed, or cut short")
 
-    monkeypatch.setattr("snapstore.save.writer.as_bytes", cut)
+    monkeypatch.setattr("snapstore.save.manifest_writer.as_bytes", cut)
     with Repository.create(MemoryStore()) as repository:
         with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
             repository.save({"w": tensor}, run="a", step=0)

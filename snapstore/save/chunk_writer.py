@@ -1,0 +1,422 @@
+"""Chunk writer: the batched middle of a save. split -> digest -> known? -> delta -> planes -> encode -> pack.
+
+In: the inputs of a save, part by part. Out: blobs in packs, and columns that say where each chunk lies. While one batch
+is encoded, the one before is packed, and earlier packs are hashed and put; all of it is bounded in bytes. Runs in the
+thread that calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..chunks.reader import Fetcher, Wanted
+from ..chunks.uploader import Packs
+from ..context import Context
+from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
+from ..format import blob, chunking, delta, planes
+from ..format.pack import Encoded
+from ..protocol.session import Session
+from ..state.arrays import Memory, changed
+from .bases import Bases
+from .inputs import TensorInput
+
+#: Packs put at once when an engine fills them faster than one core hashes them.
+PUTS_IN_FLIGHT_OF_DEVICES = 10
+#: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
+VERIFY_ONE_IN = 64
+
+
+class BaseDamagedError(Exception):
+    """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive chunks of one tensor."""
+
+    tensor: TensorInput
+    number: int  # of the tensor within its part
+    data: Memory
+    base: Memory | None  # its bytes in the first base, if they are cached where the engine works
+    candidate: int  # row of the tensor's first chunk in a base, or -1
+    first: int  # which chunk of the tensor
+    count: int
+
+    def starts(self, chunk_bytes: int) -> Column:
+        """Return where each chunk begins in the tensor, (count,) [bytes]."""
+        return (self.first + np.arange(self.count)) * chunk_bytes
+
+
+@dataclass(slots=True)
+class Rows:
+    """Columns over chunks of this save."""
+
+    digests: Bytes  # (n, 16)
+    lengths: Column  # (n,)
+    sources: Column  # (n,) the row whose blob this chunk has: the first one of equal chunks
+    base_rows: Column  # (n,) among the bases: the chunk itself, or what its blob is a delta to; -1: neither
+    blobs: Column  # (n, 4) kind, pack, offset and length of its own blob; -1: none
+
+    @staticmethod
+    def concatenate(rows: Sequence[Rows]) -> Rows:
+        """Return all rows as one."""
+        nothing = np.empty(0, np.int64)
+        rows = [Rows(np.empty((0, 16), np.uint8), nothing, nothing, nothing, np.empty((0, 4), np.int64)), *rows]
+        columns = zip(*((r.digests, r.lengths, r.sources, r.base_rows, r.blobs) for r in rows), strict=True)
+        return Rows(*map(np.concatenate, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashing:
+    """A batch whose chunks, and the cached chunks of their bases, are being hashed."""
+
+    engine: Engine
+    runs: Sequence[_Run]
+    which: Column  # (n,) the run of each chunk
+    starts: Column  # (n,) where each begins in its tensor [bytes]
+    chunks: Chunks
+    candidates: Column  # (n,) the row of each chunk's candidate base, or -1
+    cached: Column  # (m,) the chunks whose base is cached in memory
+    cached_bases: Chunks  # (m,)
+    wait: Callable[[], Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """A batch whose new chunks are being encoded."""
+
+    engine: Engine
+    runs: Sequence[_Run]
+    rows: Rows
+    new: Column  # (k,) the rows of the new chunks
+    run_of: Column  # (k,) the run of each
+    candidates: Column  # (k,)
+    given: Chunks  # (k,) where the input has them; `batch` has copies of the caller's memory
+    batch: EncodeBatch
+    wait: Callable[[], Sequence[Encoded]]
+
+
+class ChunkWriter:
+    """Writes the chunks of one save. Use as a context manager; call `begin_part`, `add`, `end_part`, then `finish`.
+
+    Args:
+        full: store no chains of deltas.
+
+    Attributes:
+        rows: how many chunks were added.
+        new_chunks: how many of them were stored.
+        done: columns over all chunks, in order, complete after `end_part`.
+        packs: the new packs.
+    """
+
+    def __init__(self, context: Context, session: Session, bases: Bases, *, full: bool) -> None:
+        self.bases, self._session, self._full = bases, session, full
+        self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
+        self.packs = Packs(session, context.options.pack_bytes, self._chunk_bytes)
+        self.rows = self.new_chunks = 0
+        self.done: list[Rows] = []
+        self._rows_begun = 0  # rows that have been hashed
+        self._runs: list[_Run] = []  # the batch that is being filled
+        self._size_bytes = self._count = 0
+        self._engine: Engine = context.engines.cpu
+        self._hashing: deque[_Hashing] = deque()
+        self._encoding: deque[_Encoding] = deque()
+        self._verifying: list[Callable[[], object]] = []
+        self._own: dict[bytes, int] = {}  # digest -> row of this save
+
+    def __enter__(self) -> ChunkWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """End the threads; nothing touches the caller's memory any more."""
+        begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
+        for wait in (*begun, *self._verifying):
+            with suppress(Exception):
+                wait()
+        self.packs.close()
+        self._engines.rest(self.packs.idle, saved=True)
+
+    # -- chunks in
+
+    def begin_part(self, name: str) -> None:
+        """Begin a part: packs never mix parts."""
+        self.packs.begin(0, name)
+
+    def add(self, tensor: TensorInput, number: int) -> int:
+        """Cut a tensor's bytes into chunks and begin to write them; return how many chunks there are.
+
+        Args:
+            number: of the tensor within its part.
+
+        Raises:
+            InvalidInputError: it was changed while it was saved.
+            BaseDamagedError: a base cannot be read.
+        """
+        spec, data = tensor.spec, tensor.data(self._engines.memory_of)
+        self._use(self._engines.of(data))
+        place = (tensor.key[0], spec.path, spec.dtype, spec.shape)
+        candidate, is_first_base = self.bases.first_row(place) if tensor.may_delta else (-1, False)
+        base = tensor.base if is_first_base and candidate >= 0 else None
+        if base is not None and (len(base) < spec.nbytes or self._engines.of(base) is not self._engine):
+            base = None
+        total, chunk_bytes = chunking.chunk_count(spec.nbytes, self._chunk_bytes), self._chunk_bytes
+        first = 0
+        while first < total:
+            room = (self._engine.batch_bytes - self._size_bytes) // chunk_bytes
+            room = min(room, self._engine.batch_chunks - self._count)
+            count = min(max(room, 0 if self._runs else 1), total - first)
+            if count:
+                self._runs.append(_Run(tensor, number, data, base, candidate, first, count))
+                self._size_bytes += min(count * chunk_bytes, spec.nbytes - first * chunk_bytes)
+                self._count += count
+                first += count
+            if first < total:
+                self._flush()
+        self.rows += total
+        return total
+
+    def end_part(self) -> None:
+        """Put everything of the part into its packs."""
+        self._flush()
+        while self._hashing:
+            self._encode()
+        while self._encoding:
+            self._drain()
+        self.packs.seal()
+
+    def finish(self) -> None:
+        """Wait until every pack is durable and verified.
+
+        Raises:
+            IntegrityError: a blob does not decode to its chunk.
+        """
+        self.packs.finish()
+        self._verified()
+
+    # -- one batch
+
+    def _use(self, engine: Engine) -> None:
+        """Begin a batch of another engine: no batch is of two."""
+        if engine is self._engine:
+            return
+        self._flush()
+        self._engine = engine
+        if engine is not self._engines.cpu:
+            self.packs.hasten(PUTS_IN_FLIGHT_OF_DEVICES)
+
+    def _flush(self) -> None:
+        """Begin to hash the batch; encode the one before, which is hashed by now."""
+        runs, self._runs, self._size_bytes, self._count = self._runs, [], 0, 0
+        if not runs:
+            return
+        engine, chunk_bytes = self._engine, self._chunk_bytes
+        which = np.repeat(np.arange(len(runs)), [run.count for run in runs])
+        starts = np.concatenate([run.starts(chunk_bytes) for run in runs])
+        lengths = np.minimum(np.array([run.tensor.spec.nbytes for run in runs])[which] - starts, chunk_bytes)
+        for run in runs:
+            run.tensor.confirm()  # before it is read: memory that was moved elsewhere is gone
+        chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
+        candidates = self._candidates(runs, which, starts, lengths)
+        has_base = np.array([run.base is not None for run in runs])[which]
+        cached = np.flatnonzero((candidates >= 0) & has_base)
+        memories = [run.base if run.base is not None else run.data for run in runs]
+        bases = engine.load(Chunks(memories, which[cached], starts[cached], lengths[cached]))
+        wait = engine.start_digests(chunks.and_those(bases))
+        self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
+        if len(self._hashing) > 1:
+            self._encode()
+
+    def _encode(self) -> None:
+        """Look up the chunks of the batch that was hashed first, begin to encode the new ones; pack older batches."""
+        batch = self._hashing[0]
+        found = batch.wait()
+        self._hashing.popleft()
+        count, lengths = len(batch.chunks), batch.chunks.lengths
+        digests, base_digests = found[:count], found[count:]
+        known = self.bases.find(digests)
+        if self._full and len(self.bases.table):  # no chains: this snapshot outlives its bases
+            known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
+        sources = self._rows_begun + np.arange(count)
+        for i in np.flatnonzero(known < 0).tolist():
+            sources[i] = self._own.setdefault(digests[i].tobytes(), self._rows_begun + i)
+        new = np.flatnonzero((known < 0) & (sources == self._rows_begun + np.arange(count)))
+        rows = Rows(digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
+        self._rows_begun += count
+        self.done.append(rows)
+        given = chunks = batch.chunks.take(new)
+        if batch.runs[0].tensor.copy is None and len(new):
+            chunks = batch.engine.load(given, copy=True)
+            self._check_unchanged(batch, batch.which[new], chunks, digests[new])
+        encode = self._batch(batch, rows, new, chunks, self._base_bytes(batch, new, base_digests))
+        encoding = batch.engine.start_encode(encode)
+        self._encoding.append(
+            _Encoding(
+                batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], given, encode, encoding
+            )
+        )
+        while len(self._encoding) > batch.engine.depth:
+            self._drain()
+
+    def _candidates(self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column) -> Column:
+        """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
+        first = np.array([run.candidate for run in runs])[which]
+        if self._full or not len(self.bases.table) or not (first >= 0).any():
+            return np.full(len(which), -1, np.int64)
+        index = starts // self._chunk_bytes
+        rows = np.where(first >= 0, first + index, 0)
+        number, max_depth = np.array([run.number for run in runs])[which], self._context.options.max_depth
+        allowed = (first >= 0) & (self.bases.depths[rows] < max_depth)
+        allowed &= self.bases.usable[rows] & (self.bases.lengths[rows] == lengths)
+        allowed &= ~delta.is_keyframe(self.bases.generation, number + index, max_depth)
+        return np.where(allowed, rows, -1)
+
+    def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
+        """Return the new chunks as a batch to encode, each with the bytes of its candidate base if it has one."""
+        runs, which = batch.runs, batch.which[new]
+        taken = np.maximum(batch.candidates[new], 0)
+        has = len(self.bases.table) > 0
+        return EncodeBatch(
+            chunks, rows.digests[new],
+            np.array([run.tensor.spec.element_size for run in runs], np.uint8)[which],
+            np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
+            bases,
+            self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
+            self.bases.chain_bytes[taken] if has else np.zeros(len(new), np.int64),
+        )  # fmt: skip
+
+    def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
+        """Return the bytes of the new chunks' candidate bases, checked: from memory, else from the store."""
+        memories = list(batch.cached_bases.memories)
+        which, starts = np.full(len(batch.chunks), -1, np.int64), np.zeros(len(batch.chunks), np.int64)
+        expected = batch.candidates[batch.cached]
+        same = (base_digests == self.bases.table.digests[expected]).all(axis=1) if len(expected) else expected > 0
+        which[batch.cached[same]] = batch.cached_bases.which[same]
+        starts[batch.cached[same]] = batch.cached_bases.starts[same]
+        which, starts, lengths, candidates = which[new], starts[new], batch.chunks.lengths[new], batch.candidates[new]
+        missing = np.flatnonzero((candidates >= 0) & (which < 0))
+        if len(missing):
+            rooms = lengths[missing] + -lengths[missing] % 256
+            places = np.cumsum(rooms) - rooms
+            memories.append(batch.engine.empty(int(rooms.sum())))
+            wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
+            try:
+                for _ in Fetcher(self._context).rebuild([wanted]):
+                    self._session.heartbeat()
+            except (*DAMAGE, StorageError, CapabilityError) as error:  # an ANS blob without a GPU cannot be read either
+                raise BaseDamagedError(str(error)) from error
+            which[missing], starts[missing] = len(memories) - 1, places
+        return Chunks(memories, which, starts, lengths)
+
+    def _drain(self) -> None:
+        """Put the blobs of the oldest batch into the part's packs."""
+        encoding = self._encoding[0]
+        made = encoding.wait()
+        self._encoding.popleft()
+        if encoding.runs[0].tensor.copy is None:
+            self._check_unchanged(encoding, encoding.run_of, encoding.given, encoding.batch.digests)
+        at = 0
+        for encoded in made:
+            self._place(encoding, at, encoded)
+            at += len(encoded.entries)
+        encoding.engine.recycle(made)
+        if any(run.tensor.keep_in is not None for run in encoding.runs):
+            self._verified()  # the bases are read until then, and may be what is overwritten
+        for run in encoding.runs:
+            if run.tensor.keep_in is not None:
+                start, stop = run.first * self._chunk_bytes, (run.first + run.count) * self._chunk_bytes
+                run.tensor.keep_in[start:stop] = run.data[start:stop]
+
+    def _check_unchanged(self, batch: _Hashing | _Encoding, run_of: Column, chunks: Chunks, digests: Bytes) -> None:
+        """Check that memory still holds the bytes that were hashed, and is still the tensors'.
+
+        Only a copy of the caller's memory is encoded, so no chunk is stored under a digest that it does not have.
+
+        Raises:
+            InvalidInputError: something changed it meanwhile.
+        """
+        for run in batch.runs:
+            run.tensor.confirm()
+        others = np.flatnonzero((batch.engine.start_digests(chunks)() != digests).any(axis=1))
+        if len(others):
+            raise changed(batch.runs[run_of[others[0]]].tensor.spec, "other values")
+
+    def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
+        """Put blobs into packs, and their places into the columns; `at` is the number of the first new chunk."""
+        entries = encoded.entries
+        blobs = np.empty((len(entries), 4), np.int64)
+        blobs[:, 0], blobs[:, 3] = entries["transform"], entries["length"]
+        blobs[:, 1], blobs[:, 2] = self.packs.add(encoded, encoding.engine)
+        blobs[:, 1] += len(self.bases.packs)  # own packs follow those of the bases
+        new = slice(at, at + len(entries))
+        rows, candidates = encoding.new[new], encoding.candidates[new]
+        is_delta = entries["transform"] == blob.XOR
+        encoding.rows.blobs[rows] = blobs
+        encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
+        self.new_chunks += len(entries)
+        for number in np.unique(encoding.run_of[new]).tolist():
+            run, own = encoding.runs[number], encoding.run_of[new] == number
+            run.tensor.bases_tried += int((candidates[own] >= 0).sum())
+            run.tensor.deltas_stored += int(is_delta[own].sum())
+        self._verify(encoding, new, encoded)
+
+    # -- verify
+
+    def _verify(self, encoding: _Encoding, new: slice, encoded: Encoded) -> None:
+        """Begin to decode some of the new blobs, as a restore would, and compare their digests."""
+        verify = self._context.options.verify_writes
+        if verify == "off":
+            return
+        count, entries = len(encoded.entries), encoded.entries
+        chosen = np.arange(count)
+        if verify == "sample":
+            number = self.new_chunks - count + chosen  # among this save's
+            chosen = np.flatnonzero((number == 0) | ((number - self.bases.generation) % VERIFY_ONE_IN == 0))
+        if not len(chosen):
+            return
+        lengths = entries["length"][chosen].astype(np.int64)
+        rooms = (lengths + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
+        offsets = np.cumsum(rooms) - rooms
+        stored = np.empty(int(rooms.sum()), np.uint8)
+        copies = [
+            encoded.copy(i, i + 1, stored[offset : offset + room])
+            for i, offset, room in zip(chosen.tolist(), offsets.tolist(), rooms.tolist(), strict=True)
+        ]
+        for wait in copies:
+            wait()
+        rows = np.arange(new.start, new.stop)[chosen]
+        batch, is_delta = encoding.batch, entries["transform"][chosen] == blob.XOR
+        sizes = batch.chunks.lengths[rows]
+        places = np.cumsum(sizes + -sizes % 256) - sizes - -sizes % 256
+        room = encoding.engine.empty(int(places[-1] + sizes[-1]))
+        outs = Chunks([room], np.zeros(len(rows), np.int64), places, sizes)
+        bases = batch.bases.take(rows)
+        bases = Chunks(bases.memories, np.where(is_delta, bases.which, -1), bases.starts, bases.lengths)
+        self._verified()
+        self._verifying.append(
+            encoding.engine.start_decode(
+                DecodeBatch(stored, offsets, lengths, np.ones(len(rows), np.int64), batch.digests[rows], outs,
+                            lambda i: f"new blob {i} of {len(rows)}", bases)
+            )
+        )  # fmt: skip
+
+    def _verified(self) -> None:
+        """Wait for the blobs that are being verified.
+
+        Raises:
+            IntegrityError: one does not decode to its chunk.
+        """
+        while self._verifying:
+            try:
+                self._verifying.pop()()
+            except (IntegrityError, FormatError) as error:
+                raise IntegrityError(
+                    f"what was encoded does not decode to what was saved ({error}); nothing was committed; save again, "
+                    "and test the memory of this machine and its GPU"
+                ) from error

@@ -1,0 +1,182 @@
+"""Manifest writer: the inputs of a save into durable packs and manifests.
+
+In: the inputs, and the bases that they may reference. Out: one durable manifest a part; every pack that it names is
+durable before it. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..arrays import Column
+from ..context import Context
+from ..format import manifest
+from ..format.chunking import INLINE_BYTES
+from ..format.keys import pack_key
+from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry
+from ..format.records import ManifestRef
+from ..protocol.session import Session
+from ..state.arrays import as_bytes
+from .bases import Bases
+from .chunk_writer import ChunkWriter, Rows
+from .inputs import PartInput, TensorInput
+
+
+@dataclass(slots=True)
+class Written:
+    """What a save has put into the store.
+
+    Attributes:
+        manifests: one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by SHA-256)
+            are theirs.
+        depth: of the longest chain of deltas.
+        sizes: of every object put, by key [bytes].
+    """
+
+    manifests: list[ManifestRef] = field(default_factory=list)
+    headers: dict[str, bytes] = field(default_factory=dict)
+    in_memory: list[Manifest] = field(default_factory=list)
+    logical_bytes: int = 0
+    stored_bytes: int = 0
+    chunks: int = 0
+    new_chunks: int = 0
+    depth: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def write(context: Context, session: Session, inputs: Sequence[PartInput], bases: Bases, *, full: bool) -> Written:
+    """Store the inputs; all of it is durable on return.
+
+    Args:
+        bases: the chunks that may be referenced.
+        full: store no chains of deltas.
+
+    Raises:
+        InvalidInputError: the caller's memory was changed meanwhile.
+        IntegrityError: a blob does not decode to its chunk; nothing refers to it.
+        BaseDamagedError: a base cannot be read: write again without bases.
+    """
+    with ChunkWriter(context, session, bases, full=full) as chunks:
+        layouts = [_write_part(context, chunks, part) for part in inputs]
+        chunks.finish()
+        return _write_manifests(context, session, chunks, inputs, layouts)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Where the tensors of a part lie."""
+
+    entries: list[TensorEntry] = field(default_factory=list)
+    inline: bytearray = field(default_factory=bytearray)
+    first_row: int = 0
+    rows: int = 0
+
+
+def _write_part(context: Context, chunks: ChunkWriter, part: PartInput) -> _Layout:
+    """Write every tensor of a part, as chunks or inline."""
+    layout = _Layout(first_row=chunks.rows)
+    chunks.begin_part(part.name)
+    for number, tensor in enumerate(part.tensors):
+        spec = tensor.spec
+        boxes: list[Box] = []
+        inline: tuple[int, int] | None = None
+        if 0 < spec.nbytes < INLINE_BYTES:
+            inline = (len(layout.inline), spec.nbytes)
+            layout.inline += _inline_bytes(context, tensor)
+        elif spec.nbytes:
+            count = chunks.add(tensor, number)
+            boxes = [Box([0] * len(spec.shape), list(spec.shape), layout.rows, count)]
+            layout.rows += count
+        form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
+        layout.entries.append(TensorEntry(*form, spec.requires_grad, spec.tie, boxes, inline))
+    chunks.end_part()
+    return layout
+
+
+def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
+    """Return the bytes of a small tensor.
+
+    Raises:
+        InvalidInputError: it was changed while they were read.
+    """
+    try:
+        data = as_bytes(
+            tensor.data(context.engines.memory_of)
+        ).tobytes()  # a device copies what may be resized meanwhile
+    except RuntimeError:
+        tensor.confirm()
+        raise
+    tensor.confirm()
+    return data
+
+
+def _write_manifests(
+    context: Context, session: Session, chunks: ChunkWriter, inputs: Sequence[PartInput], layouts: Sequence[_Layout]
+) -> Written:
+    """Put one manifest a part, after every pack that it names."""
+    written = Written(stored_bytes=sum(chunks.packs.sizes), chunks=chunks.rows, new_chunks=chunks.new_chunks)
+    written.sizes.update(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
+    rows = Rows.concatenate(chunks.done)
+    puts = []
+    for sequence, (part, layout) in enumerate(zip(inputs, layouts, strict=True)):
+        table, packs, sizes = _table(chunks, rows, layout)
+        logical_bytes = sum(tensor.spec.nbytes for tensor in part.tensors)
+        data = manifest.encode(
+            save_id=bytes.fromhex(session.id), rank=0, sequence=sequence, part=part.name,
+            chunk_bytes=context.config.chunk_bytes, digest_seed=context.engines.digest_seed, tree=part.tree,
+            tensors=layout.entries, inline=bytes(layout.inline), table=table, packs=packs, pack_sizes=sizes,
+            logical_bytes=logical_bytes,
+        )  # fmt: skip
+        ref = manifest.ref_of(data)
+        puts.append(chunks.packs.start_put(ref.key, data))
+        written.sizes[ref.key] = len(data)
+        written.manifests.append(ref)
+        written.headers[ref.sha256] = manifest.header_bytes(data)
+        written.in_memory.append(manifest.decode(data, ref.key))
+        written.logical_bytes += logical_bytes
+        written.stored_bytes += len(data)
+        written.depth = max(written.depth, int(table.depths.max(initial=0)))
+    for wait in puts:
+        wait()
+    session.heartbeat()
+    return written
+
+
+def _table(chunks: ChunkWriter, rows: Rows, layout: _Layout) -> tuple[ChunkTable, list[str], list[int]]:
+    """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
+    bases, packs = chunks.bases, chunks.packs
+    span = slice(layout.first_row, layout.first_row + layout.rows)
+    sources = rows.sources[span]  # equal chunks of this save refer to the blob of the first
+    base_rows, blobs = rows.base_rows[sources], rows.blobs[sources]
+    has_own, has_base = blobs[:, 0] >= 0, base_rows >= 0
+    blobs = blobs[has_own]
+    digests, lengths = rows.digests[span], rows.lengths[span].astype(np.uint32)
+    taken = bases.table.take(base_rows[has_base])
+    counts = has_own.astype(np.int64)
+    counts[has_base] += taken.ref_counts
+    starts = np.cumsum(counts) - counts
+    is_own = np.zeros(int(counts.sum()), bool)
+    is_own[starts[has_own]] = True
+
+    def column(own: Column, from_bases: Column) -> Column:
+        out = np.empty((len(is_own), *from_bases.shape[1:]), from_bases.dtype)
+        out[is_own], out[~is_own] = own, from_bases
+        return out
+
+    used, ref_packs = np.unique(column(blobs[:, 1], taken.ref_packs), return_inverse=True)
+    table = ChunkTable(
+        digests=digests,
+        ref_counts=counts.astype(np.uint16),
+        ref_kinds=column(blobs[:, 0], taken.ref_kinds),
+        ref_packs=ref_packs.astype(np.uint32),
+        ref_offsets=column(blobs[:, 2], taken.ref_offsets),
+        ref_lengths=column(blobs[:, 3], taken.ref_lengths),
+        ref_digests=column(digests[has_own], taken.ref_digests),
+        ref_starts=np.zeros(len(is_own), np.uint32),
+        ref_sizes=np.repeat(lengths, counts),
+    )
+    names, sizes = [*bases.packs, *packs.names], [*bases.pack_sizes, *packs.sizes]
+    return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]

@@ -111,11 +111,20 @@ class SnapshotManager:
     """
 
     def __init__(
-        self, repository: str | Path | ObjectStore | Repository, *, run: str, save_interval_steps: int = 1,
-        keep: Sequence[retention.Policy] = (), async_save: bool = True, on_busy: Literal["wait", "skip"] = "wait",
-        staging: Literal["auto", "device", "host"] = "auto", keep_base: bool = True, read_only: bool = False,
-        ranks: bool | None = None, options: SaveOptions | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        repository: str | Path | ObjectStore | Repository,
+        *,
+        run: str,
+        save_interval_steps: int = 1,
+        keep: Sequence[retention.Policy] = (),
+        async_save: bool = True,
+        on_busy: Literal["wait", "skip"] = "wait",
+        staging: Literal["auto", "device", "host"] = "auto",
+        keep_base: bool = True,
+        read_only: bool = False,
+        ranks: bool | None = None,
+        options: SaveOptions | None = None,
+    ) -> None:
         self.run = check_name("run", run)
         if not read_only:
             check_ranks(self.run, ranks)
@@ -165,9 +174,15 @@ class SnapshotManager:
         return not self.read_only and check_step(step) % self.save_interval_steps == 0
 
     def save(
-        self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, metadata: Any = None,
-        tags: Sequence[str] = (), force: bool = False,
-    ) -> SaveHandle:  # fmt: skip
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Any = None,
+        tags: Sequence[str] = (),
+        force: bool = False,
+    ) -> SaveHandle:
         """Snapshot the state; returns as soon as it may change again.
 
         Args:

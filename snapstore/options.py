@@ -45,8 +45,9 @@ class SaveOptions:
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
         for name, choice, choices in (
-            ("codec", self.codec, CODECS), ("verify_writes", self.verify_writes, ("off", "sample", "full")),
-        ):  # fmt: skip
+            ("codec", self.codec, CODECS),
+            ("verify_writes", self.verify_writes, ("off", "sample", "full")),
+        ):
             if choice not in choices:
                 raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
         if self.threads is not None and not 1 <= self.threads <= 1024:

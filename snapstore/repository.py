@@ -13,7 +13,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -36,10 +35,11 @@ from .errors import (
 )
 from .format import chunking, records
 from .format.hashing import new_seed
-from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, Snapshot, check_name
+from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot, check_name
 from .options import SaveOptions
-from .protocol import gc, quarantine, revisions
+from .protocol import forget, gc, quarantine, revisions
 from .protocol import tags as tagging
+from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
@@ -58,20 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 KNOWN_FEATURES: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetResult:
-    """What a forget did, or would do.
-
-    Attributes:
-        kept: (snapshot, reasons) of every snapshot that stays.
-        forgotten: the others.
-    """
-
-    kept: list[tuple[Snapshot, tuple[str, ...]]]
-    forgotten: list[Snapshot]
-    dry_run: bool = False
 
 
 P = ParamSpec("P")
@@ -94,9 +80,7 @@ def _in_one_place(
 class Repository:
     """All data under one URL. Make one with `create` or `open`, close it with `close` or a `with` block."""
 
-    def __init__(
-        self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = ""
-    ) -> None:  # fmt: skip
+    def __init__(self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = "") -> None:
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
@@ -113,9 +97,12 @@ class Repository:
 
     @classmethod
     def create(
-        cls, url: str | Path | ObjectStore, *, chunk_bytes: int = chunking.DEFAULT_CHUNK_BYTES,
+        cls,
+        url: str | Path | ObjectStore,
+        *,
+        chunk_bytes: int = chunking.DEFAULT_CHUNK_BYTES,
         options: SaveOptions | None = None,
-    ) -> Repository:  # fmt: skip
+    ) -> Repository:
         """Make a repository under a URL.
 
         Raises:
@@ -126,9 +113,14 @@ class Repository:
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
         config = Config(
-            uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, digest_seed=new_seed(),
-            features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
-        )  # fmt: skip
+            uuid=records.new_id(),
+            version=records.FORMAT_VERSION,
+            chunk_bytes=chunk_bytes,
+            digest_seed=new_seed(),
+            features=[],
+            created=time.time(),
+            writer=f"snapstore {records.VERSION}",
+        )
         try:
             store.stat("config")
         except NotFoundError:
@@ -142,7 +134,7 @@ class Repository:
     @classmethod
     def open(
         cls, url: str | Path | ObjectStore, *, options: SaveOptions | None = None, damaged: bool = False
-    ) -> Repository:  # fmt: skip
+    ) -> Repository:
         """Open the repository under a URL.
 
         Args:
@@ -243,10 +235,19 @@ class Repository:
     # -- save and restore
 
     def save(
-        self, state: Any, *, run: str, step: int, parent: str | None = None, bases: Sequence[str] = (),
-        metrics: Mapping[str, float] | None = None, metadata: Any = None, tags: Sequence[str] = (), full: bool = False,
+        self,
+        state: Any,
+        *,
+        run: str,
+        step: int,
+        parent: str | None = None,
+        bases: Sequence[str] = (),
+        metrics: Mapping[str, float] | None = None,
+        metadata: Any = None,
+        tags: Sequence[str] = (),
+        full: bool = False,
         ranks: bool | None = None,
-    ) -> Snapshot:  # fmt: skip
+    ) -> Snapshot:
         """Save a state and wait until it is committed. Nothing may change it until then.
 
         Args:
@@ -373,57 +374,24 @@ class Repository:
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
-        Tagged snapshots and the newest one always stay. One that a repair has found damaged stays as well, and counts
-        for no policy: it must not cost a whole one its place.
+        Tagged snapshots and the newest one always stay. So does a snapshot that a repair found damaged; it counts for
+        no policy, so it costs no intact snapshot its place.
 
         Raises:
-            InvalidInputError: no policy, or one that keeps nothing, without `force`.
+            InvalidInputError: no policy, or policies that keep nothing, without `force`.
             NotFoundError: no such run.
         """
-        check_name("run", run)
-        view = self.view()
-        self.store.settle(f"snapshots/{run}/")  # a newer snapshot that a power cut takes must not cost an older one
-        snapshots = view.snapshots(run)
-        if not snapshots:
-            there = ", ".join(view.runs()) or "none"
-            raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
-        damaged = quarantine.in_need_of_quarantined(self.context, snapshots)
-        decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
-        chosen = [d.snapshot for d in decisions if not d.reasons]
-        by_id = {s.id: s for s in snapshots}
-        kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
-        kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
-        if dry_run:
-            return ForgetResult(kept, [by_id[s.id] for s in chosen], True)
-        superseded = view.superseded()
-        policy = retention.describe(keep)
-        forgotten: list[Snapshot] = []
-        for reason, group in (
-            ("superseded by a later save of its step", [by_id[s.id] for s in chosen if s.id in superseded]),
-            ("kept by no policy", [by_id[s.id] for s in chosen if s.id not in superseded]),
-        ):
-            if group:
-                forgotten += revisions.forget(self.context, group, policy=policy, reason=reason)
-        return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
+        return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
 
     @_in_one_place
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
-        """Forget the snapshots named.
+        """Forget the named snapshots.
 
         Raises:
             InvalidInputError: one is tagged; or is the newest of its run, without `force`.
             NotFoundError: a reference names nothing.
         """
-        view = self.view()
-        chosen = [view.resolve(ref, (COMMITTED,)) for ref in refs]
-        for snapshot in chosen:
-            if snapshot.tags:
-                raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
-            if snapshot == view.newest(snapshot.run) and not force:
-                raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
-        if not dry_run:
-            chosen = revisions.forget(self.context, chosen, policy="", reason="named by the user")
-        return ForgetResult([], chosen, dry_run)
+        return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
     @_in_one_place
     def unforget(self, ref: str) -> Snapshot:
@@ -431,18 +399,9 @@ class Repository:
 
         Raises:
             InvalidInputError: it is not forgotten.
-            NotFoundError: no such snapshot, or a gc has collected it.
+            NotFoundError: no such snapshot, or a gc has deleted its bytes.
         """
-        view = self.view()
-        snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
-        forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
-        if snapshot.state != FORGOTTEN and forgotten and not ref.startswith("id:"):
-            snapshot = forgotten[-1]
-        if snapshot.state == COMMITTED:
-            raise InvalidInputError(f"{ref}: is not forgotten")
-        if snapshot.state == SWEPT:
-            raise NotFoundError(f"{ref}: was forgotten and a gc has collected its bytes; it cannot come back")
-        return revisions.revise(self.context, snapshot, state=COMMITTED, policy="", reason="")
+        return forget.unforget(self.context, ref)
 
     @_in_one_place
     def gc(
@@ -460,15 +419,16 @@ class Repository:
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
-        return gc.collect(
-            self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained
-        )  # fmt: skip
+        return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
     @_in_one_place
     def recode(
-        self, refs: Sequence[str] | None = None, *, codec: Literal["portable", "ans"] = "portable",
+        self,
+        refs: Sequence[str] | None = None,
+        *,
+        codec: Literal["portable", "ans"] = "portable",
         dry_run: bool = False,
-    ) -> RecodeResult:  # fmt: skip
+    ) -> RecodeResult:
         """Rewrite snapshots into another codec; `gc` then frees the old bytes. Safe beside saves, forgets and gcs.
 
         Args:
@@ -489,9 +449,7 @@ class Repository:
             raise InvalidInputError(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
         states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
-        return recode(
-            self.context, chosen, codec=codec, states=states, dry_run=dry_run
-        )  # fmt: skip
+        return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
 
     @_in_one_place
     def compact(
@@ -519,9 +477,11 @@ class Repository:
         if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
             raise InvalidInputError(f"max_repack_bytes {max_repack_bytes!r}: expected an int of 0 or more, or None")
         return compact(
-            self.context, only=None if refs is None else self._resolve_all(refs, (COMMITTED,)),
-            max_repack_bytes=max_repack_bytes, dry_run=dry_run,
-        )  # fmt: skip
+            self.context,
+            only=None if refs is None else self._resolve_all(refs, (COMMITTED,)),
+            max_repack_bytes=max_repack_bytes,
+            dry_run=dry_run,
+        )
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
         """The snapshots that are named, each once."""
@@ -544,9 +504,13 @@ class Repository:
     # -- look closer
 
     def check(
-        self, level: str = "metadata", *, share: float = 1.0, subset: tuple[int, int] = (1, 1),
+        self,
+        level: str = "metadata",
+        *,
+        share: float = 1.0,
+        subset: tuple[int, int] = (1, 1),
         max_decoded_bytes: int | None = None,
-    ) -> CheckResult:  # fmt: skip
+    ) -> CheckResult:
         """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
 
         Args:
@@ -570,7 +534,7 @@ class Repository:
     @_in_one_place
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
-    ) -> RepairReport:  # fmt: skip
+    ) -> RepairReport:
         """Say what can be mended, and with `apply` do it. Safe beside saves, forgets and gcs; can be repeated any time.
 
         Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, and builds the

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import Column
 from ..catalog.read_twice import answers
-from ..chunks.reader import Fetcher, Wanted, whole
+from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
 from ..errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
@@ -114,7 +114,7 @@ def unbuilt(
     """
     engine = None if proven is None else ProvingEngine(context.engines.cpu)
     try:
-        for _ in Fetcher(context, engine).rebuild(_scratch(m, rows)):
+        for _ in ChunkReader(context, engine).rebuild(_scratch(m, rows)):
             pass
         if proven is not None and engine is not None:
             proven.update(zip(rows, engine.proven, strict=True))

@@ -1,7 +1,8 @@
-"""Limits: what a restore may take of this machine, before it takes it: memory, and bytes to decode.
+"""Limits: how much memory a restore may take, and how many bytes a verb may decode; checked before either.
 
-In: sizes that a repository declares. Out: nothing, or an error that says what is declared, what there is, and what to
-do. What a repository declares costs nothing to declare; so it is compared with what is there, and with what is stored.
+In: sizes that a repository declares. Out: nothing, or an error that says what is declared, what is there, and what to
+do. A forged repository can declare any size. So sizes are compared with the memory of the machine, and with the bytes
+that are stored.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ..errors import CapabilityError, InvalidInputError
 from ..storage.base import ObjectStore
 from ..text import human_bytes
 
-#: Environment variables that set the limits instead: a number of bytes, or one such as 200G.
+#: Environment variables that override the limits: a number of bytes, or a size such as 200G.
 MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
-#: Less than this is not worth a look at the machine.
+#: Smaller states are restored without a look at the machine's memory.
 SMALL_BYTES = 16 * 1024 * 1024
-#: A verb may always decode so much, ...
+#: A verb may always decode this many bytes ...
 MIN_DECODED_BYTES = 1024**3
-#: ... and beyond that so much of every stored byte. 64 KiB of zeros take 24 bytes, 15 if they are forged by hand; so no
-#: blob gives more than 4,400 times its size, and a chain is decoded for all its links at once.
+#: ... and this many more per stored byte. 64 KiB of zeros take 24 bytes, or 15 if forged by hand, so no blob decodes to
+#: more than 4,400 times its size. A chain counts all its links.
 DECODED_RATIO = 8192
-#: A restore may decode each of its bytes so often whatever is stored: chains are eight deltas long by default.
+#: A restore may always decode each of its bytes this often: chains have eight deltas by default.
 MAX_DEPTH_UNASKED = 16
 
 _SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
@@ -34,18 +35,18 @@ _UNLIMITED = 2**64  # as cgroups of version 1 and resource limits say it, and mo
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `10G`; K, M, G, T and P are powers of 1024.
+    """Return the number of bytes of a text such as `10G`; K, M, G, T and P are powers of 1024.
 
     Raises:
-        InvalidInputError: it is no size.
+        InvalidInputError: the text is no size.
     """
     if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
         return int(match[1]) << 10 * " KMGTP".index(match[2] or " ")
-    raise InvalidInputError(f"{text}: expected a number of bytes, or one such as 500M or 10G")
+    raise InvalidInputError(f"{text}: expected a number of bytes, or a size such as 500M or 10G")
 
 
 def from_environment(name: str) -> int | None:
-    """A limit that a variable sets; None: it is not set, or empty.
+    """Return the limit that an environment variable sets; None if it is not set, or empty.
 
     Raises:
         InvalidInputError: its value is no size.
@@ -58,10 +59,10 @@ def from_environment(name: str) -> int | None:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuse what does not fit into memory, before any of it is taken.
+    """Check that `nbytes` fit into memory, before any of it is taken.
 
     Raises:
-        CapabilityError: `nbytes` are more than there are, or than SNAPSTORE_MAX_MEMORY allows.
+        CapabilityError: they are more than is available, or than SNAPSTORE_MAX_MEMORY allows.
     """
     if nbytes < SMALL_BYTES:
         return
@@ -72,23 +73,23 @@ def require_memory(nbytes: int, what: str) -> None:
         raise CapabilityError(
             f"{what}: needs {human_bytes(nbytes)} ({nbytes} bytes) of memory, {human_bytes(room)} {there}; restore "
             "parts of it with keys, onto a device, or into tensors of your own; "
-            f"{MEMORY}={nbytes} has it tried all the same"
+            f"set {MEMORY}={nbytes} to try it anyway"
         )
 
 
 def decodable_bytes(stored_bytes: int) -> int:
-    """How much a verb may decode of a repository that stores so much, or what SNAPSTORE_MAX_DECODED says."""
+    """Return how many bytes a verb may decode of a repository that stores `stored_bytes`."""
     limit = from_environment(DECODED)
     return MIN_DECODED_BYTES + DECODED_RATIO * stored_bytes if limit is None else limit
 
 
 @dataclass(slots=True)
 class Budget:
-    """How much a verb may decode; of one repository, and of one thread at a time.
+    """How many bytes one verb may decode. One thread at a time uses it.
 
     Attributes:
-        limit_bytes: None: by what is stored, which is looked up once there is much to decode.
-        spent_bytes: so far.
+        limit_bytes: None: it follows from the stored bytes, which are summed once there is much to decode.
+        spent_bytes: decoded so far.
     """
 
     store: ObjectStore
@@ -100,28 +101,28 @@ class Budget:
 
         Args:
             nbytes: what will be decoded.
-            what: the work, for the error.
-            free_bytes: no limit by what is stored is below this, nor below MIN_DECODED_BYTES.
+            what: names the work in the error.
+            free_bytes: the limit that follows from stored bytes is at least this, and at least MIN_DECODED_BYTES.
 
         Raises:
-            CapabilityError: nothing that is stored explains so much work; it is not counted.
+            CapabilityError: the stored bytes do not explain so much work. It is not counted.
         """
         total = self.spent_bytes + nbytes
         if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES):
             self.limit_bytes = decodable_bytes(sum(info.size_bytes for info in self.store.list("packs/")))
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise CapabilityError(
-                f"{what}: has to decode {human_bytes(total)} ({total} bytes), more than the "
-                f"{human_bytes(self.limit_bytes)} that are allowed for what is stored; if you trust this repository, "
-                f"{DECODED}={total} has it done"
+                f"{what}: has to decode {human_bytes(total)} ({total} bytes), expected at most "
+                f"{human_bytes(self.limit_bytes)} for the bytes that are stored; if you trust this repository, "
+                f"set {DECODED}={total}"
             )
         self.spent_bytes = total
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """How much memory this process can still take; None: this system does not say.
+    """Return how much memory this process can still take [bytes]; None if the system does not say.
 
-    The least of what the machine has left, its swap included, and what cgroups and resource limits leave.
+    It is the least of three: what the machine has left, with swap; what cgroups leave; what resource limits leave.
     """
     machine = _machine(root)
     rooms = [*_cgroups(root, machine), *_resources(root)]
@@ -129,7 +130,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _machine(root: Path) -> dict[str, int]:
-    """/proc/meminfo [bytes]; empty where there is none."""
+    """Return the values of /proc/meminfo [bytes]; empty where it does not exist."""
     found = {}
     for line in _lines(root / "proc/meminfo"):
         words = line.split()
@@ -139,7 +140,7 @@ def _machine(root: Path) -> dict[str, int]:
 
 
 def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
-    """What the machine leaves, and every control group that this process is in."""
+    """Yield what the machine has left, and what each control group of this process leaves [bytes]."""
     swap = machine.get("SwapFree", 0)
     if "MemAvailable" in machine:
         yield machine["MemAvailable"] + swap + _zfs_cache(root)
@@ -162,9 +163,9 @@ def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of a group, and of those below it, that its kernel gives back when they are needed.
+    """Return the bytes of a group and its children that the kernel gives back when they are needed.
 
-    In version 1 the plain numbers are of the group alone, though its usage counts those below: `total_` has them all.
+    In version 1 the plain numbers count the group alone, but its usage counts its children too: `total_` counts all.
     """
     found = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
     names = ("active_file", "inactive_file", "slab_reclaimable")
@@ -173,7 +174,7 @@ def _page_cache(folder: Path) -> int:
 
 
 def _zfs_cache(root: Path) -> int:
-    """Bytes of ZFS's own cache, which it gives back, and which MemAvailable does not count."""
+    """Return the bytes that ZFS's cache would give back; MemAvailable does not count them."""
     rows = (line.split() for line in _lines(root / "proc/spl/kstat/zfs/arcstats"))
     found = {row[0]: row[2] for row in rows if len(row) == 3}
     with suppress(KeyError, ValueError):
@@ -182,7 +183,7 @@ def _zfs_cache(root: Path) -> int:
 
 
 def _resources(root: Path) -> Iterator[int]:
-    """What `ulimit -v` and `ulimit -d` leave."""
+    """Yield what `ulimit -v` and `ulimit -d` leave [bytes]."""
     try:
         import resource
     except ImportError:  # Windows
@@ -195,7 +196,7 @@ def _resources(root: Path) -> Iterator[int]:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None: it holds none, such as "max"."""
+    """Return the number in a file; None if it holds none, such as "max"."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 

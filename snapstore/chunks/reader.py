@@ -1,8 +1,8 @@
-"""Fetch: chunks out of packs. get ranges -> unpack -> decode -> planes -> patch chain -> verify digest.
+"""Reader: rebuilds chunks from packs. get ranges -> unpack -> decode -> planes -> patch chain -> verify digest.
 
-In: rows of chunk tables and where each chunk's bytes go. Out: filled memory, every chunk checked against its digest.
-Batches are bounded in stored plus plain bytes; the next one is read while this one is decoded, so memory stays bounded
-whatever the state's size.
+In: rows of chunk tables, and the memory of each chunk. Out: filled memory; every chunk is checked against its digest.
+A batch is bounded in stored plus plain bytes, and is read while the one before is decoded. So memory stays bounded for
+states of any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..state.arrays import Memory
 from ..text import without_advice
 from ..threads import Pending, Threads
 
-#: While a batch is read, the ones before it are driven on this often [s].
+#: While a batch is read, the engine is polled this often [s].
 POLL_S = 0.0005
 
 
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wanted:
-    """One chunk, that fills a memory."""
+    """Return one chunk that fills a memory."""
     return Wanted(table, packs, np.array([row]), out, np.zeros(1, np.int64))
 
 
@@ -57,7 +57,7 @@ class _Batch:
     outs: Chunks
 
     def where(self, blob: int) -> str:
-        """How to name a blob in an error."""
+        """Return how an error names a blob."""
         name = self.keys[self.packs[blob]].rpartition("/")[2]
         return f"pack {name[:12]} at {self.offsets[blob]}+{self.lengths[blob]}"
 
@@ -74,22 +74,23 @@ class _Reading:
     wait: Pending[None]
 
 
-class Fetcher:
-    """Rebuilds chunks of one repository."""
+class ChunkReader:
+    """Rebuilds chunks of one repository.
+
+    Args:
+        engine: decodes all chunks; None: each chunk is decoded by the engine of its memory.
+    """
 
     def __init__(self, context: Context, engine: Engine | None = None) -> None:
-        self._store, self._engines, self._engine = (
-            context.store,
-            context.engines,
-            engine,
-        )  # `engine` takes the place of all
+        self._store, self._engines = context.store, context.engines
+        self._engine = engine
         self._readers: Threads | None = None
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
-        """Fill every chunk's memory, in order; yields how many more are done after each batch.
+        """Fill the memory of every chunk, in order; yield after each batch how many more are done.
 
         Raises:
-            IntegrityError, FormatError: a chunk cannot be rebuilt; what was to be filled is then garbage.
+            IntegrityError, FormatError: a chunk cannot be rebuilt; the memory then holds garbage.
             StorageError: the store failed.
         """
         reading: deque[_Reading] = deque()
@@ -99,14 +100,14 @@ class Fetcher:
                 reading.append(self._read(engine, batch))
                 if len(reading) > 1:
                     self._decode(reading, decoding)
-                if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded: nobody waits
+                if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded
                     yield self._finished(decoding)
             while reading:
                 self._decode(reading, decoding)
             while decoding:
                 yield self._finished(decoding)
         finally:
-            for begun in reading:  # nothing may write into anybody's memory any more
+            for begun in reading:  # nothing may write into the memory any more
                 _ended(begun.wait)
                 begun.engine.give_back(begun.buffer)
             for begun, wait in decoding:
@@ -118,7 +119,7 @@ class Fetcher:
     def _read(self, engine: Engine, batch: _Batch) -> _Reading:
         """Begin to read the blobs of a batch into one buffer."""
         reads, positions, size = pack.plan_reads(batch.packs, batch.offsets, batch.lengths)
-        if size > engine.decode_bytes:  # one chunk that claims much: see that its blobs are there at all
+        if size > engine.decode_bytes:  # one chunk claims much: check first that its blobs exist
             for one in reads:
                 if one.length:
                     self._get(batch.keys[one.pack], one.offset + one.length - 1, 1)
@@ -147,7 +148,7 @@ class Fetcher:
             raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 
     def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
-        """Begin to decode the batch that was read first."""
+        """Begin to decode the oldest batch that was read."""
         begun = reading[0]
         while not begun.wait.ready(POLL_S):
             begun.engine.drive()
@@ -167,7 +168,7 @@ class Fetcher:
         return len(begun.batch.counts)
 
     def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _Batch]]:
-        """Runs of chunks that fit in memory together, each for one engine."""
+        """Yield runs of chunks that fit in memory together, each for one engine."""
         pending: list[Wanted] = []
         engine: Engine | None = None
         cost = count = 0
@@ -198,7 +199,7 @@ class Fetcher:
 
 
 def _ended(wait: Callable[[], object]) -> None:
-    """Wait for what nobody wants any more, whatever becomes of it."""
+    """Wait for work whose result is not used."""
     try:
         wait()
     except Exception as error:  # noqa: BLE001
@@ -211,7 +212,7 @@ def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
 
 
 def _stored_bytes(table: ChunkTable, rows: Column) -> Column:
-    """Stored bytes of every blob that each chunk needs."""
+    """Return the stored bytes that each chunk needs, (n,) int64: those of all blobs of its chain."""
     counts = table.ref_counts[rows].astype(np.int64)
     stored: Column = np.add.reduceat(
         table.ref_lengths[table.refs_of(rows)].astype(np.int64), np.cumsum(counts) - counts
@@ -220,7 +221,7 @@ def _stored_bytes(table: ChunkTable, rows: Column) -> Column:
 
 
 def _columns(wanted: Sequence[Wanted]) -> _Batch:
-    """Chunks of several tensors as one batch."""
+    """Return chunks of several tensors as one batch."""
     numbers: dict[str, int] = {}
     packs, offsets, lengths, counts, digests, which, outs_starts, outs_lengths = ([] for _ in range(8))
     for i, w in enumerate(wanted):
@@ -239,6 +240,11 @@ def _columns(wanted: Sequence[Wanted]) -> _Batch:
         [w.out for w in wanted], np.concatenate(which), np.concatenate(outs_starts), np.concatenate(outs_lengths)
     )
     return _Batch(
-        [pack_key(name) for name in numbers], np.concatenate(packs), np.concatenate(offsets), np.concatenate(lengths),
-        np.concatenate(counts), np.concatenate(digests), outs,
-    )  # fmt: skip
+        [pack_key(name) for name in numbers],
+        np.concatenate(packs),
+        np.concatenate(offsets),
+        np.concatenate(lengths),
+        np.concatenate(counts),
+        np.concatenate(digests),
+        outs,
+    )

@@ -1,7 +1,7 @@
-"""Packing: new blobs into packs, which are hashed and put in the background while the next one fills.
+"""Uploader: packs new blobs; while one pack fills, earlier ones are hashed and put in the background.
 
-In: encoded blobs, in order. Out: durable packs, and of every blob in which of them it lies and where. Bounded in bytes;
-runs in the thread of a save or a rewrite. Manifests take the same way out.
+In: encoded blobs, in order. Out: durable packs, and the pack and offset of each blob. The bytes in flight are bounded.
+It runs in the thread of a save or a rewrite. Manifests are put by it as well.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ..protocol.session import Claim
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
-#: Packs that are hashed and put while the next one fills: so many bytes at most (`pack_bytes` counts), but one pack
-#: always, however large. So a save holds at most n + 1 buffers of `pack_bytes` and a slack, n = `puts_in_flight`: 8 + 1
-#: at 32 MiB on a store that takes so many, 1 + 1 above 128 MiB. Idle ones are among them, as a new one is made only
-#: when none is idle; one that had to grow is not kept.
+#: At most this many bytes of packs are hashed and put while the next one fills (`pack_bytes` counts), but always one
+#: pack, whatever its size. So a save holds at most n + 1 buffers of `pack_bytes` and a slack, n = `puts_in_flight`:
+#: 8 + 1 at 32 MiB on a store that takes so many, 1 + 1 above 128 MiB. Idle buffers count, since a new one is made only
+#: when none is idle. A buffer that had to grow is not kept.
 PUT_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 PUTS_IN_FLIGHT = 2
-#: Room in a pack's buffer for the blob that fills it and for the footer, or two chunks where they are larger; a larger
-#: pack makes its buffer grow.
+#: Room in a pack's buffer for its last blob and the footer, or for two chunks if they are larger. A larger pack makes
+#: its buffer grow.
 PACK_SLACK_BYTES = 2 * 1024 * 1024
-#: How often an object is put that was there and then was not.
+#: How often a put is tried again when the store reports an object and then does not find it.
 PUT_ATTEMPTS = 4
-#: An object that is there already is compared in pieces of so many bytes.
+#: An object that exists already is compared in pieces of this size.
 COMPARED_BYTES = 4 * 1024 * 1024
 
 
-class Packs:
+class PackUploader:
     """The new packs of one session, filled one after the other.
 
     Attributes:
-        names, sizes: of every pack begun, in this order: hex and [bytes]; "" and 0 until it is durable.
-        idle: buffers of packs that have been put, for the engine that lent them.
+        names, sizes: hex name and size [bytes] of each pack, in order; "" and 0 until it is durable.
+        idle: buffers of packs that have been put; they go back to the engine that lent them.
     """
 
     def __init__(self, session: Claim, pack_bytes: int, chunk_bytes: int) -> None:
@@ -59,12 +59,12 @@ class Packs:
         self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
 
     def begin(self, rank: int, part: str) -> None:
-        """What follows belongs to this part: packs never mix parts."""
+        """Begin a part: packs never mix parts."""
         self.seal()
         self._rank, self._part = rank, part
 
     def hasten(self, puts: int) -> None:
-        """Put as many packs at a time, if their bytes allow: an engine of a device fills them that fast."""
+        """Put this many packs at once, if their bytes allow it: the engine of a device fills packs that fast."""
         more = puts_in_flight(self._pack_bytes, puts)
         if self._putters.count < more:
             self.finish()
@@ -78,7 +78,7 @@ class Packs:
             engine: lends the packs' buffers.
 
         Returns:
-            (n,) int64, the number of each blob's pack among `names`, and its offset there.
+            For each blob the number of its pack in `names`, and its offset there, both (n,) int64.
         """
         entries = encoded.entries
         ends = (entries["offset"] + entries["length"] + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
@@ -106,7 +106,7 @@ class Packs:
         return self._writer
 
     def seal(self) -> None:
-        """Hash and put the pack that fills, as many at a time as there are threads for it."""
+        """Begin to hash and put the current pack; wait while all threads are busy."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -128,16 +128,16 @@ class Packs:
         self._session.heartbeat()
 
     def finish(self) -> None:
-        """Every pack that was sealed is durable."""
+        """Wait until every sealed pack is durable."""
         while self._puts:
             self._await_put()
 
     def start_put(self, key: str, data: bytes) -> Callable[[], object]:
-        """Begin to put a manifest; the call it returns waits until it is durable."""
+        """Begin to put a manifest; return the call that waits until it is durable."""
         return self._putters.start(lambda item: put_once(self._session, *item), [(key, data)])
 
     def close(self) -> None:
-        """End the threads; nothing is copied any more."""
+        """End the threads, and with them every copy."""
         if self._writer is not None:
             with suppress(Exception):
                 self._writer.settle()
@@ -145,13 +145,13 @@ class Packs:
 
 
 def put_once(claim: Claim, key: str, data: bytes | memoryview) -> None:
-    """Put a content-addressed object; one that is there already must be this very one (a lost response, repeated).
+    """Put a content-addressed object. If it exists already, compare it: a response was lost, and the put repeated.
 
-    Its name covers the id of the session, so nobody but this save or rewrite has put it, and no gc deletes it.
+    Its name covers the id of the session, so only this save or rewrite can have put it, and no gc deletes it.
 
     Raises:
-        IntegrityError: what is there is not what its name says.
-        StorageError: it comes and goes.
+        IntegrityError: the object that exists has other bytes.
+        StorageError: the store reports the object, and then does not find it.
     """
     store = claim.store
     claim.written.add(key)
@@ -170,7 +170,7 @@ def put_once(claim: Claim, key: str, data: bytes | memoryview) -> None:
 
 
 def _check_same(store: ObjectStore, key: str, data: memoryview) -> None:
-    """Raise IntegrityError unless an object is just this, NotFoundError when it is gone."""
+    """Raise IntegrityError if an object has other bytes, NotFoundError if it is gone."""
     advice = "it was damaged or altered; run 'snapstore check', then save again"
     size_bytes = store.stat(key).size_bytes
     if size_bytes != len(data):
@@ -180,11 +180,11 @@ def _check_same(store: ObjectStore, key: str, data: memoryview) -> None:
         (found,) = store.get_ranges(key, [(start, len(piece))])
         if found != piece:
             raise IntegrityError(
-                f"{key} in {store.url}: expected the {size_bytes} bytes that its name is the SHA-256 of, "
-                f"got others from {start} on: {advice}"
+                f"{key} in {store.url}: expected {size_bytes} bytes with the SHA-256 in its name, "
+                f"got other bytes from offset {start}: {advice}"
             )
 
 
 def puts_in_flight(pack_bytes: int, wanted: int) -> int:
-    """How many packs may be hashed and put at once, beside the one that fills; see PUT_BYTES_IN_FLIGHT."""
+    """Return how many packs may be hashed and put at once while another one fills; see PUT_BYTES_IN_FLIGHT."""
     return max(1, min(wanted, PUT_BYTES_IN_FLIGHT // pack_bytes))

@@ -13,7 +13,8 @@ from .output import line, note, print_json, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
-    from ..repository import ForgetResult, Repository
+    from ..protocol.forget import ForgetResult
+    from ..repository import Repository
     from ..retention import Policy
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]

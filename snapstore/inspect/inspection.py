@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
-from ..chunks.reader import Fetcher, Wanted, whole
+from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..errors import FormatError, IntegrityError
 from ..format import codecs, manifest, pack
@@ -334,7 +334,7 @@ def _chunks(context: Context, located: _Located) -> Iterator[Bytes]:
                 outs.append(np.empty(length, np.uint8))
                 yield whole(m.table, m.header.pack_names, first + i, outs[-1])
 
-        for done in Fetcher(context).rebuild(wanted()):
+        for done in ChunkReader(context).rebuild(wanted()):
             yield from outs[:done]
             del outs[:done]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..chunks import limits
-from ..chunks.reader import Fetcher, Wanted
+from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
@@ -61,9 +61,13 @@ def read_into(context: Context, ref: str, target: Any, *, keys: str | Sequence[s
 
 
 def restore(
-    context: Context, snapshot: Snapshot, *, into: Any = None,
-    keys: str | Sequence[str] | None = None, device: Any = None,
-) -> Any:  # fmt: skip
+    context: Context,
+    snapshot: Snapshot,
+    *,
+    into: Any = None,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+) -> Any:
     """The state of a snapshot, or `into` filled with it.
 
     Raises:
@@ -82,7 +86,7 @@ def restore(
     require_decoding(context.store, chosen, f"{snapshot.ref}: restoring")
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
     try:
-        for done in Fetcher(context).rebuild(_wanted(manifests, parts, target, pending)):
+        for done in ChunkReader(context).rebuild(_wanted(manifests, parts, target, pending)):
             _complete(target, pending, done)
         _complete(target, pending, 0)
     finally:
@@ -103,9 +107,7 @@ def read_manifests(
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
     """A manifest's entry as the state knows it."""
-    return TensorSpec(
-        tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie
-    )  # fmt: skip
+    return TensorSpec(tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie)
 
 
 def check_layouts(m: Manifest, where: str) -> None:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from ..arrays import Column
 from ..catalog.history import View
 from ..catalog.read_twice import read_twice
-from ..chunks.uploader import Packs
+from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
@@ -87,7 +87,7 @@ class Work:
 
     claim: Claim
     ruling: Snapshot
-    packs: Packs
+    packs: PackUploader
     view: View
     marked: set[str] | None
     places: dict[Key, Place] = field(default_factory=dict)
@@ -293,7 +293,7 @@ class Rewriting(ABC):
             view = self.index.refresh()
             if not _rules(view, ruling):
                 raise ConflictError("another process has revised it")
-            packs = Packs(claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
+            packs = PackUploader(claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
             work = Work(claim, ruling, packs, view, marked)
             try:
                 written = self._write_all(work, parts)

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..catalog.read_twice import read_twice
 from ..chunks import limits
-from ..chunks.reader import Fetcher, Wanted
+from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, EncodeBatch
 from ..errors import FormatError, IntegrityError
@@ -125,7 +125,7 @@ class Reencoder:
         numbers: dict[str, int] = {}
         table = table_of(chains, numbers)
         wanted = Wanted(table, list(numbers), np.arange(len(chains)), out, starts)
-        read_twice(self._store, lambda: list(Fetcher(self._context).rebuild([wanted])))
+        read_twice(self._store, lambda: list(ChunkReader(self._context).rebuild([wanted])))
         self.bytes_read += int(table.ref_lengths.sum())
 
 

@@ -167,6 +167,8 @@ def _damaged_packs(store: ObjectStore, session: Session, bases: Sequence[Base]) 
     if damaged:
         log.warning(
             "run=%s %d packs of the bases are damaged, their chunks are stored again; run 'snapstore repair': first %s",
-            session.run, len(damaged), pack_key(min(damaged)),
-        )  # fmt: skip
+            session.run,
+            len(damaged),
+            pack_key(min(damaged)),
+        )
     return damaged

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bytes, Column
-from ..chunks.reader import Fetcher, Wanted
-from ..chunks.uploader import Packs
+from ..chunks.reader import ChunkReader, Wanted
+from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
@@ -119,7 +119,7 @@ class ChunkWriter:
     def __init__(self, context: Context, session: Session, bases: Bases, *, full: bool) -> None:
         self.bases, self._session, self._full = bases, session, full
         self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
-        self.packs = Packs(session, context.options.pack_bytes, self._chunk_bytes)
+        self.packs = PackUploader(session, context.options.pack_bytes, self._chunk_bytes)
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
         self._rows_begun = 0  # rows that have been hashed
@@ -179,14 +179,14 @@ class ChunkWriter:
                 first += count
             if first < total:
                 self._flush()
+                self._advance()
         self.rows += total
         return total
 
     def end_part(self) -> None:
         """Put everything of the part into its packs."""
         self._flush()
-        while self._hashing:
-            self._encode()
+        self._advance(hashing=0)
         while self._encoding:
             self._drain()
         self.packs.seal()
@@ -207,12 +207,13 @@ class ChunkWriter:
         if engine is self._engine:
             return
         self._flush()
+        self._advance()
         self._engine = engine
         if engine is not self._engines.cpu:
             self.packs.hasten(PUTS_IN_FLIGHT_OF_DEVICES)
 
     def _flush(self) -> None:
-        """Begin to hash the batch; encode the one before, which is hashed by now."""
+        """Begin to hash the batch."""
         runs, self._runs, self._size_bytes, self._count = self._runs, [], 0, 0
         if not runs:
             return
@@ -230,11 +231,17 @@ class ChunkWriter:
         bases = engine.load(Chunks(memories, which[cached], starts[cached], lengths[cached]))
         wait = engine.start_digests(chunks.and_those(bases))
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
-        if len(self._hashing) > 1:
+
+    def _advance(self, hashing: int = 1) -> None:
+        """Encode the oldest batches until `hashing` are left to be hashed; pack those that were encoded meanwhile."""
+        while len(self._hashing) > hashing:
             self._encode()
+            depth = self._encoding[-1].engine.depth
+            while len(self._encoding) > depth:
+                self._drain()
 
     def _encode(self) -> None:
-        """Look up the chunks of the batch that was hashed first, begin to encode the new ones; pack older batches."""
+        """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""
         batch = self._hashing[0]
         found = batch.wait()
         self._hashing.popleft()
@@ -261,8 +268,6 @@ class ChunkWriter:
                 batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], given, encode, encoding
             )
         )
-        while len(self._encoding) > batch.engine.depth:
-            self._drain()
 
     def _candidates(self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column) -> Column:
         """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
@@ -283,13 +288,14 @@ class ChunkWriter:
         taken = np.maximum(batch.candidates[new], 0)
         has = len(self.bases.table) > 0
         return EncodeBatch(
-            chunks, rows.digests[new],
+            chunks,
+            rows.digests[new],
             np.array([run.tensor.spec.element_size for run in runs], np.uint8)[which],
             np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
             bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
             self.bases.chain_bytes[taken] if has else np.zeros(len(new), np.int64),
-        )  # fmt: skip
+        )
 
     def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
         """Return the bytes of the new chunks' candidate bases, checked: from memory, else from the store."""
@@ -307,7 +313,7 @@ class ChunkWriter:
             memories.append(batch.engine.empty(int(rooms.sum())))
             wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
             try:
-                for _ in Fetcher(self._context).rebuild([wanted]):
+                for _ in ChunkReader(self._context).rebuild([wanted]):
                     self._session.heartbeat()
             except (*DAMAGE, StorageError, CapabilityError) as error:  # an ANS blob without a GPU cannot be read either
                 raise BaseDamagedError(str(error)) from error
@@ -323,7 +329,9 @@ class ChunkWriter:
             self._check_unchanged(encoding, encoding.run_of, encoding.given, encoding.batch.digests)
         at = 0
         for encoded in made:
-            self._place(encoding, at, encoded)
+            places = self.packs.add(encoded, encoding.engine)
+            self._note_places(encoding, at, encoded, *places)
+            self._verify(encoding, slice(at, at + len(encoded.entries)), encoded)
             at += len(encoded.entries)
         encoding.engine.recycle(made)
         if any(run.tensor.keep_in is not None for run in encoding.runs):
@@ -347,13 +355,12 @@ class ChunkWriter:
         if len(others):
             raise changed(batch.runs[run_of[others[0]]].tensor.spec, "other values")
 
-    def _place(self, encoding: _Encoding, at: int, encoded: Encoded) -> None:
-        """Put blobs into packs, and their places into the columns; `at` is the number of the first new chunk."""
+    def _note_places(self, encoding: _Encoding, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
+        """Put the places of blobs into the columns; `at` is the number of the first one among the new chunks."""
         entries = encoded.entries
         blobs = np.empty((len(entries), 4), np.int64)
         blobs[:, 0], blobs[:, 3] = entries["transform"], entries["length"]
-        blobs[:, 1], blobs[:, 2] = self.packs.add(encoded, encoding.engine)
-        blobs[:, 1] += len(self.bases.packs)  # own packs follow those of the bases
+        blobs[:, 1], blobs[:, 2] = packs + len(self.bases.packs), offsets  # own packs follow those of the bases
         new = slice(at, at + len(entries))
         rows, candidates = encoding.new[new], encoding.candidates[new]
         is_delta = entries["transform"] == blob.XOR
@@ -364,7 +371,6 @@ class ChunkWriter:
             run, own = encoding.runs[number], encoding.run_of[new] == number
             run.tensor.bases_tried += int((candidates[own] >= 0).sum())
             run.tensor.deltas_stored += int(is_delta[own].sum())
-        self._verify(encoding, new, encoded)
 
     # -- verify
 
@@ -401,10 +407,18 @@ class ChunkWriter:
         self._verified()
         self._verifying.append(
             encoding.engine.start_decode(
-                DecodeBatch(stored, offsets, lengths, np.ones(len(rows), np.int64), batch.digests[rows], outs,
-                            lambda i: f"new blob {i} of {len(rows)}", bases)
+                DecodeBatch(
+                    stored,
+                    offsets,
+                    lengths,
+                    np.ones(len(rows), np.int64),
+                    batch.digests[rows],
+                    outs,
+                    lambda i: f"new blob {i} of {len(rows)}",
+                    bases,
+                )
             )
-        )  # fmt: skip
+        )
 
     def _verified(self) -> None:
         """Wait for the blobs that are being verified.

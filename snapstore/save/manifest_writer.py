@@ -125,11 +125,20 @@ def _write_manifests(
         table, packs, sizes = _table(chunks, rows, layout)
         logical_bytes = sum(tensor.spec.nbytes for tensor in part.tensors)
         data = manifest.encode(
-            save_id=bytes.fromhex(session.id), rank=0, sequence=sequence, part=part.name,
-            chunk_bytes=context.config.chunk_bytes, digest_seed=context.engines.digest_seed, tree=part.tree,
-            tensors=layout.entries, inline=bytes(layout.inline), table=table, packs=packs, pack_sizes=sizes,
+            save_id=bytes.fromhex(session.id),
+            rank=0,
+            sequence=sequence,
+            part=part.name,
+            chunk_bytes=context.config.chunk_bytes,
+            digest_seed=context.engines.digest_seed,
+            tree=part.tree,
+            tensors=layout.entries,
+            inline=bytes(layout.inline),
+            table=table,
+            packs=packs,
+            pack_sizes=sizes,
             logical_bytes=logical_bytes,
-        )  # fmt: skip
+        )
         ref = manifest.ref_of(data)
         puts.append(chunks.packs.start_put(ref.key, data))
         written.sizes[ref.key] = len(data)

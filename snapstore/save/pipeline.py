@@ -43,13 +43,16 @@ def save(
     before = context.index.refresh() if request.tags else None
     with staging.saving():
         with Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session:
-            bases = load_bases(context, session, lineage.cached_manifests())
-            try:
-                written = _write(context, session, request, inputs, bases, staging)
-            except BaseDamagedError as damage:
-                log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
-                bases = Bases()
-                written = _write(context, session, request, inputs, bases, staging)
+            bases, written = load_bases(context, session, lineage.cached_manifests()), None
+            while written is None:
+                staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
+                try:
+                    written = write(context, session, inputs, bases, full=request.full)
+                except BaseDamagedError as damage:
+                    log.warning(
+                        "run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage
+                    )
+                    bases = Bases()
             if context.options.verify_writes == "full":
                 session.confirm(written.sizes)
             snapshot = _commit(session, request, bases, written)
@@ -57,10 +60,16 @@ def save(
     context.index.add(snapshot, written.headers)
     lineage.note_saved(snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)})
     log.info(
-        "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs", snapshot.run, snapshot.step,
-        human_bytes(snapshot.logical_bytes), human_bytes(snapshot.stored_bytes), snapshot.new_chunks,
-        snapshot.chunks, 1000 * snapshot.stall_s, snapshot.total_s,
-    )  # fmt: skip
+        "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
+        snapshot.run,
+        snapshot.step,
+        human_bytes(snapshot.logical_bytes),
+        human_bytes(snapshot.stored_bytes),
+        snapshot.new_chunks,
+        snapshot.chunks,
+        1000 * snapshot.stall_s,
+        snapshot.total_s,
+    )
     try:
         return tags.take(context, request.tags, snapshot, before) if before is not None else snapshot
     except SnapstoreError as error:  # the save is committed; of two that hold a tag, the tag means the newest
@@ -68,26 +77,22 @@ def save(
         return snapshot
 
 
-def _write(
-    context: Context,
-    session: Session,
-    request: SaveRequest,
-    inputs: Sequence[PartInput],
-    bases: Bases,
-    staging: Staging,
-) -> Written:
-    """Put the packs and manifests of a save."""
-    staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
-    return write(context, session, inputs, bases, full=request.full)
-
-
 def _commit(session: Session, request: SaveRequest, bases: Bases, written: Written) -> Snapshot:
     """Create the record."""
     total_s = time.monotonic() - request.started
     return session.commit(
-        bases=bases.ids, manifests=written.manifests, tags=request.tags, metrics=request.metrics,
-        metadata_node=request.metadata_node, created=time.time(), generation=bases.generation, depth=written.depth,
-        chunks=written.chunks, new_chunks=written.new_chunks, logical_bytes=written.logical_bytes,
-        stored_bytes=written.stored_bytes, stall_s=total_s if request.stall_s is None else request.stall_s,
+        bases=bases.ids,
+        manifests=written.manifests,
+        tags=request.tags,
+        metrics=request.metrics,
+        metadata_node=request.metadata_node,
+        created=time.time(),
+        generation=bases.generation,
+        depth=written.depth,
+        chunks=written.chunks,
+        new_chunks=written.new_chunks,
+        logical_bytes=written.logical_bytes,
+        stored_bytes=written.stored_bytes,
+        stall_s=total_s if request.stall_s is None else request.stall_s,
         total_s=total_s,
-    )  # fmt: skip
+    )

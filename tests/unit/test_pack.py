@@ -173,7 +173,7 @@ def test_other_objects_and_versions_are_named(at, message):
 
 
 def read(store, wanted):
-    """Views of (key, offset, length), read as a Fetcher does."""
+    """Views of (key, offset, length), read as a ChunkReader does."""
     keys = sorted({key for key, _, _ in wanted})
     columns = [
         np.array(c, np.int64)

@@ -1,0 +1,92 @@
+"""Forget: which snapshots of a run go, and what brings one back. The bytes stay until a gc.
+
+In: policies, or references. Out: new revisions of the records, in state `forgotten` or `committed`; `revisions` writes
+them. What a policy keeps is decided in `retention`, by pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import retention
+from ..context import Context
+from ..errors import InvalidInputError, NotFoundError
+from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot, check_name
+from . import revisions
+from .quarantine import in_need_of_quarantined
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetResult:
+    """What a forget did, or would do.
+
+    Attributes:
+        kept: (snapshot, reasons) of every snapshot that stays.
+        forgotten: the others.
+    """
+
+    kept: list[tuple[Snapshot, tuple[str, ...]]]
+    forgotten: list[Snapshot]
+    dry_run: bool = False
+
+
+def forget(
+    context: Context, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+) -> ForgetResult:
+    """Forget the snapshots of a run that no policy keeps; see `Repository.forget`."""
+    check_name("run", run)
+    view = context.index.refresh()
+    context.store.settle(f"snapshots/{run}/")  # a power cut that takes a newer snapshot must not cost an older one
+    snapshots = view.snapshots(run)
+    if not snapshots:
+        there = ", ".join(view.runs()) or "none"
+        raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
+    damaged = in_need_of_quarantined(context, snapshots)
+    decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
+    chosen = {d.snapshot.id for d in decisions if not d.reasons}
+    by_id = {s.id: s for s in snapshots}
+    kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
+    kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
+    going = [s for s in snapshots if s.id in chosen]
+    if dry_run:
+        return ForgetResult(kept, going, True)
+    superseded, policy = view.superseded(), retention.describe(keep)
+    forgotten: list[Snapshot] = []
+    for reason, group in (
+        ("superseded by a later save of its step", [s for s in going if s.id in superseded]),
+        ("kept by no policy", [s for s in going if s.id not in superseded]),
+    ):
+        if group:
+            forgotten += revisions.forget(context, group, policy=policy, reason=reason)
+    return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
+
+
+def forget_snapshots(
+    context: Context, refs: Sequence[str], *, dry_run: bool = False, force: bool = False
+) -> ForgetResult:
+    """Forget the named snapshots; see `Repository.forget_snapshots`."""
+    view = context.index.refresh()
+    chosen = [view.resolve(ref, (COMMITTED,)) for ref in refs]
+    for snapshot in chosen:
+        if snapshot.tags:
+            raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
+        if snapshot == view.newest(snapshot.run) and not force:
+            raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
+    if not dry_run:
+        chosen = revisions.forget(context, chosen, policy="", reason="named by the user")
+    return ForgetResult([], chosen, dry_run)
+
+
+def unforget(context: Context, ref: str) -> Snapshot:
+    """Bring a forgotten snapshot back; see `Repository.unforget`."""
+    view = context.index.refresh()
+    snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
+    forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
+    if snapshot.state != FORGOTTEN and forgotten and not ref.startswith("id:"):
+        snapshot = forgotten[-1]
+    if snapshot.state == COMMITTED:
+        raise InvalidInputError(f"{ref}: is not forgotten")
+    if snapshot.state == SWEPT:
+        raise NotFoundError(f"{ref}: was forgotten and a gc has deleted its bytes; it cannot come back")
+    return revisions.revise(context, snapshot, state=COMMITTED, policy="", reason="")

@@ -41,7 +41,7 @@ from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifest import ChunkTable, Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
-from ..protocol.session import Claim
+from ..protocol.claim import Claim
 from ..text import without_advice
 from ..threads import Threads
 from .stored_blobs import Stored, Twins, batches, digests_of, laid_out, lengths_of, names_of, parse

@@ -35,7 +35,6 @@ from ..format.keys import pack_key
 from ..format.manifest import ChunkTable, Manifest
 from ..format.pack import ENTRY
 from ..format.records import COMMITTED, ManifestRef, Snapshot
-from ..protocol.gc import need_all_records
 from ..protocol.quarantine import in_quarantine
 from ..restore.pipeline import spec_of
 from ..save.bases import Base, Bases
@@ -96,7 +95,7 @@ def compact(
     named = None if only is None else {snapshot.id for snapshot in only}
     for _ in range(ATTEMPTS):
         view = context.index.refresh()
-        need_all_records(view, "compact", "nothing was rewritten")
+        view.require_all_records("compact", "nothing was rewritten")
         chosen = [s for s in view.snapshots() if named is None or s.id in named]
         live = LiveBlobs(
             context.store, context.engines.digest_seed, view, {s.id for s in chosen}, in_quarantine(context.store)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import retention
 from .catalog import index, policy_store
+from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
 from .catalog.index import Index
 from .context import Context
@@ -33,8 +33,6 @@ from .errors import (
     InvalidInputError,
     NotFoundError,
     SnapstoreError,
-    StorageError,
-    UnknownFormatError,
 )
 from .format import chunking, records
 from .format.hashing import new_seed
@@ -48,7 +46,7 @@ from .ranks import check as check_ranks
 from .storage.base import ObjectStore
 from .storage.cache_dir import shrink
 from .storage.urls import open_store
-from .text import counted, some, without_advice
+from .text import counted, some
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
     from .state.flatten import Part
 
 log = logging.getLogger("snapstore")
-KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +139,7 @@ class Repository:
         """
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
-        config = Config(
-            uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, digest_seed=new_seed(),
-            features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
-        )  # fmt: skip
+        config = new_config(chunk_bytes, new_seed())
         try:
             store.stat("config")
         except NotFoundError:
@@ -171,53 +165,8 @@ class Repository:
             IntegrityError: its config is damaged.
         """
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
-        if not damaged:
-            return cls(store, cls._config(store), options or SaveOptions())
-        from .check.recoverable import is_foreign, salvaged_config
-
-        problem = ""
-        try:
-            config = cls._config(store)
-        except (NotFoundError, IntegrityError, StorageError) as error:
-            made_up = salvaged_config(store)
-            if made_up is None:
-                raise
-            config, problem = made_up, "config is missing" if isinstance(error, NotFoundError) else str(error)
-        else:
-            if is_foreign(store, config):
-                config = salvaged_config(store) or config
-                problem = "config has another digest seed than the manifests: it is another repository's"
+        config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
         return cls(store, config, options or SaveOptions(), config_problem=problem)
-
-    @staticmethod
-    def _config(store: ObjectStore) -> Config:
-        """What makes it a repository, if this release can read it."""
-        data = b""
-        try:
-            data = store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
-            config = records.decode(data, Config, "config")
-        except NotFoundError as error:
-            raise NotFoundError(
-                f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
-                "or Repository.create; if there was one, run 'snapstore repair'"
-            ) from error
-        except (FormatError, IntegrityError) as error:
-            if not records.is_damaged(data):
-                raise
-            why = without_advice(error)
-            raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
-        unknown = sorted(set(config.features) - KNOWN_FEATURES)
-        if config.version != records.FORMAT_VERSION or unknown:
-            what = f"features {unknown} are" if unknown else f"format version {config.version} is"
-            raise UnknownFormatError(
-                f"{store.url}: {what} unknown to this snapstore ({records.VERSION}), which reads version "
-                f"{records.FORMAT_VERSION}; use {config.writer} or newer"
-            )
-        if not re.fullmatch(r"[0-9a-f]{32}", config.uuid):  # it names a folder of the cache
-            raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")
-        if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
-            raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
-        return config
 
     def close(self) -> None:
         """Let go of threads, index and temporary files. Closing twice is fine."""

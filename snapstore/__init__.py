@@ -5,17 +5,18 @@
         if snapshots.should_save(step):
             snapshots.save(step, {"model": model, "optimizer": optimizer})
 
-The data path, and the modules that are its stages:
+The data path, folder by folder; each folder's docstring names the file to read first:
 
-    save     state/ flatten -> staging.py copy -> chunking.py split -> digest.py -> delta.py known? base?
-             -> planes.py -> codecs/ -> blob.py -> pack.py -> storage/ put -> manifest.py -> records.py -> index.py
-    restore  records.py -> manifest.py -> pack.py get ranges -> blob.py decode, patch the chain in plane space, verify
-             -> state/ put together
+    save      state/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/bases known? base?
+              -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blob -> chunks/uploader packs
+              -> save/manifest_writer -> protocol/session commit the record -> catalog/index
+    restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, patch
+              the chain, verify -> state/restore_plan put together
 
-`save.py` and `restore.py` tell these two stories; `writer.py` and `fetch.py` run their middles in batches on an engine
-(`engine.py`). `session.py` and `gc.py` are the protocol that keeps saves and deletions apart, `retention.py` says what
-to keep, `check.py` what is damaged (`survey.py` looks), `repair.py` mends it, `inspection.py` says what is in it;
-`recode.py` and `compact.py` rewrite it over `rewrite.py`. `Repository` and `SnapshotManager` are the faces.
+`save/pipeline.py` and `restore/pipeline.py` tell these two stories; docs/design/walk.md walks through them frame by
+frame. `protocol/` keeps saves and deletions apart, and deletes (`gc`); `retention.py` says what to keep; `check/` finds
+damage and `repair/` heals it; `rewrite/` recodes and compacts; `inspect/` counts and compares. `storage/` keeps objects
+and knows nothing of snapshots. `Repository` and `SnapshotManager` are what users call.
 
 Importing this package imports neither torch nor any GPU library; saving and restoring do when they meet a tensor.
 """

@@ -1,8 +1,8 @@
-"""SnapshotManager: the training loop's face. Snapshot every N steps, keep by policy, wait for nothing but the copy.
+"""SnapshotManager: what a training loop calls. Snapshot every N steps, keep by policy, wait only for the copy.
 
-The caller's thread flattens the state and copies it (staging.py); one thread per save does the rest: digest, encode,
-put, commit, then forget and gc by policy. One save at a time: the next one waits for it, or is skipped. A failure in
-the background is raised at the next call. The names are Orbax's.
+The caller's thread flattens the state and copies it (save/staging.py). One thread per save does the rest: hash, encode,
+put, commit, then forget and gc by policy. One save runs at a time: the next one waits for it, or is skipped. A failure
+in the background is raised at the next call. The names are Orbax's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("snapstore")
 
 
 class SaveHandle:
-    """One save on its way. `skipped` says that none was begun: the step is off the interval, or the store was busy."""
+    """A save that runs, or has ended. `skipped`: none was begun, since the step is off the interval, or a save runs."""
 
     def __init__(self, *, skipped: bool = False) -> None:
         self.skipped = skipped
@@ -45,11 +45,11 @@ class SaveHandle:
             self._finished.set()
 
     def done(self) -> bool:
-        """Whether the save has committed, failed, or was skipped."""
+        """Return whether the save has committed, failed, or was skipped."""
         return self._finished.is_set()
 
     def result(self, timeout: float | None = None) -> Snapshot | None:
-        """The committed snapshot; None for a skipped save. Waits up to `timeout` seconds.
+        """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
 
         Raises:
             TimeoutError: not finished by then.
@@ -67,7 +67,7 @@ class SaveHandle:
 
 
 class _Slot:
-    """Lets one save at a time through: its caller's thread holds the slot first, then the thread in the background.
+    """Lets one save run at a time: its caller's thread holds the slot first, then the thread in the background.
 
     Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
     first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
@@ -90,24 +90,24 @@ class SnapshotManager:
     """Snapshots of one run, from its training loop.
 
     Args:
-        repository: a URL or path (made if it is not there), a store, or an open Repository.
-        run: the run's name.
-        save_interval_steps: `should_save` says yes at multiples of this.
-        keep: retention policies, ORed; after every commit the rest is forgotten and collected in the background.
-            They are stored, so that `snapstore forget --run` knows them.
+        repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
+        run: the name of the run.
+        save_interval_steps: `should_save` is True at multiples of this.
+        keep: retention policies, ORed. After each commit, the other snapshots are forgotten and collected in the
+            background. The policies are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
-        on_busy: what `save` does while the last one is running: "wait" for it, or "skip"; with `force` it waits.
-        staging: where the copy of CUDA tensors lies that a save reads in the background: "device" (milliseconds, up
-            to twice their size of device memory), "host" (pinned memory, at the speed of the bus) or "auto": on the
-            device if there is room. Without the packages for the GPU, or a GPU, in host memory.
-        keep_base: hold the last snapshot's bytes where they were staged, as bases for the next; else bases are read
-            back from the store.
+        on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
+        staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
+            milliseconds. "host": in pinned memory, at the speed of the bus. "auto": on the device if there is room.
+            Without a GPU, or the packages for it, they lie in host memory.
+        keep_base: keep the bytes of the last snapshot where they were staged, as bases for the next; else bases are
+            read back from the store.
         read_only: never write; for evaluation jobs.
-        ranks: False: no other rank of torch.distributed saves this run. Snapshots of several ranks together are not
-            built yet: without it a manager in one of several ranks is refused, here and at every save.
-        options: how saves are stored, when the repository is opened here.
+        ranks: False says that no other rank of torch.distributed saves this run. Snapshots of several ranks together
+            are not built yet: without it, a manager on one of several ranks is an error.
+        options: how saves are stored, if the repository is opened here.
 
-    Not for use across a fork, nor from a signal handler: set a flag there, and save from the loop.
+    Do not use it across a fork, or from a signal handler: set a flag there, and save from the loop.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SnapshotManager:
     # -- save
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is a multiple of the interval."""
+        """Return whether `step` is a multiple of the interval."""
         return not self.read_only and check_step(step) % self.save_interval_steps == 0
 
     def save(
@@ -183,7 +183,7 @@ class SnapshotManager:
         tags: Sequence[str] = (),
         force: bool = False,
     ) -> SaveHandle:
-        """Snapshot the state; returns as soon as it may change again.
+        """Snapshot the state; return as soon as the state may change again.
 
         Args:
             step: a step off the interval is skipped unless `force`.
@@ -191,8 +191,8 @@ class SnapshotManager:
             metrics, metadata, tags: see `Repository.save`.
 
         Raises:
-            InvalidInputError: the state or an argument cannot be saved, or an array of the state was changed meanwhile.
-            SnapstoreError: an earlier save failed in the background (this one was not begun).
+            InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile.
+            SnapstoreError: an earlier save failed in the background; this one was not begun.
         """
         self._check_open()
         if self.read_only:
@@ -207,7 +207,7 @@ class SnapshotManager:
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._check_inside()
-        if not threading.current_thread().is_alive():  # in an exit handler: no more threads are waited for
+        if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
             self._async = False
         thread, launched, slot = threading.get_ident(), False, _Slot(self._saving)
         try:
@@ -286,7 +286,7 @@ class SnapshotManager:
                 self._retention_error = error
 
     def _retain(self) -> None:
-        """Forget and collect. What fails here costs space, not snapshots: only damage is raised, not by `save`."""
+        """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""
         try:
             self._retention_error = None
             if self.repository.forget(self.keep, run=self.run, force=True).forgotten:
@@ -299,12 +299,12 @@ class SnapshotManager:
     # -- wait
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is running, and raise what failed in the background."""
+        """Wait for the running save, and raise the error of a save that failed in the background."""
         self._join()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raise what failed in the background since the last call, retention included; does not wait."""
+        """Raise what failed in the background since the last call, retention included. It does not wait."""
         self._raise_of_saves()
         if (error := self._retention_error) is not None:
             self._retention_error = None
@@ -316,14 +316,14 @@ class SnapshotManager:
             raise error
 
     def _join(self) -> None:
-        """Wait until no save holds the slot."""
+        """Wait until no save runs."""
         if os.getpid() == self._pid:  # a forked child has no such thread
             self._check_inside()
             with self._saving:
                 pass
 
     def _check_inside(self) -> None:
-        """Refuse a call from within save in the same thread: it would wait for itself."""
+        """Raise for a call from within `save` in the same thread: it would wait for itself."""
         if threading.get_ident() in self._inside:
             raise InvalidInputError(
                 "SnapshotManager was called while this thread is inside save (from a signal handler?); "
@@ -331,7 +331,7 @@ class SnapshotManager:
             )
 
     def close(self) -> None:
-        """Wait for the running save, let go of memory and repository, and raise what failed in the background."""
+        """Wait for the running save, release memory and repository, and raise what failed in the background."""
         if self._closed:
             return
         self._join()
@@ -363,16 +363,16 @@ class SnapshotManager:
     # -- look and restore
 
     def all_steps(self) -> list[int]:
-        """Steps with a committed snapshot, ascending, each once."""
+        """Return the steps that have a committed snapshot, ascending, each once."""
         return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
 
     def latest_step(self) -> int | None:
-        """Step of the newest committed snapshot; None when there is none."""
+        """Return the step of the newest committed snapshot; None if there is none."""
         newest = self.repository.view().latest(self.run)
         return newest.step if newest else None
 
     def best_step(self) -> int | None:
-        """Step of the best committed snapshot by the first KeepBest policy; None when no snapshot has its metric.
+        """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
 
         Raises:
             InvalidInputError: no KeepBest among the policies.

@@ -1,32 +1,27 @@
-"""options."""
+"""Options: how the saves of an open repository are stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from .engine.registry import CODECS
-from .errors import (
-    InvalidInputError,
-)
+from .errors import InvalidInputError
 from .format.delta import DEFAULT_MAX_DEPTH
 from .format.pack import DEFAULT_PACK_BYTES
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How saves of a repository are stored; every default is a measured one (docs/design/).
+    """How saves are stored. Every default was measured (docs/design/).
 
     Attributes:
         max_depth: longest chain of deltas; 0 stores every chunk full.
         pack_bytes: a pack is closed at this size.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
-        codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own, for CUDA tensors: faster,
-            but only a GPU with the same major release of nvCOMP reads it; `recode` leads out of it.
-        verify_writes: "off", "sample" (one new chunk in 64) or "full": decode what was encoded, before the commit.
+        codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
+            is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it.
+        verify_writes: "off", "sample" (one new chunk in 64) or "full": decode new chunks before the commit.
             "full" also asks the store for every new pack and manifest by name and size.
     """
 

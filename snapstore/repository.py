@@ -1,6 +1,6 @@
-"""Repository: all data under one URL, and everything one can do with it. A facade: each verb is a module of its own.
+"""Repository: the data under one URL, and one call per verb. Each call leads to a module of its own.
 
-A Repository may be used from several threads, also for several saves at once. It must not be used across a fork.
+Several threads may use one Repository, also for several saves at once. It must not be used across a fork.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,26 +17,21 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import retention
 from .catalog import index, policy_store
+from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
 from .catalog.index import Index
 from .context import Context
 from .engine.registry import CODECS, Engines
 from .errors import (
     AlreadyExistsError,
-    ConflictError,
-    FormatError,
-    IntegrityError,
     InvalidInputError,
     NotFoundError,
-    StorageError,
-    UnknownFormatError,
 )
 from .format import chunking, records
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot, check_name
 from .options import SaveOptions
-from .protocol import forget, gc, quarantine, revisions
-from .protocol import tags as tagging
+from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
@@ -47,7 +40,7 @@ from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.cache_dir import shrink
 from .storage.urls import open_store
-from .text import counted, some, without_advice
+from .text import counted, some
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
@@ -57,17 +50,16 @@ if TYPE_CHECKING:
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
-KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_one_place(
+def _pinned(
     verb: Callable[Concatenate[Repository, P], T],
 ) -> Callable[Concatenate[Repository, P], T]:
-    """A verb that decides by what it lists, and writes or deletes: all of it in the place of this repository."""
+    """Run a verb that writes or deletes only while the store is still this repository; see same_repository.py."""
 
     @functools.wraps(verb)
     def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,13 +70,19 @@ def _in_one_place(
 
 
 class Repository:
-    """All data under one URL. Make one with `create` or `open`, close it with `close` or a `with` block."""
+    """The data under one URL. Make one with `create` or `open`; close it with `close` or a `with` block.
+
+    Attributes:
+        url, store, config, options: as opened.
+        context: what the verbs take.
+        lineage: the parents of this process's next saves.
+    """
 
     def __init__(self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = "") -> None:
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
         folder, temporary = index.folder_for(store, config.uuid)
-        if config_problem:  # its uuid is made up: the index that is there stays as it is
+        if config_problem:  # its uuid is reconstructed: leave the index of that uuid alone
             temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
         own = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
         self.context = Context(store, own, engines, config, options, config_problem)
@@ -107,20 +105,12 @@ class Repository:
 
         Raises:
             AlreadyExistsError: there is one.
-            InvalidInputError: the place holds other things, or the chunk size cannot be used.
-            StorageError, CapabilityError: the place cannot be written, or is not safe to use.
+            InvalidInputError: the directory or prefix is not empty, or the chunk size cannot be used.
+            StorageError, CapabilityError: the store cannot be written, or lacks what snapstore relies on.
         """
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
-        config = Config(
-            uuid=records.new_id(),
-            version=records.FORMAT_VERSION,
-            chunk_bytes=chunk_bytes,
-            digest_seed=new_seed(),
-            features=[],
-            created=time.time(),
-            writer=f"snapstore {records.VERSION}",
-        )
+        config = new_config(chunk_bytes, new_seed())
         try:
             store.stat("config")
         except NotFoundError:
@@ -138,64 +128,19 @@ class Repository:
         """Open the repository under a URL.
 
         Args:
-            damaged: even if its config is damaged, gone or another repository's, to `check` and `repair` it.
+            damaged: open it even if its config is damaged, missing or another repository's, to `check` and `repair` it.
 
         Raises:
             NotFoundError: there is none.
-            FormatError: it is of a format or has a feature that this release does not know.
+            FormatError: this release does not know its format, or one of its features.
             IntegrityError: its config is damaged.
         """
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
-        if not damaged:
-            return cls(store, cls._config(store), options or SaveOptions())
-        from .check.recoverable import is_foreign, salvaged_config
-
-        problem = ""
-        try:
-            config = cls._config(store)
-        except (NotFoundError, IntegrityError, StorageError) as error:
-            made_up = salvaged_config(store)
-            if made_up is None:
-                raise
-            config, problem = made_up, "config is missing" if isinstance(error, NotFoundError) else str(error)
-        else:
-            if is_foreign(store, config):
-                config = salvaged_config(store) or config
-                problem = "config has another digest seed than the manifests: it is another repository's"
+        config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
         return cls(store, config, options or SaveOptions(), config_problem=problem)
 
-    @staticmethod
-    def _config(store: ObjectStore) -> Config:
-        """What makes it a repository, if this release can read it."""
-        data = b""
-        try:
-            data = store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
-            config = records.decode(data, Config, "config")
-        except NotFoundError as error:
-            raise NotFoundError(
-                f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
-                "or Repository.create; if there was one, run 'snapstore repair'"
-            ) from error
-        except (FormatError, IntegrityError) as error:
-            if not records.is_damaged(data):
-                raise
-            why = without_advice(error)
-            raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
-        unknown = sorted(set(config.features) - KNOWN_FEATURES)
-        if config.version != records.FORMAT_VERSION or unknown:
-            what = f"features {unknown} are" if unknown else f"format version {config.version} is"
-            raise UnknownFormatError(
-                f"{store.url}: {what} unknown to this snapstore ({records.VERSION}), which reads version "
-                f"{records.FORMAT_VERSION}; use {config.writer} or newer"
-            )
-        if not re.fullmatch(r"[0-9a-f]{32}", config.uuid):  # it names a folder of the cache
-            raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")
-        if config.chunk_bytes % 16 or not chunking.MIN_CHUNK_BYTES <= config.chunk_bytes <= chunking.MAX_CHUNK_BYTES:
-            raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
-        return config
-
     def close(self) -> None:
-        """Let go of threads, index and temporary files. Closing twice is fine."""
+        """Release threads, index and temporary files. It may be called twice."""
         self._finalizer()
 
     def __enter__(self) -> Repository:
@@ -212,15 +157,15 @@ class Repository:
     # -- look
 
     def view(self) -> View:
-        """Everything that is there now, in one listing."""
+        """List the store and return all records."""
         return self.context.index.refresh()
 
     def snapshots(self, run: str | None = None) -> list[Snapshot]:
-        """Committed snapshots of a run (of all runs), in the order in which they were saved."""
+        """Return the committed snapshots of a run, or of all runs, in the order in which they were saved."""
         return self.view().snapshots(run)
 
     def snapshot(self, ref: str) -> Snapshot:
-        """The snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
 
         Raises:
             NotFoundError, InvalidInputError: see `View.resolve`.
@@ -228,7 +173,7 @@ class Repository:
         return self.view().resolve(ref)
 
     def children(self, ref: str) -> list[Snapshot]:
-        """Committed snapshots that go on from this one, in any run."""
+        """Return the committed snapshots, of any run, whose parent is this one."""
         view = self.view()
         return view.children(view.resolve(ref).id)
 
@@ -248,26 +193,26 @@ class Repository:
         full: bool = False,
         ranks: bool | None = None,
     ) -> Snapshot:
-        """Save a state and wait until it is committed. Nothing may change it until then.
+        """Save a state, and wait until it is committed. Nothing may change the state until then.
 
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
-            run, step: where it goes. A step may be saved again; the newest save of a step is what `run@step` means.
-            parent: reference of the snapshot that this one goes on from; by default what this Repository restored or
-                committed last, else the newest of the run.
-            bases: references of further snapshots to dedup against.
-            metrics: numbers that policies and people choose by.
-            metadata: plain values to keep beside it.
+            run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
+            parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
+                restored or committed last, else the newest of the run.
+            bases: references of more snapshots to dedup against.
+            metrics: numbers for policies such as KeepBest.
+            metadata: plain values, stored with the snapshot.
             tags: names; a tagged snapshot is never forgotten.
-            full: store no deltas, for a snapshot that is kept for long.
-            ranks: False: no other rank of torch.distributed saves this run. Without it a save from one of several ranks
-                is refused.
+            full: store no deltas, for a snapshot that is kept for a long time.
+            ranks: False says that no other rank of torch.distributed saves this run. Without it, a save from one of
+                several ranks is an error.
 
         Raises:
             InvalidInputError: a name, step, metric or leaf cannot be saved, or an array of the state was changed
-                meanwhile; nothing was committed.
-            StorageError: the store failed; nothing was committed.
-            ConflictError: a gc gave this save up as dead; save again.
+                meanwhile. Nothing was committed; the same holds for the other errors.
+            StorageError: the store failed.
+            ConflictError: a gc expired this save because it looked dead; save again.
         """
         check_ranks(run, ranks)
         from .save.inputs import SaveRequest, inputs_of
@@ -319,56 +264,30 @@ class Repository:
 
     # -- tags
 
-    @_in_one_place
+    @_pinned
     def tag(self, ref: str, name: str) -> Snapshot:
-        """Put a tag on a committed snapshot; it is never forgotten from then on.
+        """Put a tag on a committed snapshot; from then on it is never forgotten.
 
-        A tag names one snapshot of a run: it moves here if another one of the run has it. Of several that are given it
-        at once the newest keeps it; the snapshot that is returned shows whether this one has.
+        A tag names one snapshot of a run: if another one has it, it moves here. If several are given it at once, the
+        newest keeps it; the returned snapshot shows whether this one has it.
 
         Raises:
             ConflictError: other processes keep revising the snapshots of the run; tag again.
         """
-        records.check_tag(name)
+        return tags.tag(self.context, ref, name)
 
-        def add(snapshot: Snapshot) -> dict[str, Any]:
-            return {"tags": records.check_tags([*snapshot.tags, name])}
-
-        before, tagged = self._revise(ref, add)
-        return tagging.take(self.context, [name], tagged, before)
-
-    @_in_one_place
+    @_pinned
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
 
         Raises:
             NotFoundError: the snapshot does not have it.
         """
-
-        def remove(snapshot: Snapshot) -> dict[str, Any]:
-            if name not in snapshot.tags:
-                there = ", ".join(snapshot.tags) or "none"
-                raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {there}")
-            return {"tags": [tag for tag in snapshot.tags if tag != name]}
-
-        return self._revise(ref, remove)[1]
-
-    def _revise(self, ref: str, change: Callable[[Snapshot], dict[str, Any]]) -> tuple[View, Snapshot]:
-        """Create the next revision of a committed snapshot, again if another process was first; and what was there."""
-        for _ in range(20):
-            view = self.view()
-            snapshot = view.resolve(ref)
-            if snapshot.state != COMMITTED:
-                raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
-            try:
-                return view, revisions.revise(self.context, snapshot, **change(snapshot))
-            except ConflictError:
-                continue
-        raise ConflictError(f"{ref}: other processes keep revising it; try again")
+        return tags.untag(self.context, ref, name)
 
     # -- forget and gc
 
-    @_in_one_place
+    @_pinned
     def forget(
         self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
@@ -383,7 +302,7 @@ class Repository:
         """
         return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
 
-    @_in_one_place
+    @_pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the named snapshots.
 
@@ -393,7 +312,7 @@ class Repository:
         """
         return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
-    @_in_one_place
+    @_pinned
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 
@@ -403,25 +322,25 @@ class Repository:
         """
         return forget.unforget(self.context, ref)
 
-    @_in_one_place
+    @_pinned
     def gc(
         self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
     ) -> GcResult:
-        """Delete what no committed snapshot needs. Safe beside running saves and other gcs.
+        """Delete packs and manifests that no committed snapshot needs. It may run beside saves and other gcs.
 
         Args:
-            fence_after_s: a session of another host whose heartbeat is older is given up as dead [s].
-            unexplained: delete also packs and manifests of which no record says that they may go: their records were
-                removed by hand, say. Without it they stop a gc, since the store may have listed too few records.
+            fence_after_s: a session of another host whose heartbeat is older counts as dead, and is expired [s].
+            unexplained: also delete packs and manifests that no record explains, for example because records were
+                removed by hand. Without it, such an object stops the gc: the store may have listed too few records.
 
         Raises:
-            IntegrityError, StorageError: it cannot be told what is live; nothing was deleted.
+            IntegrityError, StorageError: live objects cannot be told from dead ones; nothing was deleted.
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
-    @_in_one_place
+    @_pinned
     def recode(
         self,
         refs: Sequence[str] | None = None,
@@ -429,18 +348,18 @@ class Repository:
         codec: Literal["portable", "ans"] = "portable",
         dry_run: bool = False,
     ) -> RecodeResult:
-        """Rewrite snapshots into another codec; `gc` then frees the old bytes. Safe beside saves, forgets and gcs.
+        """Rewrite snapshots into another codec; `gc` then frees the old bytes. It may run beside saves, forgets and gcs.
 
         Args:
-            refs: which; None: all committed ones.
+            refs: the snapshots to recode; None: all committed ones.
             codec: "portable", which every machine reads, or "ans" (see `SaveOptions`).
 
         Returns:
-            What was done, and the snapshots that could not be recoded: those are as they were.
+            The work done, and the snapshots that could not be recoded; those are unchanged.
 
         Raises:
-            NotFoundError, InvalidInputError: a reference names nothing; there is no such codec.
-            CapabilityError: the GPU that a codec needs is not here.
+            NotFoundError, InvalidInputError: a reference names nothing; the codec is unknown.
+            CapabilityError: the codec needs a GPU that is not here.
             StorageError: the store failed; snapshots before that are recoded.
         """
         from .rewrite.recode import recode
@@ -451,25 +370,25 @@ class Repository:
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
 
-    @_in_one_place
+    @_pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactReport:
-        """Rewrite packs that are mostly dead, and chunks that hang on bases nobody else needs; `gc` then frees them.
+        """Rewrite packs that are mostly dead, and chunks whose bases no snapshot needs; `gc` then frees the bytes.
 
-        States, digests, ids, lineage and tags stay. Safe beside saves, forgets and gcs; a run that dies is finished by
-        the next one.
+        States, digests, ids, lineage and tags stay. It may run beside saves, forgets and gcs. If it dies, the next
+        compact finishes its work.
 
         Args:
-            refs: rewrite no others; None: all committed ones.
-            max_repack_bytes: of blobs written, 0 or more; the most profitable come first. None: no limit.
+            refs: the snapshots to rewrite; None: all committed ones.
+            max_repack_bytes: write at most this many bytes of blobs, the most profitable first. None: no limit.
 
         Returns:
-            What was done, and the snapshots that could not be rewritten: those are as they were.
+            The work done, and the snapshots that could not be rewritten; those are unchanged.
 
         Raises:
-            NotFoundError, InvalidInputError: a reference names nothing; no such number of bytes.
-            IntegrityError: a record is damaged or missing, so what lives cannot be told; nothing was rewritten.
+            NotFoundError, InvalidInputError: a reference names nothing; `max_repack_bytes` is no int of 0 or more.
+            IntegrityError: a record is damaged or missing, so live bytes cannot be told; nothing was rewritten.
             StorageError: the store failed; snapshots before that are rewritten.
         """
         from .rewrite.compact import compact
@@ -484,7 +403,7 @@ class Repository:
         )
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
-        """The snapshots that are named, each once."""
+        """Return the named snapshots, each once."""
         if isinstance(refs, str):
             raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
         view = self.view()
@@ -493,12 +412,12 @@ class Repository:
     # -- policies
 
     def policies(self, run: str) -> list[retention.Policy]:
-        """The retention policies stored for a run, newest revision."""
+        """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
-    @_in_one_place
+    @_pinned
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
-        """Store the retention policies of a run, so that `forget` needs none named."""
+        """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
         policy_store.store(self.store, check_name("run", run), keep)
 
     # -- look closer
@@ -511,74 +430,75 @@ class Repository:
         subset: tuple[int, int] = (1, 1),
         max_decoded_bytes: int | None = None,
     ) -> CheckResult:
-        """Verify: "metadata" (all there?), "data" (all stored bytes intact?) or "restore" (every state bit-exact?).
+        """Verify the repository, and return what was found.
 
         Args:
+            level: "metadata" (are all objects there?), "data" (are all stored bytes intact?) or "restore" (does every
+                state come back bit for bit?).
             share: the part of the packs that "data" reads, 0 to 1.
-            subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
-            max_decoded_bytes: how much "restore" decodes at most; None: 8192 times what is stored, and 1 GiB, which no
-                repository exceeds that snapstore has made.
+            subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so t checks read them all.
+            max_decoded_bytes: "restore" decodes at most this; None: 1 GiB and 8192 times the stored bytes. No
+                repository that snapstore made needs more.
         """
         from .check.check import check
 
         return check(self.context, level=level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
 
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:
-        """Ids of the snapshots that need a pack which a repair has found damaged, or a manifest that it has not found:
-        they may be lost.
+        """Return the ids of the snapshots that need a pack or manifest that a repair found damaged or missing.
 
-        Reads nothing of them while no pack is in quarantine.
+        They may be lost. While no pack is in quarantine, nothing is read.
         """
         return quarantine.in_need_of_quarantined(self.context, snapshots)
 
-    @_in_one_place
+    @_pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
     ) -> RepairReport:
-        """Say what can be mended, and with `apply` do it. Safe beside saves, forgets and gcs; can be repeated any time.
+        """Report what can be repaired; with `apply`, repair it.
 
-        Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, and builds the
-        index anew. Deletes no pack and no manifest.
+        It heals snapshots from intact copies of their chunks, keeps saves from building on damaged packs, and rebuilds
+        the index. It deletes no pack and no manifest. It may run beside saves, forgets and gcs, and may be repeated.
 
         Args:
-            level: how closely to look first, as `check`.
-            drop: forget the snapshots that stay damaged, unless they are tagged; `gc` then deletes what only they need.
-            purge: let `gc` delete damaged packs that nobody needs any more.
+            level: how closely to check first, as in `check`.
+            drop: forget snapshots that stay damaged, unless they are tagged; `gc` then deletes what only they need.
+            purge: let `gc` delete damaged packs that no snapshot needs any more.
 
         Raises:
-            StorageError: the store failed; what was done is whole, repair again.
+            StorageError: the store failed; every step that was done is complete. Repair again.
         """
         from .repair.repair import repair
 
         return repair(self.context, level=level, apply=apply, drop=drop, purge=purge)
 
     def rebuild_index(self, *, forget_missing: bool = True) -> int:
-        """Build the index anew from the objects; the number of records read.
+        """Rebuild the index from the objects; return the number of records read.
 
         Args:
-            forget_missing: also what nothing but the index knows, and `repair` would put back: records that are gone
-                from the store (else refused), and what those said that cannot be read (else kept).
+            forget_missing: drop the records that only the index has, because they are gone from the store or cannot be
+                read there. `repair` would put them back. False: refuse if records are gone, and keep unreadable ones.
 
         Raises:
-            InvalidInputError: records are gone, and `forget_missing` is not set; nothing was changed.
+            InvalidInputError: records are gone, and `forget_missing` is False; nothing was changed.
         """
         if not forget_missing and (missing := self.view().missing):
             names = some([f"{s.ref} (id:{s.id[:12]}, {s.state})" for s in missing])
             raise InvalidInputError(
-                f"index rebuild: would give up {counted(len(missing), 'snapshot')} of which only the index "
-                f"still has the record: {names}; {PUT_BACK}"
+                f"index rebuild: would drop {counted(len(missing), 'snapshot')} whose records only the index still "
+                f"has: {names}; {PUT_BACK}"
             )
         view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
     def stats(self) -> Stats:
-        """Bytes by tensor group and codec, dedup, ratio, chain depths."""
+        """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
         from .inspect.inspection import stats
 
         return stats(self.context)
 
     def diff(self, a: str, b: str) -> Diff:
-        """What changed between two snapshots, tensor by tensor."""
+        """Return the differences between two snapshots, tensor by tensor."""
         from .inspect.inspection import diff
 
         view = self.view()
@@ -594,5 +514,5 @@ def _store(given: ObjectStore) -> ObjectStore:
 def _clean_up(opened: Index, engines: Engines, temporary: Path | None, pid: int) -> None:
     engines.close()
     opened.close()
-    if temporary is not None and os.getpid() == pid:  # a forked child that ends must not take the parent's
+    if temporary is not None and os.getpid() == pid:  # a forked child must not remove its parent's
         index.remove(temporary)

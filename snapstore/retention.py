@@ -1,19 +1,19 @@
-"""Which snapshots of a run stay, and why: pure functions from snapshots to (kept, reasons).
+"""Retention: decide which snapshots of a run stay, and why.
 
-In come policies and the committed snapshots of one run, in any order; out comes one `Decision` per snapshot, oldest
-first. No I/O, no torch, no clock: the same input gives the same answer everywhere, so any thread may call this.
+In: policies, and the committed snapshots of one run in any order. Out: one `Decision` per snapshot, oldest first. No
+I/O, no torch, no clock: the same input gives the same answer everywhere, and any thread may call this.
 
 Rules, in this order:
 
-1. Of several saves of a step only the one with the highest `seq` is current. The others are superseded: policies do not
-   look at them.
+1. If a step was saved several times, only the save with the highest `seq` is current. The others are superseded:
+   policies do not look at them.
 2. Policies are ORed: each gives reasons to current snapshots, and one reason is enough to stay.
 3. A tagged snapshot always stays, superseded or not ("tag NAME"); the newest one of the run always stays ("newest").
-4. Who has no reason is to be forgotten.
+4. A snapshot without a reason is forgotten.
 
 "Newer" means a higher `seq`, never a later `created`: clocks jump. Two writers that raced may hold the same `seq`; the
 higher id then counts as newer, everywhere. `created` only names the calendar periods and measures `KeepWithin`, back
-from the newest snapshot and never from now, so a run that rested for a month loses nothing by waking up.
+from the newest snapshot and never from now, so a run that pauses for a month loses nothing when it goes on.
 """
 
 import dataclasses
@@ -22,48 +22,41 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .errors import FormatError, InvalidInputError
 
 
 class SnapshotLike(Protocol):
-    """What a policy looks at; `snapstore.Snapshot` is one."""
+    """The part of a snapshot that policies look at; `snapstore.Snapshot` is one."""
 
     @property
     def id(self) -> str:
         """Unique in the run."""
-        ...
 
     @property
     def run(self) -> str:
         """The name of its run."""
-        ...
 
     @property
     def step(self) -> int:
-        """Several saves may share one."""
-        ...
+        """Its training step; several saves may share one."""
 
     @property
     def seq(self) -> int:
         """Its place in the order of the run's snapshots."""
-        ...
 
     @property
     def created(self) -> float:
-        """[s] since 1970, UTC, by the writer's clock."""
-        ...
+        """When it was saved: [s] since 1970, UTC, by the writer's clock."""
 
     @property
     def tags(self) -> Sequence[str]:
         """Names that keep it."""
-        ...
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What `KeepBest` compares."""
-        ...
 
 
 S = TypeVar("S", bound=SnapshotLike)
@@ -74,13 +67,12 @@ class Policy(Protocol):
     """One rule. The classes below are all there are: a policy is stored, so its kind is part of the format."""
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Why, by snapshot id, this policy keeps which of `current`: one snapshot per step, newest first."""
-        ...
+        """Return why this policy keeps snapshots, by id. `current` is one snapshot per step, newest first."""
 
 
 @dataclass(frozen=True)
 class Decision(Generic[S]):
-    """A snapshot and why it stays; without reasons it is to be forgotten."""
+    """A snapshot and why it stays; without reasons it is forgotten."""
 
     snapshot: S
     reasons: tuple[str, ...]
@@ -104,13 +96,13 @@ class KeepLast(Policy):
         return f"KeepLast({self.n})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """The first `n`."""
+        """Name the first `n`."""
         return {snapshot.id: f"last {self.n}" for snapshot in current[: self.n]}
 
 
 @dataclass(frozen=True, repr=False)
 class KeepEvery(Policy):
-    """Keep every step that `steps` divides, for good; step 0 is one of them."""
+    """Keep every step that `steps` divides, for ever; step 0 is one of them."""
 
     steps: int
 
@@ -121,13 +113,13 @@ class KeepEvery(Policy):
         return f"KeepEvery(steps={self.steps})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """All whose step is a multiple."""
+        """Name all whose step is a multiple."""
         return {snapshot.id: f"every {self.steps} steps" for snapshot in current if snapshot.step % self.steps == 0}
 
 
 @dataclass(frozen=True, repr=False)
 class KeepSteps(Policy):
-    """Keep these steps, for good."""
+    """Keep these steps, for ever."""
 
     steps: tuple[int, ...]  # sorted, without repeats, whatever iterable was given
 
@@ -146,7 +138,7 @@ class KeepSteps(Policy):
         return f"KeepSteps({list(self.steps)})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """The named ones that exist."""
+        """Name those of the steps that exist."""
         named = frozenset(self.steps)
         return {snapshot.id: f"step {snapshot.step}" for snapshot in current if snapshot.step in named}
 
@@ -155,8 +147,8 @@ class KeepSteps(Policy):
 class KeepBest(Policy):
     """Keep the `n` best snapshots by a metric.
 
-    A snapshot whose metric is NaN or missing is never best. Of equal values the newer one is better: it has trained
-    longer for the same score, and is more likely to be kept by another policy anyway.
+    A snapshot whose metric is NaN or missing is never best. If values are equal, the newer snapshot is better: it has
+    trained longer for the same score, and another policy is more likely to keep it anyway.
     """
 
     metric: str
@@ -174,12 +166,12 @@ class KeepBest(Policy):
         return f"KeepBest({self.metric!r}, n={self.n}, mode={self.mode!r})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """The first `n` of `ranked`, with their rank."""
+        """Name the first `n` of `ranked`, with their ranks."""
         best = self.ranked(current)[: self.n]
         return {snapshot.id: f"best {self.metric} (#{rank})" for rank, snapshot in enumerate(best, start=1)}
 
     def ranked(self, snapshots: Iterable[S]) -> list[S]:
-        """The snapshots that have the metric, best first. Of equal values the newer one comes first."""
+        """Return the snapshots that have the metric, best first; if values are equal, the newer one first."""
         measured = [snapshot for snapshot in snapshots if not math.isnan(snapshot.metrics.get(self.metric, math.nan))]
         measured.sort(key=_age, reverse=True)
         sign = 1 if self.mode == "min" else -1
@@ -188,11 +180,11 @@ class KeepBest(Policy):
 
 @dataclass(frozen=True, repr=False)
 class KeepWithin(Policy):
-    """Keep what was created within `duration` before the newest snapshot of the run.
+    """Keep the snapshots created within `duration` before the newest one of the run.
 
     Args:
         duration: "90s", "30m", "2h", "7d", "2w" or a sum like "1d12h" (m is minutes); or a `datetime.timedelta`; or
-            seconds. It is held as text in its shortest form, so equal durations are equal policies.
+            seconds. It is kept as its shortest text, so equal durations are equal policies.
     """
 
     duration: str
@@ -204,7 +196,7 @@ class KeepWithin(Policy):
         return f"KeepWithin({self.duration!r})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """All that are not older than the newest one by more; one from the future, by a wrong clock, stays too."""
+        """Name all that are not older; one that a wrong clock dated later than the newest stays too."""
         if not current:
             return {}
         oldest = current[0].created - _parse_duration(self.duration).total_seconds()
@@ -212,88 +204,61 @@ class KeepWithin(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepHourly(Policy):
+class _KeepPeriodic(Policy):
+    """Keep the newest snapshot of each of the last `n` calendar periods (UTC) that have any."""
+
+    n: int
+    #: For `format`: times of one period give one text, which is also the reason.
+    period: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _at_least_one(type(self).__name__, "n", self.n)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.n})"
+
+    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
+        """Name the newest snapshot of each of the first `n` periods met on the way from newest to oldest.
+
+        The way is by `seq`: a snapshot that a wrong clock dated 2099 takes one period, but is not the newest for ever.
+        """
+        newest: dict[str, str] = {}  # period -> snapshot id
+        for snapshot in current:
+            newest.setdefault(format(_utc(snapshot.created), self.period), snapshot.id)
+            if len(newest) > self.n:
+                newest.popitem()
+                break
+        return {snapshot_id: period for period, snapshot_id in newest.items()}
+
+
+class KeepHourly(_KeepPeriodic):
     """Keep the newest snapshot of each of the last `n` hours (UTC) that have any."""
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepHourly", "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"KeepHourly({self.n})"
-
-    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """One an hour."""
-        return _newest_of_periods(current, self.n, lambda time: f"hourly {time:%Y-%m-%d %H:00}")
+    period = "hourly %Y-%m-%d %H:00"
 
 
-@dataclass(frozen=True, repr=False)
-class KeepDaily(Policy):
+class KeepDaily(_KeepPeriodic):
     """Keep the newest snapshot of each of the last `n` days (UTC) that have any."""
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepDaily", "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"KeepDaily({self.n})"
-
-    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """One a day."""
-        return _newest_of_periods(current, self.n, lambda time: f"daily {time:%Y-%m-%d}")
+    period = "daily %Y-%m-%d"
 
 
-@dataclass(frozen=True, repr=False)
-class KeepWeekly(Policy):
+class KeepWeekly(_KeepPeriodic):
     """Keep the newest snapshot of each of the last `n` ISO weeks (Monday to Sunday, UTC) that have any."""
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepWeekly", "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"KeepWeekly({self.n})"
-
-    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """One a week."""
-        return _newest_of_periods(current, self.n, lambda time: f"weekly {time:%G-W%V}")
+    period = "weekly %G-W%V"
 
 
-@dataclass(frozen=True, repr=False)
-class KeepMonthly(Policy):
+class KeepMonthly(_KeepPeriodic):
     """Keep the newest snapshot of each of the last `n` months (UTC) that have any."""
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepMonthly", "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"KeepMonthly({self.n})"
-
-    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """One a month."""
-        return _newest_of_periods(current, self.n, lambda time: f"monthly {time:%Y-%m}")
+    period = "monthly %Y-%m"
 
 
-@dataclass(frozen=True, repr=False)
-class KeepYearly(Policy):
+class KeepYearly(_KeepPeriodic):
     """Keep the newest snapshot of each of the last `n` years (UTC) that have any."""
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepYearly", "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"KeepYearly({self.n})"
-
-    def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """One a year."""
-        return _newest_of_periods(current, self.n, lambda time: f"yearly {time:%Y}")
+    period = "yearly %Y"
 
 
 _CLASSES = (
@@ -312,19 +277,19 @@ _KINDS: dict[str, Callable[..., Policy]] = {kind.__name__: kind for kind in _CLA
 
 
 def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = False) -> list[Decision[S]]:
-    """Decides, for all committed snapshots of one run, which stay and why.
+    """Decide which committed snapshots of one run stay, and why.
 
     Args:
-        policies: ORed; the order of reasons follows theirs.
+        policies: ORed; reasons come in their order.
         snapshots: of one run, in any order.
-        force: also go on where the policies keep nothing; tagged snapshots and the newest one stay even then.
+        force: continue even if the policies keep nothing; tagged snapshots and the newest one stay even then.
 
     Returns:
         One decision per snapshot, oldest (lowest `seq`) first.
 
     Raises:
-        InvalidInputError: there are snapshots of several runs; something is no policy; or, unless forced, there are no
-            policies, or there are snapshots and the policies by themselves keep none of them.
+        InvalidInputError: the snapshots are of several runs; a policy is none; or, unless forced, there are no
+            policies, or there are snapshots and the policies alone keep none of them.
     """
     policies = check(policies)
     if not policies and not force:
@@ -355,15 +320,15 @@ def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = F
 
 
 def current(snapshots: Iterable[S]) -> list[S]:
-    """The newest snapshot of every step, newest first: what superseded ones do not count beside."""
+    """Return the newest snapshot of every step, newest first: superseded ones do not count."""
     by_step = {snapshot.step: snapshot for snapshot in sorted(snapshots, key=_age)}
     return sorted(by_step.values(), key=_age, reverse=True)
 
 
 def keeps_for_long(policies: Iterable[Policy], step: int) -> bool:
-    """Whether it is known at save time that `step` stays for good; such a snapshot is written full.
+    """Return whether it is certain at save time that `step` stays for ever; such a snapshot is written full.
 
-    Only `KeepEvery` and `KeepSteps` say so. What the others keep depends on later snapshots.
+    Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots.
     """
     for policy in check(policies):
         if isinstance(policy, KeepEvery) and step % policy.steps == 0:
@@ -374,7 +339,7 @@ def keeps_for_long(policies: Iterable[Policy], step: int) -> bool:
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
-    """A policy as a plain dict, to be stored: its kind (the class name) and its fields."""
+    """Return a policy as a plain dict for storage: its kind (the class name) and its fields."""
     (policy,) = check([policy])
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
@@ -382,10 +347,10 @@ def to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def from_dict(stored: Mapping[str, Any]) -> Policy:
-    """The inverse of `to_dict`.
+    """Return the policy of a dict that `to_dict` returned.
 
     Raises:
-        FormatError: the kind is unknown (perhaps of a later release), or the fields are not those of the kind.
+        FormatError: the kind is unknown (perhaps of a later release), or the fields do not fit the kind.
     """
     if not isinstance(stored, Mapping):
         raise FormatError(f"retention policy: expected a map, got {type(stored).__name__}")
@@ -401,17 +366,17 @@ def from_dict(stored: Mapping[str, Any]) -> Policy:
 
 
 def describe(policies: Iterable[Policy]) -> str:
-    """The policies as a user would type them: "KeepLast(3), KeepEvery(steps=1000)"."""
+    """Return the policies as a user would type them: "KeepLast(3), KeepEvery(steps=1000)"."""
     return ", ".join(map(repr, policies)) or "no policy"
 
 
 def _age(snapshot: SnapshotLike) -> tuple[int, str]:
-    """Sorts oldest first."""
+    """Return a sort key: oldest first."""
     return snapshot.seq, snapshot.id
 
 
 def check(policies: Iterable[Policy]) -> list[Policy]:
-    """The policies as a list; an InvalidInputError names what is none."""
+    """Return the policies as a list; raise InvalidInputError for a value that is no policy."""
     if isinstance(policies, _CLASSES) or not isinstance(policies, Iterable):
         raise InvalidInputError(f"keep: expected a list of policies, got {policies!r}")
     policies = list(policies)
@@ -421,26 +386,12 @@ def check(policies: Iterable[Policy]) -> list[Policy]:
     return policies
 
 
-def _newest_of_periods(current: Sequence[SnapshotLike], n: int, period: Callable[[dt.datetime], str]) -> Reasons:
-    """The newest snapshot of each of the first `n` periods met on the way from newest to oldest.
-
-    The way is by `seq`: a snapshot that a wrong clock dated 2099 takes up one period, but is not the latest forever.
-    """
-    newest: dict[str, str] = {}  # period -> snapshot id
-    for snapshot in current:
-        newest.setdefault(period(_utc(snapshot.created)), snapshot.id)
-        if len(newest) > n:
-            newest.popitem()
-            break
-    return {snapshot_id: name for name, snapshot_id in newest.items()}
-
-
 _FIRST_S = dt.datetime.min.replace(tzinfo=dt.UTC).timestamp()
 _LAST_S = dt.datetime.max.replace(tzinfo=dt.UTC, microsecond=0).timestamp()
 
 
 def _utc(created: float) -> dt.datetime:
-    """A time in the calendar for any float, clamped to the years 1 to 9999: a mad clock must not stop a forget."""
+    """Return the UTC time of any float, clamped to the years 1 to 9999: a wrong clock must not stop a forget."""
     return dt.datetime.fromtimestamp(min(max(_FIRST_S, created), _LAST_S), dt.UTC)
 
 
@@ -453,12 +404,7 @@ def _at_least_one(policy: str, name: str, value: int) -> None:
         raise InvalidInputError(f"{policy}: expected {name} to be an integer >= 1, got {value!r}")
 
 
-_UNITS_US = {  # [us], largest first
-    "d": 86_400_000_000,
-    "h": 3_600_000_000,
-    "m": 60_000_000,
-    "s": 1_000_000,
-}
+_UNITS_US = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000}  # largest first
 _DURATION = re.compile(
     r"(?:(?P<w>\d{1,9})w)?(?:(?P<d>\d{1,9})d)?(?:(?P<h>\d{1,9})h)?(?:(?P<m>\d{1,9})m)?(?:(?P<s>\d{1,9}(\.\d{1,6})?)s)?",
     re.ASCII,
@@ -466,7 +412,7 @@ _DURATION = re.compile(
 
 
 def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
-    """Reads a positive duration, exact to the microsecond."""
+    """Return a positive duration, exact to the microsecond."""
     try:
         if isinstance(duration, dt.timedelta):
             parsed = duration
@@ -479,7 +425,7 @@ def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
             parsed = dt.timedelta(seconds=duration)
         else:
             parsed = dt.timedelta(0)
-    except (OverflowError, ValueError):  # NaN, infinite, or more than a timedelta holds (2.7 million years)
+    except (OverflowError, ValueError):  # NaN, infinite, or longer than 2.7 million years
         parsed = dt.timedelta(0)
     if parsed <= dt.timedelta(0):
         raise InvalidInputError(
@@ -489,7 +435,7 @@ def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
 
 
 def _duration_text(duration: dt.timedelta) -> str:
-    """The shortest text that `_parse_duration` reads as the same duration."""
+    """Return the shortest text that `_parse_duration` reads as the same duration."""
     left_us = duration // dt.timedelta(microseconds=1)
     text = ""
     for unit, unit_us in _UNITS_US.items():

@@ -1,4 +1,4 @@
-"""Salvage: what can still be said of a record that cannot be read, and of a config.
+"""Salvage: what can still be said of a record that cannot be read.
 
 In: a Survey. Out: the revision to follow the lost one, from the index, the revision before, or the manifests; and
 where it comes from, in words. Writes nothing: that is repair.py's.
@@ -7,22 +7,18 @@ where it comes from, in words. Writes nothing: that is repair.py's.
 from __future__ import annotations
 
 import itertools
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 
+from ..catalog.config import read_manifest_header
 from ..catalog.read_twice import tried
 from ..context import Context
 from ..format import manifest, records
-from ..format.chunking import DEFAULT_CHUNK_BYTES
-from ..format.hashing import new_seed
 from ..format.keys import parse_record_key, record_key
-from ..format.manifest import Manifest, ManifestHeader
-from ..format.records import COMMITTED, FORGOTTEN, Config, ManifestRef, Snapshot
-from ..storage.base import ObjectStore
+from ..format.manifest import Manifest
+from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from .damaged_packs import check_tree
 from .report import stand_in
 from .scan import Survey
@@ -117,7 +113,7 @@ class Salvage:
         for key, size in self._survey.sizes.items():
             if not key.startswith("manifests/") or key in known:
                 continue
-            header = tried(self._store, partial(_header, self._store, key, size))
+            header = tried(self._store, partial(read_manifest_header, self._store, key, size))
             if header is not None and header.save_id.hex() == name:
                 found.append((header.rank, header.sequence, key))
         return {key: self._survey.sizes[key] for _, _, key in sorted(found)}
@@ -132,52 +128,6 @@ class Salvage:
         return next(itertools.islice(free, ages.index(key) if key in ages else 0, None))
 
 
-def _header(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader:
-    return manifest.decode_header(manifest.read_header(store, key, size_bytes), key)
-
-
 def _tag(snapshot_id: str) -> str:
     """Of a snapshot whose record had to be guessed at; no other snapshot of its run takes it away."""
     return f"repaired-{snapshot_id[:8]}"
-
-
-def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
-    """The header of every manifest that is there and can be read."""
-    for info in store.list("manifests/"):
-        header = tried(store, partial(_header, store, info.key, info.size_bytes))
-        if header is not None:
-            yield header
-
-
-def salvaged_config(store: ObjectStore) -> Config | None:
-    """A config for a repository whose own is damaged, gone or foreign, by its manifests; None: nothing of one is there.
-
-    The seed is that of most manifests, so that every digest can be verified as before. Where no manifest is left,
-    neither is a digest: then it is a new one.
-    """
-    seeds: Counter[int] = Counter()
-    sizes: Counter[int] = Counter()
-    for header in _headers(store):
-        seeds[header.digest_seed] += 1
-        sizes[header.chunk_bytes] += 1
-    if not seeds and not any(True for _ in store.list("snapshots/")):
-        return None
-    return Config(
-        uuid=records.new_id(), version=records.FORMAT_VERSION,
-        chunk_bytes=sizes.most_common(1)[0][0] if sizes else DEFAULT_CHUNK_BYTES,
-        digest_seed=seeds.most_common(1)[0][0] if seeds else new_seed(),
-        features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
-    )  # fmt: skip
-
-
-def is_foreign(store: ObjectStore, config: Config) -> bool:
-    """Whether a config that reads is another repository's: most manifests have another seed.
-
-    Reads one header, unless that one differs.
-    """
-    headers = _headers(store)
-    first = next(headers, None)
-    if first is None or first.digest_seed == config.digest_seed:
-        return False
-    seeds = Counter([first.digest_seed, *(header.digest_seed for header in headers)])
-    return seeds[config.digest_seed] < max(seeds.values())

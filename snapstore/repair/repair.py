@@ -28,10 +28,11 @@ from functools import partial
 
 import msgspec
 
+from ..catalog.config import is_foreign
 from ..catalog.history import View
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed
-from ..check.recoverable import Salvage, is_foreign
+from ..check.recoverable import Salvage
 from ..check.report import ACCEPT, COPY, GC, REBUILD, REPAIR, REPAIR_CHUNKS, UNREADABLE, CheckResult, stand_in
 from ..check.scan import Survey
 from ..context import Context

@@ -125,7 +125,7 @@ def load_bases(context: Context, session: Session, cached: Mapping[str, Manifest
     config = context.config
 
     def readable() -> Iterator[Base]:
-        for snapshot in session.bases:
+        for snapshot in session.usable_bases:
             try:
                 manifests = [
                     cached.get(ref.sha256) or manifest.read(context.store, ref, None) for ref in snapshot.manifests

@@ -519,7 +519,7 @@ def test_a_record_that_is_gone(series):
     assert not (series.folder / "x.pt").exists()
     assert "exp@2" in series("restore", "exp@2", "-o", series.folder / "x.pt").stdout
     said = series.fails("index", "rebuild")
-    assert "would give up 1 snapshot of which only the index still has the record: exp@3 (id:" in said
+    assert "would drop 1 snapshot whose records only the index still has: exp@3 (id:" in said
     for verb in ("gc", "compact"):
         assert "1 known record, first snapshots/exp/" in series.fails(verb, code=20)
     series("repair", "--apply")

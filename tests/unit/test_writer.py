@@ -39,7 +39,11 @@ def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
 
 @pytest.mark.parametrize(
     ("there", "said"),
-    [(DATA[:-1], "expected 10240 bytes, got 10239"), (b"", "got 0"), (DATA[:-1] + b"x", "got other bytes from offset 10000")],
+    [
+        (DATA[:-1], "expected 10240 bytes, got 10239"),
+        (b"", "got 0"),
+        (DATA[:-1] + b"x", "got other bytes from offset 10000"),
+    ],
 )
 def test_an_object_that_is_not_what_its_name_says_ends_the_save(monkeypatch, there, said):
     monkeypatch.setattr(uploader, "COMPARED_BYTES", 1000)

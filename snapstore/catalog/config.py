@@ -1,0 +1,139 @@
+"""Config: read and check the config of a repository, or reconstruct one from its manifests.
+
+In: a store. Out: its Config. A config that is damaged, gone or another repository's is reconstructed for `check` and
+`repair` alone: with the digest seed of the manifests, every digest can be verified as before.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from ..errors import FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
+from ..format import manifest, records
+from ..format.chunking import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from ..format.hashing import new_seed
+from ..format.manifest import ManifestHeader
+from ..format.records import Config
+from ..storage.base import ObjectStore
+from ..text import without_advice
+from .read_twice import tried
+
+#: Features that a config may require; this release knows none.
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+
+def new_config(chunk_bytes: int, digest_seed: int) -> Config:
+    """Return the config of a new repository."""
+    return Config(
+        uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, digest_seed=digest_seed,
+        features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
+    )  # fmt: skip
+
+
+def read_config(store: ObjectStore) -> Config:
+    """Return the config of a repository that this release can read.
+
+    Raises:
+        NotFoundError: there is no repository.
+        FormatError: its format or one of its features is unknown to this release.
+        IntegrityError: its config is damaged.
+    """
+    data = b""
+    try:
+        data = store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
+        config = records.decode(data, Config, "config")
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"{store.url}: no snapstore repository here (no 'config'); make one with 'snapstore init' "
+            "or Repository.create; if there was one, run 'snapstore repair'"
+        ) from error
+    except (FormatError, IntegrityError) as error:
+        if not records.is_damaged(data):
+            raise
+        why = without_advice(error)
+        raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
+    unknown = sorted(set(config.features) - KNOWN_FEATURES)
+    if config.version != records.FORMAT_VERSION or unknown:
+        what = f"features {unknown} are" if unknown else f"format version {config.version} is"
+        raise UnknownFormatError(
+            f"{store.url}: {what} unknown to this snapstore ({records.VERSION}), which reads version "
+            f"{records.FORMAT_VERSION}; use {config.writer} or newer"
+        )
+    if not re.fullmatch(r"[0-9a-f]{32}", config.uuid):  # it names a folder of the cache
+        raise FormatError(f"{store.url}: config: uuid {config.uuid[:80]!r}, expected 32 hexadecimal digits")
+    if config.chunk_bytes % 16 or not MIN_CHUNK_BYTES <= config.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise FormatError(f"{store.url}: config: chunk size {config.chunk_bytes}")
+    return config
+
+
+def read_or_reconstruct_config(store: ObjectStore) -> tuple[Config, str]:
+    """Return (a config to check and repair a repository with, why its own cannot be used); the text is empty if it can.
+
+    Raises:
+        NotFoundError, IntegrityError, StorageError: it cannot be read, and there is nothing to reconstruct it from.
+        FormatError: its format or one of its features is unknown to this release.
+    """
+    try:
+        config = read_config(store)
+    except (NotFoundError, IntegrityError, StorageError) as error:
+        reconstructed = _reconstruct(store)
+        if reconstructed is None:
+            raise
+        return reconstructed, "config is missing" if isinstance(error, NotFoundError) else str(error)
+    if is_foreign(store, config):
+        problem = "config has another digest seed than the manifests: it is another repository's"
+        return _reconstruct(store) or config, problem
+    return config, ""
+
+
+def is_foreign(store: ObjectStore, config: Config) -> bool:
+    """Return whether a config that reads is another repository's: most manifests have another digest seed.
+
+    Read one header, unless that one differs.
+    """
+    headers = _headers(store)
+    first = next(headers, None)
+    if first is None or first.digest_seed == config.digest_seed:
+        return False
+    seeds = Counter([first.digest_seed, *(header.digest_seed for header in headers)])
+    return seeds[config.digest_seed] < max(seeds.values())
+
+
+def _reconstruct(store: ObjectStore) -> Config | None:
+    """Return a config made from the manifests; None if the store holds nothing of a repository.
+
+    The digest seed is that of most manifests. Without manifests there are no digests, so the seed is a new one.
+    """
+    seeds: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    for header in _headers(store):
+        seeds[header.digest_seed] += 1
+        sizes[header.chunk_bytes] += 1
+    if not seeds and not any(True for _ in store.list("snapshots/")):
+        return None
+    return new_config(
+        chunk_bytes=sizes.most_common(1)[0][0] if sizes else DEFAULT_CHUNK_BYTES,
+        digest_seed=seeds.most_common(1)[0][0] if seeds else new_seed(),
+    )
+
+
+def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
+    """Yield the header of every manifest that is there and can be read."""
+    for info in store.list("manifests/"):
+        header = tried(store, partial(read_manifest_header, store, info.key, info.size_bytes))
+        if header is not None:
+            yield header
+
+
+def read_manifest_header(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader:
+    """Return the header of a manifest that no record vouches for.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: it is missing or damaged.
+        StorageError: it cannot be read.
+    """
+    return manifest.decode_header(manifest.read_header(store, key, size_bytes), key)

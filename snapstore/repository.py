@@ -348,7 +348,7 @@ class Repository:
         codec: Literal["portable", "ans"] = "portable",
         dry_run: bool = False,
     ) -> RecodeResult:
-        """Rewrite snapshots into another codec; `gc` then frees the old bytes. It may run beside saves, forgets and gcs.
+        """Rewrite snapshots into another codec; `gc` then frees the old bytes. It may run beside saves and gcs.
 
         Args:
             refs: the snapshots to recode; None: all committed ones.

@@ -20,6 +20,7 @@ from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry
 from ..format.records import ManifestRef
 from ..protocol.session import Session
 from ..state.arrays import as_bytes
+from ..state.tensors import TensorSpec
 from .bases import Bases
 from .chunk_writer import ChunkWriter, Rows
 from .inputs import PartInput, TensorInput
@@ -59,41 +60,38 @@ def write(context: Context, session: Session, inputs: Sequence[PartInput], bases
         IntegrityError: a blob does not decode to its chunk; nothing refers to it.
         BaseDamagedError: a base cannot be read: write again without bases.
     """
+    layouts: list[_Layout] = []
     with ChunkWriter(context, session, bases, full=full) as chunks:
-        layouts = [_write_part(context, chunks, part) for part in inputs]
+        for part in inputs:
+            layouts.append(_Layout(first_row=chunks.rows))
+            chunks.begin_part(part.name)
+            for number, tensor in enumerate(part.tensors):
+                if tensor.spec.nbytes >= INLINE_BYTES:
+                    layouts[-1].append(tensor.spec, chunks.add(tensor, number), b"")
+                else:
+                    layouts[-1].append(tensor.spec, 0, _inline_bytes(context, tensor))
+            chunks.end_part()
         chunks.finish()
         return _write_manifests(context, session, chunks, inputs, layouts)
 
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the tensors of a part lie."""
+    """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`."""
 
     entries: list[TensorEntry] = field(default_factory=list)
     inline: bytearray = field(default_factory=bytearray)
     first_row: int = 0
     rows: int = 0
 
-
-def _write_part(context: Context, chunks: ChunkWriter, part: PartInput) -> _Layout:
-    """Write every tensor of a part, as chunks or inline."""
-    layout = _Layout(first_row=chunks.rows)
-    chunks.begin_part(part.name)
-    for number, tensor in enumerate(part.tensors):
-        spec = tensor.spec
-        boxes: list[Box] = []
-        inline: tuple[int, int] | None = None
-        if 0 < spec.nbytes < INLINE_BYTES:
-            inline = (len(layout.inline), spec.nbytes)
-            layout.inline += _inline_bytes(context, tensor)
-        elif spec.nbytes:
-            count = chunks.add(tensor, number)
-            boxes = [Box([0] * len(spec.shape), list(spec.shape), layout.rows, count)]
-            layout.rows += count
+    def append(self, spec: TensorSpec, chunks: int, inline: bytes) -> None:
+        """Add the entry of a tensor that lies in so many chunks, or inline."""
+        boxes = [Box([0] * len(spec.shape), list(spec.shape), self.rows, chunks)] if chunks else []
+        place = (len(self.inline), spec.nbytes) if inline else None
         form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
-        layout.entries.append(TensorEntry(*form, spec.requires_grad, spec.tie, boxes, inline))
-    chunks.end_part()
-    return layout
+        self.entries.append(TensorEntry(*form, spec.requires_grad, spec.tie, boxes, place))
+        self.rows += chunks
+        self.inline += inline
 
 
 def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
@@ -102,6 +100,8 @@ def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
     Raises:
         InvalidInputError: it was changed while they were read.
     """
+    if not tensor.spec.nbytes:
+        return b""
     try:
         data = as_bytes(
             tensor.data(context.engines.memory_of)

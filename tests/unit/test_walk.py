@@ -1,0 +1,124 @@
+"""docs/design/walk.md names the functions that a save, a restore and a gc really call, in that order."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore.chunks.reader import ChunkReader
+from snapstore.chunks.uploader import PackUploader
+from snapstore.storage.local import LocalStore
+
+WALK = Path(__file__).parents[2] / "docs/design/walk.md"
+MOST_FRAMES_OF_A_SAVE = 14
+
+
+def sections():
+    """Section title -> the functions of its table, in order."""
+    found = {}
+    for section in WALK.read_text().split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        found[title] = re.findall(r"^\| \d+ \| `([^`]+)` \|", text, re.MULTILINE)
+    return found
+
+
+def stack():
+    """The functions of snapstore that are running in this thread, the outermost first."""
+    frame, names = sys._getframe(2), []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("snapstore."):
+            names.append(f"{module.removeprefix('snapstore.')}.{frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return names[::-1]
+
+
+@pytest.fixture
+def stacks(monkeypatch, tmp_path):
+    """Function -> the stacks that it was called with, out of a save, a restore, a forget and a gc."""
+    found = {}
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+        full = f"{owner.__module__.removeprefix('snapstore.')}.{owner.__qualname__}.{name}"
+
+        def watched(*args, **kwargs):
+            found.setdefault(full, []).append([*stack(), full])
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in (
+        (SnapshotManager, "_run"), (PackUploader, "seal"), (LocalStore, "put"), (LocalStore, "delete"),
+        (LocalStore, "get_range"), (ChunkReader, "_read"),
+    ):  # fmt: skip
+        watch(owner, name)
+    Repository.create(tmp_path, chunk_bytes=4096).close()
+    begin = SnapshotManager._begin
+    monkeypatch.setattr(
+        SnapshotManager, "_begin", lambda *args: (found.setdefault("begin", []).append(stack()), begin(*args))[1]
+    )
+    with SnapshotManager(tmp_path, run="a", options=SaveOptions(pack_bytes=65536, threads=1)) as snapshots:
+        snapshots.save(0, {"w": np.random.default_rng(0).integers(0, 2**31, 2_000_000)})
+        snapshots.wait_until_finished()
+        snapshots.restore(0)
+        snapshots.save(1, {"w": np.zeros(3)})
+        snapshots.wait_until_finished()
+        snapshots.repository.forget_snapshots(["a@0"])
+        snapshots.repository.gc()
+    return found
+
+
+def without_wrappers(names):
+    """What a reader of the code sees as steps: no decorator between them."""
+    return [name for name in names if name != "repository._pinned.<locals>.call"]
+
+
+def test_a_tensor_through_save(stacks):
+    """In the caller's thread, then the save's, then the uploader's."""
+    walk = sections()["A tensor through save"]
+    assert len(walk) <= MOST_FRAMES_OF_A_SAVE
+    assert [*stacks["begin"][0], "manager.SnapshotManager._begin"] == walk[:2]
+    seal = walk.index("chunks.uploader.PackUploader.seal")
+    assert walk[2 : seal + 1] in stacks["chunks.uploader.PackUploader.seal"]
+    assert walk[seal + 1 :] in stacks["storage.local.LocalStore.put"]
+
+
+def test_the_commit(stacks):
+    walk = sections()["The commit"]
+    assert any(names[-len(walk) :] == walk for names in stacks["storage.local.LocalStore.put"])
+
+
+def test_a_tensor_through_restore(stacks):
+    walk = sections()["A tensor through restore"]
+    begun = walk.index("chunks.reader.ChunkReader._read") + 1
+    assert walk[:begun] in stacks["chunks.reader.ChunkReader._read"]
+    assert walk[begun:] in stacks["storage.local.LocalStore.get_range"]
+
+
+def test_a_pack_through_gc(stacks):
+    walk = sections()["A pack through gc"]
+    assert walk in map(without_wrappers, stacks["storage.local.LocalStore.delete"])
+
+
+def test_other_names_exist():
+    """Names in the text beside the tables are of modules, classes or functions."""
+    import importlib
+
+    for name in set(re.findall(r"`((?:[a-z_]+\.)+[\w.]+)`", WALK.read_text())):
+        parts = name.partition(".<locals>")[0].split(".")
+        for cut in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(["snapstore", *parts[:cut]]))
+            except ModuleNotFoundError as error:
+                if (error.name or "").startswith("snapstore"):
+                    continue
+                break  # of the GPU
+            for part in parts[cut:]:
+                found = getattr(found, part)
+            break
+        else:
+            pytest.fail(f"{name}: no module of snapstore")

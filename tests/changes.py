@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
-from snapstore.chunks.uploader import Packs
+from snapstore.chunks.uploader import PackUploader
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as host_staging
@@ -304,7 +304,7 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     for module in (flattening, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
     found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]
-    return [*found, (Engines, "memory_of"), (Packs, "add"), (MemoryStore, "put"), *more]
+    return [*found, (Engines, "memory_of"), (PackUploader, "add"), (MemoryStore, "put"), *more]
 
 
 class Later:

@@ -135,8 +135,8 @@ class FaultStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         return self._act("get", key, lambda: self.inner.get(key, limit_bytes=limit_bytes))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        return self._act("get_ranges", key, lambda: self.inner.get_ranges(key, ranges, into))
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        return self._act("get_range", key, lambda: self.inner.get_range(key, offset, length, into))
 
     def stat(self, key: str) -> ObjectInfo:
         return self._act("stat", key, lambda: self.inner.stat(key))
@@ -191,7 +191,7 @@ class Unreadable(FaultStore):
         self.bad, self.times = set(keys), times
 
     def _act(self, name, key, effect):
-        if key in self.bad and name in ("get", "get_ranges") and self.times > 0:
+        if key in self.bad and name in ("get", "get_range") and self.times > 0:
             self.times -= 1
             raise StorageError(f"{key}: Input/output error (injected)")
         if name == "delete":
@@ -541,9 +541,9 @@ class SteppingStore:
         self._actor.pause("get", key)
         return self._inner.get(key, limit_bytes=limit_bytes)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        self._actor.pause("get_ranges", key)
-        return self._inner.get_ranges(key, ranges, into)
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        self._actor.pause("get_range", key)
+        return self._inner.get_range(key, offset, length, into)
 
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)

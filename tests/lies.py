@@ -3,8 +3,8 @@
 `LyingStore` records what it is asked, and what it answered, so a first run of a verb says which lies the next one can
 be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
 
-    missing         get, get_ranges, stat: 404 for what is there
-    other N         get, get_ranges: the bytes of the N-th other object of its kind, valid in themselves
+    missing         get, get_range, stat: 404 for what is there
+    other N         get, get_range: the bytes of the N-th other object of its kind, valid in themselves
     empty           list, sizes: nothing
     first N         list: the first N keys by name
     without N       list, sizes: all but the N-th key by name
@@ -15,7 +15,7 @@ be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -99,15 +99,15 @@ class LyingStore(FaultStore):
         lie = self._now("get", key)
         return super().get(self._misled(lie, key), limit_bytes=limit_bytes)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        lie = self._now("get_ranges", key)
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        lie = self._now("get_range", key)
         other = self._misled(lie, key)
         try:
-            return super().get_ranges(other, ranges, into)
+            return super().get_range(other, offset, length, into)
         except IntegrityError:
             if other == key:
                 raise
-            raise IntegrityError(f"{key}: ends before a range does (a lie)") from None
+            raise IntegrityError(f"{key}: ends before the range does (a lie)") from None
 
     def _misled(self, lie: str, key: str) -> str:
         """The key whose bytes are given."""
@@ -185,7 +185,7 @@ def lies_of(asked: Asked) -> list[str]:
         return ["nothing"]
     if asked.name == "stat":
         return ["missing"]
-    if asked.name in ("get", "get_ranges"):
+    if asked.name in ("get", "get_range"):
         return ["missing", *(f"other {number}" for number in range(OTHERS))]
     if asked.name in ("list", "sizes"):
         count = asked.listed

@@ -131,18 +131,18 @@ class Fetcher:
 
         def read(one: pack.Read) -> None:
             room = stored[one.position : one.position + one.length]
-            self._get(batch.keys[one.pack], one.offset, one.length, [room.data])
+            self._get(batch.keys[one.pack], one.offset, one.length, room.data)
 
         return _Reading(batch, engine, buffer, stored, positions, self._readers.start(read, reads))
 
-    def _get(self, key: str, offset: int, length: int, into: list[memoryview] | None = None) -> None:
+    def _get(self, key: str, offset: int, length: int, into: memoryview | None = None) -> None:
         """Read one range of a pack.
 
         Raises:
             IntegrityError: the pack is missing, or too short.
         """
         try:
-            self._store.get_ranges(key, [(offset, length)], into)
+            self._store.get_range(key, offset, length, into)
         except NotFoundError as error:
             raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 

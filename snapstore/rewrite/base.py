@@ -495,7 +495,7 @@ class Rewriting(ABC):
         def read(one: pack.Read) -> None:
             room = stored[one.position : one.position + one.length]
             try:
-                self.store.get_ranges(pack_key(names[one.pack]), [(one.offset, one.length)], [room])
+                self.store.get_range(pack_key(names[one.pack]), one.offset, one.length, room)
             except NotFoundError as error:
                 raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
 

@@ -22,6 +22,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from ..errors import (
     AlreadyExistsError,
     FormatError,
@@ -81,13 +83,16 @@ class ObjectStore(Protocol):
         """All bytes of `key`; NotFoundError when missing, FormatError when larger than `limit_bytes`."""
         ...
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """One view per (offset, length), in order; IntegrityError when the object ends before a range does.
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
+        """Return `length` bytes of `key` from `offset` on: in `into` if it is given, else in new writable memory.
 
-        The views are writable and the caller's own: those of `into`, each as long as its range, where it is given.
-        A negative number is an InvalidInputError.
+        Args:
+            into: Writable, contiguous, (length,) bytes.
+
+        Raises:
+            NotFoundError: The object is missing.
+            IntegrityError: The object ends before the range does.
+            InvalidInputError: A number is negative, or `into` does not fit.
         """
         ...
 
@@ -204,15 +209,20 @@ def check_range(key: str, offset: int, length: int) -> None:
         raise InvalidInputError(f"{key} at {offset}+{length}: expected an offset and a length of 0 or more")
 
 
-def check_into(key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None) -> None:
-    """Raise InvalidInputError unless there is one writable view of bytes for every range, as long as it."""
+def memory_for(key: str, length: int, into: memoryview | None) -> memoryview:
+    """Return where a range of `length` bytes goes: `into`, or new memory.
+
+    Raises:
+        InvalidInputError: `into` is not a writable, contiguous view of that many bytes.
+    """
     if into is None:
-        return
-    got = [len(view) if view.c_contiguous and view.format == "B" and not view.readonly else None for view in into]
-    if got != [length for _, length in ranges]:
+        return np.empty(length, np.uint8).data  # not a bytearray, which is zeroed first
+    if into.readonly or not into.c_contiguous or into.format != "B" or into.shape != (length,):
         raise InvalidInputError(
-            f"{key}: views of {got} bytes for ranges {list(ranges)}: expected one of each length, writable, contiguous"
+            f"{key}: expected a writable, contiguous view of {length} bytes, got one of shape {into.shape} and "
+            f"format {into.format!r}{', read-only' if into.readonly else ''}"
         )
+    return into
 
 
 def check_limit(key: str, url: str, size_bytes: int, limit_bytes: int) -> None:

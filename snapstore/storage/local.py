@@ -39,8 +39,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError, StorageFullError
 from .base import (
     GET_LIMIT_BYTES,
@@ -49,12 +47,12 @@ from .base import (
     Buffer,
     ObjectInfo,
     byte_view,
-    check_into,
     check_key,
     check_limit,
     check_prefix,
     check_range,
     is_component,
+    memory_for,
     missing,
     short,
     sizes_one_by_one,
@@ -143,21 +141,20 @@ class LocalStore:
             raise short(key, self.url, 0, size_bytes, len(data))
         return data
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """One view per range; see `ObjectStore.get_ranges`. Sizes are checked before anything is allocated."""
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
+        """Return a range of `key`; see `ObjectStore.get_range`. The size is checked before memory is allocated."""
         with self._open(key) as (fd, size_bytes):
-            for offset, length in ranges:
-                check_range(key, offset, length)
-                if offset + length > size_bytes:
-                    raise short(key, self.url, offset, length, size_bytes)
-            check_into(key, ranges, into)
-            # not bytearrays: those would be zeroed first
-            views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
-            for (offset, length), view in zip(ranges, views, strict=True):
-                self._read_range(key, fd, offset, length, view)
-            return list(views)
+            check_range(key, offset, length)
+            if offset + length > size_bytes:
+                raise short(key, self.url, offset, length, size_bytes)
+            view = memory_for(key, length, into)
+            done = 0
+            while done < length:
+                got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
+                if got == 0:
+                    raise short(key, self.url, offset, length, offset + done)
+                done += got
+            return view
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`; NotFoundError when missing. Of a file whose inode cannot be read: none, and now."""
@@ -384,14 +381,6 @@ class LocalStore:
                 yield fd, os.fstat(fd).st_size
             finally:
                 os.close(fd)
-
-    def _read_range(self, key: str, fd: int, offset: int, length: int, view: memoryview) -> None:
-        done = 0
-        while done < length:
-            got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
-            if got == 0:
-                raise short(key, self.url, offset, length, offset + done)
-            done += got
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._failures(prefix or "/", "list"), self._rooted() as root:

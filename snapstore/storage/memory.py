@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ from .base import (
     Buffer,
     ObjectInfo,
     byte_view,
-    check_into,
     check_key,
     check_limit,
     check_prefix,
     check_range,
+    memory_for,
     missing,
     short,
     sizes_one_by_one,
@@ -69,20 +69,15 @@ class MemoryStore:
         check_limit(key, self.url, len(data), limit_bytes)
         return data
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """One view per range, of a copy; see `ObjectStore.get_ranges`."""
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
+        """Return a copy of a range of `key`; see `ObjectStore.get_range`."""
         data, _ = self._object(key)
-        for offset, length in ranges:
-            check_range(key, offset, length)
-            if offset + length > len(data):
-                raise short(key, self.url, offset, length, len(data))
-        check_into(key, ranges, into)
-        views = into if into is not None else [memoryview(bytearray(length)) for _, length in ranges]
-        for (offset, length), view in zip(ranges, views, strict=True):
-            view[:] = data[offset : offset + length]
-        return list(views)
+        check_range(key, offset, length)
+        if offset + length > len(data):
+            raise short(key, self.url, offset, length, len(data))
+        view = memory_for(key, length, into)
+        view[:] = data[offset : offset + length]
+        return view
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`; NotFoundError when missing."""

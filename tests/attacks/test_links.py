@@ -234,7 +234,7 @@ OPERATIONS = {
     "put": lambda store, key: store.put(key, b"y"),
     "hold": lambda store, key: store.hold(key, b"y"),
     "get": lambda store, key: store.get(key),
-    "get_ranges": lambda store, key: store.get_ranges(key, [(0, 1)]),
+    "get_range": lambda store, key: store.get_range(key, 0, 1),
     "stat": lambda store, key: store.stat(key),
     "sizes": lambda store, key: store.sizes([key]),
     "list": lambda store, key: list(store.list("")),

@@ -128,7 +128,7 @@ class ObjectStoreContract:
     def test_missing_objects(self, store):
         store.put("a/b", b"x")
         for key in ("b", "a", "a/c", "a/b/c", "x/y/z"):
-            for call in (store.get, store.stat, store.touch, lambda key: store.get_ranges(key, [(0, 1)])):
+            for call in (store.get, store.stat, store.touch, lambda key: store.get_range(key, 0, 1)):
                 with pytest.raises(NotFoundError, match=rf"^{key} "):
                     call(key)
             assert store.is_held(key) is not True
@@ -141,24 +141,24 @@ class ObjectStoreContract:
 
     # --- ranges ---
 
-    def test_ranges(self, store):
-        data = bytes(range(200))
+    @pytest.mark.parametrize("place", [(0, 200), (199, 1), (0, 0), (200, 0), (50, 100), (10, 5)], ids=str)
+    def test_a_range(self, store, place):
+        data, (offset, length) = bytes(range(200)), place
         store.put("a", data)
-        ranges = [(0, 200), (199, 1), (0, 0), (200, 0), (50, 100), (10, 5), (15, 5), (10, 5)]
-        views = store.get_ranges("a", ranges)
-        assert [bytes(view) for view in views] == [data[offset : offset + length] for offset, length in ranges]
-        assert all(isinstance(view, memoryview) and view.nbytes == view.shape[0] for view in views)
-        assert store.get_ranges("a", []) == []
+        view = store.get_range("a", offset, length)
+        assert bytes(view) == data[offset : offset + length]
+        assert isinstance(view, memoryview)
+        assert view.shape == (length,)
 
     def test_ranges_of_an_empty_object(self, store):
         store.put("a", b"")
-        assert [bytes(view) for view in store.get_ranges("a", [(0, 0)])] == [b""]
+        assert bytes(store.get_range("a", 0, 0)) == b""
         with pytest.raises(IntegrityError):
-            store.get_ranges("a", [(0, 1)])
+            store.get_range("a", 0, 1)
 
     def test_views_belong_to_the_caller(self, store):
         store.put("a", b"12345")
-        one, other = store.get_ranges("a", [(0, 5), (0, 5)])
+        one, other = store.get_range("a", 0, 5), store.get_range("a", 0, 5)
         one[:] = b"xxxxx"
         assert other == b"12345"
         assert store.get("a") == b"12345"
@@ -167,55 +167,52 @@ class ObjectStoreContract:
     def test_ranges_past_the_end(self, store, bad):
         store.put("a", b"12345")
         with pytest.raises(IntegrityError, match=rf"^a .*{bad[0]}\+{bad[1]}.* 5 bytes"):
-            store.get_ranges("a", [(0, 5), bad])
+            store.get_range("a", *bad)
 
     @pytest.mark.parametrize("bad", [(-1, 1), (0, -1), (-(2**70), 2**70)])
     def test_negative_ranges(self, store, bad):
         store.put("a", b"12345")
         with pytest.raises(InvalidInputError):
-            store.get_ranges("a", [(0, 5), bad])
+            store.get_range("a", *bad)
 
-    def test_ranges_into_given_views(self, store):
-        data = bytes(range(200))
+    @pytest.mark.parametrize("place", [(150, 50), (0, 0), (0, 100), (20, 7)], ids=str)
+    def test_a_range_into_a_given_view(self, store, place):
+        data, (offset, length) = bytes(range(200)), place
         store.put("a", data)
         room = bytearray(b"x" * 300)
-        ranges = [(150, 50), (0, 0), (0, 100), (20, 7)]
-        into = [memoryview(room)[at : at + length] for at, (_, length) in zip((10, 60, 61, 290), ranges, strict=True)]
-        views = store.get_ranges("a", ranges, into)
-        assert len(views) == 4
-        assert all(view is mine for view, mine in zip(views, into, strict=True))
+        into = memoryview(room)[61 : 61 + length]
+        assert store.get_range("a", offset, length, into) is into
         expected = bytearray(b"x" * 300)
-        for at, (offset, length) in zip((10, 60, 61, 290), ranges, strict=True):
-            expected[at : at + length] = data[offset : offset + length]
-        assert room == expected, "and nothing beside them"
-        assert store.get_ranges("a", [], []) == []
+        expected[61 : 61 + length] = data[offset : offset + length]
+        assert room == expected, "and nothing beside it"
 
-    @pytest.mark.parametrize("lengths", [[], [5], [5, 3, 1], [4, 3], [5, 4], [0, 8], [3, 5]], ids=str)
-    def test_views_of_other_lengths_are_refused(self, store, lengths):
+    @pytest.mark.parametrize("length", [0, 3, 4, 6, 8])
+    def test_a_view_of_another_length_is_refused(self, store, length):
         store.put("a", b"12345678")
-        into = [memoryview(bytearray(b"x" * n)) for n in lengths]
+        into = memoryview(bytearray(b"x" * length))
         with pytest.raises(InvalidInputError, match=r"^a"):
-            store.get_ranges("a", [(0, 5), (5, 3)], into)
-        assert all(bytes(view) == b"x" * len(view) for view in into), "nothing was written"
+            store.get_range("a", 0, 5, into)
+        assert bytes(into) == b"x" * length, "nothing was written"
 
     def test_views_that_cannot_be_filled_are_refused(self, store):
         store.put("a", b"12345678")
-        for view in (memoryview(b"xxxx"), memoryview(bytearray(8))[::2], memoryview(bytearray(16)).cast("i")):
+        table = memoryview(bytearray(4)).cast("B", (2, 2))
+        for view in (memoryview(b"xxxx"), memoryview(bytearray(8))[::2], memoryview(bytearray(16)).cast("i"), table):
             with pytest.raises(InvalidInputError, match=r"^a"):
-                store.get_ranges("a", [(0, 4)], [view])
+                store.get_range("a", 0, 4, view)
 
     @pytest.mark.parametrize("bad", [(0, 6), (5, 1), (6, 0), (2, 7)])
     def test_ranges_past_the_end_fill_nothing(self, store, bad):
         store.put("a", b"12345")
-        into = [memoryview(bytearray(b"x" * n)) for n in (5, bad[1])]
+        into = memoryview(bytearray(b"x" * bad[1]))
         with pytest.raises(IntegrityError, match=rf"^a .*{bad[0]}\+{bad[1]}.* 5 bytes"):
-            store.get_ranges("a", [(0, 5), bad], into)
-        assert bytes(into[0]) == b"xxxxx"
+            store.get_range("a", *bad, into)
+        assert bytes(into) == b"x" * bad[1]
 
-    def test_views_into_of_a_missing_object(self, store):
+    def test_a_view_into_of_a_missing_object(self, store):
         view = memoryview(bytearray(b"x"))
         with pytest.raises(NotFoundError):
-            store.get_ranges("a", [(0, 1)], [view])
+            store.get_range("a", 0, 1, view)
         assert bytes(view) == b"x"
 
     # --- list ---
@@ -301,7 +298,7 @@ class ObjectStoreContract:
             lambda: store.put(key, b"x"),
             lambda: store.hold(key, b"x"),
             lambda: store.get(key),
-            lambda: store.get_ranges(key, [(0, 1)]),
+            lambda: store.get_range(key, 0, 1),
             lambda: store.stat(key),
             lambda: store.delete([key]),
             lambda: store.touch(key),
@@ -471,26 +468,18 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(NotFoundError):
                 self.store.get(key)
 
-    @rule(
-        key=keys,
-        ranges=st.lists(st.tuples(st.integers(-2, 70), st.integers(-2, 70)), min_size=1, max_size=4),
-        given=st.booleans(),
-    )
-    def get_ranges(self, key, ranges, given):
+    @rule(key=keys, offset=st.integers(-2, 70), length=st.integers(-2, 70), given=st.booleans())
+    def get_range(self, key, offset, length, given):
         data = self.model.get(key)
-        if data is None:
-            expected = NotFoundError
-        elif all(offset >= 0 and length >= 0 and offset + length <= len(data) for offset, length in ranges):
-            into = [memoryview(bytearray(length)) for _, length in ranges] if given else None
-            views = self.store.get_ranges(key, ranges, into)
-            assert into is None or all(view is mine for view, mine in zip(views, into, strict=True))
-            assert [bytes(view) for view in views] == [data[offset : offset + length] for offset, length in ranges]
+        into = memoryview(bytearray(max(0, length))) if given else None
+        if data is not None and offset >= 0 and length >= 0 and offset + length <= len(data):
+            view = self.store.get_range(key, offset, length, into)
+            assert into is None or view is into
+            assert bytes(view) == data[offset : offset + length]
             return
-        else:
-            expected = (InvalidInputError, IntegrityError)
-        into = [memoryview(bytearray(max(0, length))) for _, length in ranges] if given else None
+        expected = NotFoundError if data is None else (InvalidInputError, IntegrityError)
         with pytest.raises(expected):
-            self.store.get_ranges(key, ranges, into)
+            self.store.get_range(key, offset, length, into)
 
     @rule(keys=st.lists(keys, max_size=4))
     def delete(self, keys):

@@ -1107,7 +1107,7 @@ def test_doctor_sees_odd_stores(tmp_path):
         raise StorageError("no")
 
     assert verdict("create-only", put=broken, get=lambda key: b"")[0] is False
-    wrong = verdict("ranges", get_ranges=lambda key, ranges: [memoryview(bytes(n)) for _, n in ranges])
+    wrong = verdict("ranges", get_range=lambda key, offset, length: memoryview(bytes(length)))
     assert wrong == (False, "parts of an object come back other than they are")
     refused = verdict("deletes", delete=broken)
     assert refused == (True, "are refused here, so saves and restores work and gc does not: no")

@@ -416,7 +416,7 @@ def test_an_answer_that_says_less_than_its_range(world):
                                b"Content-Range: bytes 0-99/4000\r\nConnection: close\r\n\r\nabc"), times=1000
     )  # fmt: skip
     with pytest.raises(StorageError, match="packs/"):
-        world.store.get_ranges("packs/00/00", [(0, 100)])
+        world.store.get_range("packs/00/00", 0, 100)
     assert rule.fired <= 9
     world.check([0, 1])
 
@@ -611,7 +611,7 @@ def test_credentials_are_in_no_text(world, monkeypatch, caplog):
     store = impatient(world.url)
     texts = [repr(store), repr(vars(store))]
     for call in (
-        lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.get_ranges("a", [(0, 1)]),
+        lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.get_range("a", 0, 1),
         lambda: list(store.list("")), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
         store.prepare, lambda: Repository.open(store), lambda: store.stat("a"),
     ):  # fmt: skip

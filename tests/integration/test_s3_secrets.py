@@ -203,7 +203,7 @@ def everything_said(url: str) -> list[str]:
         words += [repr(store), store.url, store.place]
         for call in (
             lambda: store.put("packs/a", b"x"), lambda: store.put("packs/a", bytes(100_000)), lambda: store.get("a"),
-            lambda: store.get_ranges("a", [(0, 1)]), lambda: store.stat("a"), lambda: list(store.list("")),
+            lambda: store.get_range("a", 0, 1), lambda: store.stat("a"), lambda: list(store.list("")),
             lambda: store.delete(["a"]), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
             lambda: store.hold("sessions/a", b"x"), store.prepare, store.refuses_damage,
         ):  # fmt: skip

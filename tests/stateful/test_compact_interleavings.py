@@ -117,7 +117,7 @@ def test_a_compact_paused_past_its_fence_does_not_publish(stage, stand):
     stage.check()
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_a_tag_is_never_lost(stage, stand):
     operation, _, part = stand.partition(" ")
     compact = stage.enter("C", compacting()).until("hold").until(operation, part)
@@ -127,7 +127,7 @@ def test_a_tag_is_never_lost(stage, stand):
 
 
 @pytest.mark.parametrize("victim", ["a@7", "a@8", "b@0"])
-@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_forgotten_and_collected_meanwhile(stage, stand, victim):
     operation, _, part = stand.partition(" ")
     compact = stage.enter("C", compacting()).until("hold").until(operation, part)

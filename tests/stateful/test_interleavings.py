@@ -362,10 +362,10 @@ def test_a_mark_that_was_completed_is_not_acted_upon(stage):
     stage.check()
 
 
-@pytest.mark.parametrize("stand", ["hold", "list", "get_ranges", "put"])
+@pytest.mark.parametrize("stand", ["hold", "list", "get_range", "put"])
 def test_the_parent_is_forgotten_and_collected_while_a_save_deltas_against_it(stage, stand):
     saver = stage.enter("S", saving("a", 3, 3, parent="a@2"))
-    saver.until(stand, {"hold": "sessions/", "list": "gc/", "get_ranges": "", "put": "packs/"}[stand])
+    saver.until(stand, {"hold": "sessions/", "list": "gc/", "get_range": "", "put": "packs/"}[stand])
     forgetting("a@2", "a@0")(stage.store)
     result = collecting()(stage.store)
     assert bool(result.waiting_for) == (stand != "hold")

@@ -151,7 +151,7 @@ def test_a_fence_after_somebody_else_has_taken_the_revision(stage):
     assert (found.revision, found.tags) == (2, ["t"])
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_a_tag_is_never_lost(stage, stand):
     operation, _, part = stand.partition(" ")
     recode = stage.enter("R", recoding("a@0")).until("hold")
@@ -163,7 +163,7 @@ def test_a_tag_is_never_lost(stage, stand):
     assert stage.check()["a@0"].write_id == done.write_id
 
 
-@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 @pytest.mark.parametrize("named", [True, False])
 def test_forgotten_and_collected_meanwhile(stage, stand, named):
     operation, _, part = stand.partition(" ")

@@ -251,7 +251,7 @@ def _unless_damaged(gc: Any, store: ObjectStore) -> None:
             assert "nothing was deleted" in str(error)  # noqa: PT017
 
 
-STANDS = ["hold", "list gc/", "list snapshots/", "get_ranges packs/", "put packs/", "put manifests/", "put snapshots/a"]
+STANDS = ["hold", "list gc/", "list snapshots/", "get_range packs/", "put packs/", "put manifests/", "put snapshots/a"]
 
 
 @pytest.mark.parametrize("stand", STANDS)

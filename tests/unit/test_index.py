@@ -663,8 +663,8 @@ class CountingStore(MemoryStore):
     def get(self, key, **options):
         return self._count(key, lambda: super(CountingStore, self).get(key, **options))
 
-    def get_ranges(self, key, *args):
-        return self._count(key, lambda: super(CountingStore, self).get_ranges(key, *args))
+    def get_range(self, key, *args):
+        return self._count(key, lambda: super(CountingStore, self).get_range(key, *args))
 
 
 @pytest.fixture(scope="module")

@@ -264,7 +264,7 @@ def test_short_reads_are_continued(store, monkeypatch):
     data = os.urandom(12_345)
     store.put("a", data)
     assert store.get("a") == data
-    assert store.get_ranges("a", [(17, 12_000)]) == [data[17:12_017]]
+    assert store.get_range("a", 17, 12_000) == data[17:12_017]
 
 
 # --- fsync and other errors ---
@@ -359,7 +359,7 @@ def test_read_errors(store, monkeypatch):
         store.get("a")
     failing(monkeypatch, "preadv", errno.EIO)
     with pytest.raises(StorageError, match=r"^a in .*cannot read.*EIO"):
-        store.get_ranges("a", [(0, 1)])
+        store.get_range("a", 0, 1)
 
 
 def test_read_only_mount(mount):
@@ -368,7 +368,7 @@ def test_read_only_mount(mount):
     store.put("packs/a", b"abc")
     mount("remount,ro", root)
     assert store.get("packs/a") == b"abc"
-    assert store.get_ranges("packs/a", [(1, 2)]) == [b"bc"]
+    assert store.get_range("packs/a", 1, 2) == b"bc"
     assert keys_of(store) == ["packs/a"]
     assert store.is_held("packs/a") is False
     assert abs(store.now_s() - time.time()) < 300
@@ -388,13 +388,13 @@ def test_truncated_object(store, root):
     store.put("packs/a", b"x" * 1000)
     os.truncate(root / "packs" / "a", 500)
     with pytest.raises(IntegrityError, match=r"^packs/a in .* at 400\+200: .*500 bytes"):
-        store.get_ranges("packs/a", [(0, 10), (400, 200)])
+        store.get_range("packs/a", 400, 200)
 
 
 def test_truncated_while_read(store, root, monkeypatch):
     store.put("a", b"x" * 1000)
     monkeypatch.setattr(local, "_READ_PIECE_BYTES", 400)
-    for name, call in (("pread", lambda: store.get("a")), ("preadv", lambda: store.get_ranges("a", [(0, 1000)]))):
+    for name, call in (("pread", lambda: store.get("a")), ("preadv", lambda: store.get_range("a", 0, 1000))):
         os.truncate(root / "a", 1000)
         real = getattr(os, name)
 

@@ -62,7 +62,7 @@ from .requests import Requests
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-#: Requests of one `get_ranges` under way at once.
+#: Requests of one `get_range` under way at once.
 READERS = 8
 #: A server that says nothing for so long is asked again. Sending has the first one a piece of a body.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
@@ -230,12 +230,10 @@ class S3Store:
         check_key(key)
         return self._reader.get(key, limit_bytes=limit_bytes)
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """One view per range; see `ObjectStore.get_ranges`. Neighbours are read together, long ranges in pieces."""
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
+        """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
         check_key(key)
-        return self._reader.get_ranges(key, ranges, into)
+        return self._reader.get_range(key, offset, length, into)
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and time of `key`, the time in whole seconds; NotFoundError when missing."""

@@ -48,7 +48,7 @@ from .ranks import check as check_ranks
 from .storage.base import ObjectStore
 from .storage.cache_dir import shrink
 from .storage.urls import open_store
-from .text import counted, some, without_advice
+from .text import counted, some, strip_hint
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
@@ -204,7 +204,7 @@ class Repository:
         except (FormatError, IntegrityError) as error:
             if not records.is_damaged(data):
                 raise
-            why = without_advice(error)
+            why = strip_hint(error)
             raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
         unknown = sorted(set(config.features) - KNOWN_FEATURES)
         if config.version != records.FORMAT_VERSION or unknown:
@@ -457,7 +457,7 @@ class Repository:
         """
         check_name("run", run)
         view = self.view()
-        self.store.settle(f"snapshots/{run}/")  # a newer snapshot that a power cut takes must not cost an older one
+        self.store.sync(f"snapshots/{run}/")  # a newer snapshot that a power cut takes must not cost an older one
         snapshots = view.snapshots(run)
         if not snapshots:
             there = ", ".join(view.runs()) or "none"

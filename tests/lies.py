@@ -9,8 +9,8 @@ be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
     first N         list: the first N keys by name
     without N       list, sizes: all but the N-th key by name
     stale           list: as it was before the verb began
-    taken           put, hold: 412 for a free key, and nothing is stored
-    nothing         put, hold, delete, release: done, it says, and nothing is
+    taken           put, lock: 412 for a free key, and nothing is stored
+    nothing         put, lock, delete, release: done, it says, and nothing is
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class LyingStore(FaultStore):
     def put(self, key: str, data: Buffer) -> None:
         self._put("put", key, data)
 
-    def hold(self, key: str, data: Buffer) -> None:
-        self._put("hold", key, data)
+    def lock(self, key: str, data: Buffer) -> None:
+        self._put("lock", key, data)
 
     def _put(self, name: str, key: str, data: Buffer) -> None:
         lie = self._now(name, key)
@@ -170,16 +170,16 @@ class LyingStore(FaultStore):
 
     def drop(self, key: str) -> None:
         """The sign of life of a held object ends, whatever has become of the object."""
-        with self.inner._lock:
-            self.inner._held.discard(key)
+        with self.inner._mutex:
+            self.inner._locked.discard(key)
 
-    def is_held(self, key: str) -> bool | None:
-        return None if self._seen_dead else super().is_held(key)
+    def is_locked(self, key: str) -> bool | None:
+        return None if self._seen_dead else super().is_locked(key)
 
 
 def lies_of(asked: Asked) -> list[str]:
     """Every wrong answer to an operation."""
-    if asked.name in ("put", "hold"):
+    if asked.name in ("put", "lock"):
         return ["taken", "nothing"]
     if asked.name in ("delete", "release"):
         return ["nothing"]

@@ -12,7 +12,7 @@ from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageEr
 from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
-from ..text import without_advice
+from ..text import strip_hint
 
 #: What to do about records that have vanished: the index may hold the last copy.
 PUT_BACK = (
@@ -86,7 +86,7 @@ class View:
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
             why = self.damaged.get(key) or self.unread.get(key)
             known = f"is gone: {key} is known to the index and not in the store; {PUT_BACK}"
-            what = f"cannot be read: {without_advice(why)}; run 'snapstore repair'" if why else known
+            what = f"cannot be read: {strip_hint(why)}; run 'snapstore repair'" if why else known
             raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {what}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:

@@ -21,7 +21,7 @@ from ..format import pack
 from ..format.keys import pack_key
 from ..format.manifest import ChunkTable
 from ..state.arrays import Memory
-from ..text import without_advice
+from ..text import strip_hint
 from ..threads import Pending, Threads
 
 #: While a batch is read, the ones before it are driven on this often [s].
@@ -144,7 +144,7 @@ class Fetcher:
         try:
             self._store.get_range(key, offset, length, into)
         except NotFoundError as error:
-            raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
+            raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
     def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
         """Begin to decode the batch that was read first."""

@@ -40,7 +40,7 @@ from ..format import records
 from ..format.keys import lost_names
 from ..format.records import FORGOTTEN, SWEPT, Done, Lost, Mark, Snapshot, Wait
 from ..storage.base import ObjectStore
-from ..text import counted, some, without_advice
+from ..text import counted, some, strip_hint
 from . import liveness, revisions
 from . import unexplained as orphans
 from .marks import MARK_LIMIT_BYTES, is_mark, read_mark
@@ -256,7 +256,7 @@ def need_all_records(view: View, verb: str, outcome: str) -> None:
 def _first(wrong: Mapping[str, str]) -> str:
     """One of the records that are wrong, named once, and why."""
     key, why = next(iter(wrong.items()))
-    return without_advice(why) if key in why else f"{key}: {without_advice(why)}"
+    return strip_hint(why) if key in why else f"{key}: {strip_hint(why)}"
 
 
 def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
@@ -270,7 +270,7 @@ def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
     for snapshot, keys in all_needed_keys(context.index, view.snapshots()):
         if isinstance(keys, NotFoundError):
             raise IntegrityError(
-                f"gc: {snapshot.ref}: {without_advice(keys)}; nothing was deleted; run 'snapstore check'"
+                f"gc: {snapshot.ref}: {strip_hint(keys)}; nothing was deleted; run 'snapstore check'"
             ) from keys
         if isinstance(keys, SnapstoreError):
             raise keys
@@ -290,7 +290,7 @@ def _settled_view(context: Context) -> View:
     """The records, on listings that a power cut cannot take back."""
     view = context.index.refresh(surely=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
-        context.store.settle(f"snapshots/{run}/")
+        context.store.sync(f"snapshots/{run}/")
     return view
 
 

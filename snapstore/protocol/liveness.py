@@ -18,7 +18,7 @@ from ..format import records
 from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectStore
-from ..text import without_advice
+from ..text import strip_hint
 from . import revisions
 from .session import LEFT_OVER
 
@@ -40,13 +40,13 @@ def dead(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[boo
     except NotFoundError as error:
         if key not in listed(store, PREFIX):
             return True, None
-        log.warning("gc waits for a session that is listed and cannot be read: %s", without_advice(error))
+        log.warning("gc waits for a session that is listed and cannot be read: %s", strip_hint(error))
         return False, None
     except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
-        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
+        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", strip_hint(error))
         return False, None
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
-    held = store.is_held(key) if same_boot else None
+    held = store.is_locked(key) if same_boot else None
     over = session_id in LEFT_OVER or held is False
     if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False, None

@@ -66,7 +66,7 @@ class ObjectStore(Protocol):
 
     Call sequence: any method, any thread, any time. `put`, `delete`, `touch` and `release` may be repeated after an
     unclear failure; the caller then decides from what it finds under the key. After a `put` that failed otherwise than
-    by AlreadyExistsError the object may be there and not be durable: `settle` its prefix before believing in it.
+    by AlreadyExistsError the object may be there and not be durable: `sync` its prefix before believing in it.
 
     Every method raises InvalidInputError for a key that is none, and StorageError when the store fails.
     """
@@ -119,11 +119,11 @@ class ObjectStore(Protocol):
         """The store's clock, the one that `modified_s` is read from [s since the epoch]."""
         ...
 
-    def settle(self, prefix: str) -> None:
+    def sync(self, prefix: str) -> None:
         """Make what `list(prefix)` shows durable (local: fsync of the directory), so that acting on it is safe."""
         ...
 
-    def hold(self, key: str, data: Buffer) -> None:
+    def lock(self, key: str, data: Buffer) -> None:
         """`put`, and keep a sign of life on the object until `release` or the death of this process.
 
         The sign is there before the object can be seen. A forked child does not keep it.
@@ -138,7 +138,7 @@ class ObjectStore(Protocol):
         """Delete a held object and end its sign of life; a key that is not held here is only deleted."""
         ...
 
-    def is_held(self, key: str) -> bool | None:
+    def is_locked(self, key: str) -> bool | None:
         """Whether some live process of this machine holds `key`; None where the store cannot know."""
         ...
 
@@ -163,7 +163,7 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def trial(self) -> AbstractContextManager[ObjectStore]:
+    def sandbox(self) -> AbstractContextManager[ObjectStore]:
         """An empty store in this place, which no listing shows and which is removed at the end: to try things out."""
         ...
 

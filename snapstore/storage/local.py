@@ -70,7 +70,7 @@ from .folders import (
     open_readable,
     open_root,
 )
-from .locks import clean_temp, drop_temp, is_locked, keep, let_go, open_temp
+from .locks import clean_temp, drop_temp, is_locked, keep_locked, open_temp, unlock
 
 _READ_PIECE_BYTES = 1024 * 1024 * 1024  # one read(2) moves less than 2 GiB at most
 
@@ -128,7 +128,7 @@ class LocalStore:
         """Create `key` durably; see `ObjectStore.put`. CapabilityError on a file system without hard links."""
         self._publish(key, data, held=False)
 
-    def hold(self, key: str, data: Buffer) -> None:
+    def lock(self, key: str, data: Buffer) -> None:
         """`put` with a lock on the file that ends with `release` or with this process, however it dies."""
         self._publish(key, data, held=True)
 
@@ -187,7 +187,7 @@ class LocalStore:
         for key in keys:
             with suppress(NotFoundError), self._at(key, "delete") as (folder, name), suppress(IsADirectoryError):
                 os.unlink(name, dir_fd=folder)
-            let_go(self._held_as(key))  # in this order no one sees a session that is there but dead
+            unlock(self._lock_name(key))  # in this order no one sees a session that is there but dead
 
     def now_s(self) -> float:
         """The clock of the file system: what it stamps on a new file right now [s since the epoch].
@@ -205,7 +205,7 @@ class LocalStore:
         except (OSError, StorageError):
             return time.time()
 
-    def settle(self, prefix: str) -> None:
+    def sync(self, prefix: str) -> None:
         """Fsync every directory from the root to `prefix` and below it; nothing to do when it is missing."""
         check_prefix(prefix)
         with self._failures(prefix or "/", "fsync"), self._rooted() as root:
@@ -232,9 +232,9 @@ class LocalStore:
         try:
             self.delete([key])
         finally:
-            let_go(self._held_as(key))
+            unlock(self._lock_name(key))
 
-    def is_held(self, key: str) -> bool | None:
+    def is_locked(self, key: str) -> bool | None:
         """True while a live process holds `key`, False when none does or it is missing, None without file locks."""
         try:
             with self._at(key, "probe the lock of") as (folder, name):
@@ -270,7 +270,7 @@ class LocalStore:
             )
 
     @contextmanager
-    def trial(self) -> Iterator[LocalStore]:
+    def sandbox(self) -> Iterator[LocalStore]:
         """A store in a folder whose name begins with a dot, so that no listing shows it; removed at the end."""
         with self._failures("/", "write"):
             folder = tempfile.mkdtemp(prefix=".snapstore-trial-", dir=self._root)
@@ -296,7 +296,7 @@ class LocalStore:
                 self._link(key, fd, (temps, temp), (folder, name))
                 _fsync_directory(folder, key)
                 if held:
-                    keep(fd, self._held_as(key))
+                    keep_locked(fd, self._lock_name(key))
                     kept = True
             finally:
                 drop_temp(None if kept else fd, temps, temp)
@@ -438,7 +438,7 @@ class LocalStore:
 
     # --- names and errors ---
 
-    def _held_as(self, key: str) -> str:
+    def _lock_name(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     @contextmanager

@@ -27,7 +27,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 _FORK_LOCK = threading.RLock()
 _LOCKED_FDS: set[int] = set()
-_HELD_FDS: dict[str, int] = {}  # what its holder calls it -> descriptor, which is in _LOCKED_FDS too
+_KEPT_FDS: dict[str, int] = {}  # what its holder calls it -> descriptor, which is in _LOCKED_FDS too
 
 
 def _forget_in_child() -> None:
@@ -35,7 +35,7 @@ def _forget_in_child() -> None:
         with suppress(OSError):
             os.close(fd)  # close, never LOCK_UN: that would unlock the parent's file
     _LOCKED_FDS.clear()
-    _HELD_FDS.clear()
+    _KEPT_FDS.clear()
     _FORK_LOCK.release()
 
 
@@ -90,17 +90,17 @@ def clean_temp(folder: int, name: str) -> int:
         os.close(fd)
 
 
-def keep(fd: int, name: str) -> None:
-    """Leave the descriptor of a temporary file, now known by another name, open until `let_go`."""
+def keep_locked(fd: int, name: str) -> None:
+    """Leave the descriptor of a temporary file, now known by another name, open until `unlock`."""
     with _FORK_LOCK:
-        let_go(name)  # an earlier holder of a name that somebody else has deleted since
-        _HELD_FDS[name] = fd
+        unlock(name)  # an earlier holder of a name that somebody else has deleted since
+        _KEPT_FDS[name] = fd
 
 
-def let_go(name: str) -> None:
-    """Close what `keep` kept; nothing for a name that this process does not hold."""
+def unlock(name: str) -> None:
+    """Close what `keep_locked` kept; nothing for a name that this process does not hold."""
     with _FORK_LOCK:
-        fd = _HELD_FDS.pop(name, None)
+        fd = _KEPT_FDS.pop(name, None)
         if fd is not None:
             _close(fd)
 

@@ -1,7 +1,7 @@
 """A dictionary as an object store: for tests, and for trying things out.
 
 The same contract as every store, without the durability. Any thread may call anything; one lock makes each call atomic.
-`clock` and `drop_holds` let a test move the store's time and kill the holders.
+`clock` and `drop_locks` let a test move the store's time and kill the holders.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class MemoryStore:
         self.url = f"memory://{name}"
         self.place = f"{self.url} {os.urandom(8).hex()}"
         self.clock: Callable[[], float] = time.time  # what `now_s` and `modified_s` read; tests set it
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
-        self._held: set[str] = set()
+        self._locked: set[str] = set()
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.url!r})"
@@ -59,8 +59,8 @@ class MemoryStore:
         """Create `key` with a copy of `data`; see `ObjectStore.put`."""
         self._publish(key, data, held=False)
 
-    def hold(self, key: str, data: Buffer) -> None:
-        """`put`, held until `release` or `drop_holds`."""
+    def lock(self, key: str, data: Buffer) -> None:
+        """`put`, held until `release` or `drop_locks`."""
         self._publish(key, data, held=True)
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
@@ -91,29 +91,29 @@ class MemoryStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object under `prefix`, as of this call."""
         check_prefix(prefix)
-        with self._lock:
+        with self._mutex:
             return iter([info for key, (_, info) in self._objects.items() if key.startswith(prefix)])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove every key; missing ones are fine."""
         for key in keys:
             check_key(key)
-            with self._lock:
+            with self._mutex:
                 self._objects.pop(key, None)
-                self._held.discard(key)
+                self._locked.discard(key)
 
     def now_s(self) -> float:
         """What `clock` says [s since the epoch]."""
         return self.clock()
 
-    def settle(self, prefix: str) -> None:
+    def sync(self, prefix: str) -> None:
         """Nothing to do: nothing here survives anything."""
         check_prefix(prefix)
 
     def touch(self, key: str) -> None:
         """Set `modified_s` to now; NotFoundError when the object is gone."""
         data, info = self._object(key)
-        with self._lock:
+        with self._mutex:
             if key in self._objects:
                 self._objects[key] = data, replace(info, modified_s=self.clock())
 
@@ -121,11 +121,11 @@ class MemoryStore:
         """Delete `key` and its hold."""
         self.delete([key])
 
-    def is_held(self, key: str) -> bool | None:
-        """Whether `hold` was called and neither `release` nor `drop_holds` since."""
+    def is_locked(self, key: str) -> bool | None:
+        """Whether `lock` was called and neither `release` nor `drop_locks` since."""
         check_key(key)
-        with self._lock:
-            return key in self._held
+        with self._mutex:
+            return key in self._locked
 
     def pinned(self) -> AbstractContextManager[None]:
         """Nothing to do: a dictionary is always the same."""
@@ -141,28 +141,28 @@ class MemoryStore:
             raise InvalidInputError(f"{self.url}: is not empty and no repository; choose another name")
 
     @contextmanager
-    def trial(self) -> Iterator[MemoryStore]:
+    def sandbox(self) -> Iterator[MemoryStore]:
         """Another store."""
         yield MemoryStore("trial")
 
-    def drop_holds(self) -> None:
+    def drop_locks(self) -> None:
         """For tests: every holder dies; their objects stay."""
-        with self._lock:
-            self._held.clear()
+        with self._mutex:
+            self._locked.clear()
 
     def _publish(self, key: str, data: Buffer, *, held: bool) -> None:
         check_key(key)
         copy = bytes(byte_view(data))
-        with self._lock:
+        with self._mutex:
             if key in self._objects:
                 raise taken(key, self.url)
             self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), hashlib.sha256(copy).hexdigest())
             if held:
-                self._held.add(key)
+                self._locked.add(key)
 
     def _object(self, key: str) -> tuple[bytes, ObjectInfo]:
         check_key(key)
-        with self._lock:
+        with self._mutex:
             found = self._objects.get(key)
         if found is None:
             raise missing(key, self.url)

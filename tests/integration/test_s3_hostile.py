@@ -31,7 +31,7 @@ CONSISTENT = {
     "stat": {"Content-Length: 0", "Content-Length: 5, 5", "Content-Length: 99999999", "200 and a page with an ETag",
              "an answer before the body"},
     "put": {"an answer before the body"},
-    "hold": {"an answer before the body"},
+    "lock": {"an answer before the body"},
     "delete": {"an answer before the body", "200 and no body"},
 }  # fmt: skip
 
@@ -83,8 +83,8 @@ def put_large(case: Case) -> bool:
     return case.objects["p/packs/bb"] == LARGE
 
 
-def hold(case: Case) -> bool:
-    case.store.hold("sessions/aa", SMALL)
+def lock(case: Case) -> bool:
+    case.store.lock("sessions/aa", SMALL)
     return case.objects["p/sessions/aa"] == SMALL
 
 
@@ -126,7 +126,7 @@ def now(case: Case) -> bool:
 
 
 VERBS: list[Callable[[Case], bool]] = [
-    put, put_large, hold, get, get_range, stat, listed, delete, delete_many, touch, now,
+    put, put_large, lock, get, get_range, stat, listed, delete, delete_many, touch, now,
 ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: boo
     began = time.monotonic()
     wrong, mutated = None, name.startswith("mutation")
     try:
-        readable = mutated and verb not in (put, put_large, hold, touch)
+        readable = mutated and verb not in (put, put_large, lock, touch)
         if not verb(case) and name not in CONSISTENT.get(verb.__name__, ()) and not readable:
             wrong = "success without truth"
         elif not rule.fired:

@@ -205,7 +205,7 @@ def everything_said(url: str) -> list[str]:
             lambda: store.put("packs/a", b"x"), lambda: store.put("packs/a", bytes(100_000)), lambda: store.get("a"),
             lambda: store.get_range("a", 0, 1), lambda: store.stat("a"), lambda: list(store.list("")),
             lambda: store.delete(["a"]), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
-            lambda: store.hold("sessions/a", b"x"), store.prepare, store.refuses_damage,
+            lambda: store.lock("sessions/a", b"x"), store.prepare, store.refuses_damage,
         ):  # fmt: skip
             words += said(call)
     for args in (["log", "-v"], ["init", "-v", "--json"]):

@@ -808,7 +808,7 @@ def test_only_records_that_rule_are_read(tmp_path):
         first = save(repository, "a", 0, 0)
         save(repository, "a", 1, 1)
         repository.tag("a@0", "good")
-        with store._lock:
+        with store._mutex:
             data, info = store._objects[first.key]
             store._objects[first.key] = b"rubbish" + data[7:], info  # history
         index = index_module.Index(store, repository.config.uuid, tmp_path)

@@ -1,4 +1,4 @@
-"""What `snapstore doctor` tries out in a place: each promise of a store that the protocol builds on, in an empty trial.
+"""Probes of `snapstore doctor`: try out each promise of a store that the protocol builds on, in an empty sandbox.
 
 Every probe takes an empty store and says in plain words what it found; `Unfit` carries a verdict.
 """
@@ -119,8 +119,8 @@ def _deletes(store: ObjectStore) -> str:
 
 
 def _life(store: ObjectStore) -> str:
-    store.hold("probe/held", b"")
-    held = store.is_held("probe/held")
+    store.lock("probe/held", b"")
+    held = store.is_locked("probe/held")
     store.touch("probe/held")
     store.release("probe/held")
     if held is False:

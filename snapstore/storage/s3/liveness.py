@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from ..cache_dir import cache_folder, refusal
 from ..folders import closing, open_root
-from ..locks import drop_temp, is_locked, keep, let_go, open_temp
+from ..locks import drop_temp, is_locked, keep_locked, open_temp, unlock
 
 
 class Signs:
@@ -42,7 +42,7 @@ class Signs:
                 except OSError:
                     drop_temp(fd, folder, temp)
                     raise
-                keep(fd, f"{self._folder}/{name}")
+                keep_locked(fd, f"{self._folder}/{name}")
         except OSError:
             return False
         return True
@@ -53,7 +53,7 @@ class Signs:
             file = self._folder / self._name(key)
             with suppress(OSError):
                 file.unlink(missing_ok=True)
-            let_go(str(file))
+            unlock(str(file))
 
     def alive(self, key: str) -> bool | None:
         """Whether a live process of this machine gives a sign; None if none ever has."""

@@ -151,7 +151,7 @@ class S3Store:
         except (NotFoundError, FormatError):
             return False
 
-    def hold(self, key: str, data: Buffer) -> None:
+    def lock(self, key: str, data: Buffer) -> None:
         """`put` with a locked file in this machine's cache, which ends with `release` or with this process."""
         check_key(key)
         begun = self._signs.begin(key)
@@ -175,7 +175,7 @@ class S3Store:
         """Delete `key` and its sign of life."""
         self.delete([key])
 
-    def is_held(self, key: str) -> bool | None:
+    def is_locked(self, key: str) -> bool | None:
         """Whether a live process of this machine holds `key`; None if none of this machine has ever said so."""
         check_key(key)
         return self._signs.alive(key)
@@ -267,7 +267,7 @@ class S3Store:
                 f"{self.url}: the server's answers carry no readable Date; its clock is needed"
             ) from failure
 
-    def settle(self, prefix: str) -> None:
+    def sync(self, prefix: str) -> None:
         """Nothing to do: what a server lists is durable."""
         check_prefix(prefix)
 
@@ -283,7 +283,7 @@ class S3Store:
         """See `ObjectStore.prepare`: the prefix is empty, and a second put of a key is refused."""
         if not all(_TRIAL.match(info.key) for info in self._requests.listed("")):
             raise InvalidInputError(f"{self.url}: is not empty and no repository; choose an empty or a new prefix")
-        with self.trial() as trial:
+        with self.sandbox() as trial:
             trial.put("twice", b"first")
             try:
                 trial.put("twice", b"second")
@@ -296,7 +296,7 @@ class S3Store:
             )
 
     @contextmanager
-    def trial(self) -> Iterator[S3Store]:
+    def sandbox(self) -> Iterator[S3Store]:
         """See `ObjectStore.trial`: a prefix that begins with a dot, which no listing of ours shows."""
         store, name = copy(self), f".trial-{os.urandom(8).hex()}"
         store._use(self._requests.below(name))

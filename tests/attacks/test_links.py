@@ -294,7 +294,7 @@ def test_what_is_no_file_takes_no_objects_name(store):
     os.mkfifo(store.root / "p" / "pipe")
     (store.root / "p" / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(StorageError, match=f"^p/{name} in .*something that is no file"):
+        with pytest.raises(StorageError, match=f"^p/{name} in .*something that is not a file"):
             store.put(f"p/{name}", b"x")
         for call in (store.get, store.stat, store.touch):
             with pytest.raises(NotFoundError):

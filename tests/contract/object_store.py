@@ -1,8 +1,8 @@
 """What every object store must do. One suite; a store of yours runs through it by subclassing `ObjectStoreContract`.
 
 Override the `store` fixture with one that gives an empty store, and `reopened` if another handle can reach the same
-objects. Stores that know whether an object is locked also override `locked_elsewhere`. This file needs snapstore, pytest
-and hypothesis, and no other file of ours: `PYTHONPATH=.../snapstore/tests/contract pytest test_my_store.py` with
+objects. Stores that know whether an object is locked also override `locked_elsewhere`. This file needs snapstore,
+pytest and hypothesis, and no other file of ours: `PYTHONPATH=.../snapstore/tests/contract pytest test_my_store.py` with
 
     class TestMyStore(ObjectStoreContract):
         @pytest.fixture

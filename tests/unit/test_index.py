@@ -365,7 +365,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
                 save(repository, "a", 4, 4)
                 save(repository, "a", 5, 5)
                 assert 0.5 < time.monotonic() - began < 5
-                assert "somebody keeps it locked" in caplog.text
+                assert "another process keeps it locked" in caplog.text
             finally:
                 other.kill()
         caplog.clear()

@@ -814,7 +814,7 @@ def test_locks_that_always_fail(store, monkeypatch):
         raise BlockingIOError(errno.EWOULDBLOCK, "taken")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(StorageError, match="locked by somebody else"):
+    with pytest.raises(StorageError, match="locked by another process"):
         store.put("a", b"x")
 
 

@@ -15,7 +15,8 @@ from s3_stores import moto_bucket
 
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
-from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, failure_of, parse
+from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
+from snapstore.storage.s3.failures import failure_of
 from snapstore.storage.s3.reader import PIECE_BYTES, split_range
 from snapstore.storage.s3.store import S3Store
 from snapstore.storage.urls import open_store
@@ -32,7 +33,7 @@ from snapstore.threads import Threads
     ],
 )
 def test_urls(url, bucket, prefix, storage_class):
-    place = parse(url)
+    place = parse_url(url)
     assert (place.bucket, place.prefix, place.storage_class) == (bucket, prefix, storage_class)
     assert place.url == url.partition("?")[0].rstrip("/")
 
@@ -139,7 +140,7 @@ def client_error(code: str, status: int) -> aws.ClientError:
     ],
 )
 def test_errors_say_what_to_do_and_repeat_nothing(error, kind, word):
-    ours = failure_of(error).under("packs/x in s3://b: cannot write")
+    ours = failure_of(error).as_error("packs/x in s3://b: cannot write")
     assert type(ours) is kind
     assert str(ours).startswith("packs/x in s3://b: cannot write: ")
     assert word in str(ours)
@@ -242,7 +243,7 @@ def test_a_named_body_is_not_hashed_again(store, monkeypatch):
     assert [sha.decode() for sha in signed] == [name, name]
 
 
-def test_what_a_trial_left_behind_is_no_content(store):
+def test_leftovers_of_a_sandbox_are_no_content(store):
     """Where nobody may delete, or where an `init` was killed."""
     store._client.put_object(Bucket="moto", Key=f"p/.trial-{'0' * 16}/twice", Body=b"x")
     store.prepare()

@@ -1,7 +1,7 @@
-"""Reading from a bucket: whole objects and ranges, by several requests at once, and bodies that break off.
+"""Reads from a bucket: whole objects and ranges, long ones by several requests at once.
 
-In: keys and ranges. Out: all bytes, or an error; never fewer. A body that breaks off is asked for again from where it
-broke, and each body as a whole has an end of its time, so a server that gives a byte now and then holds nobody up.
+In: keys and ranges. Out: all bytes, or an error; never fewer. If a body breaks off, the rest is requested from there. A
+time limit holds for each body as a whole, so a server that sends a byte now and then cannot block a reader.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 
 from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
-from ..base import GET_LIMIT_BYTES, check_limit, check_range, memory_for, short
-from .client import Failure, guarded, pause, status_of
+from ..base import GET_LIMIT_BYTES, check_limit, check_range, memory_for, too_short
 from .deadline import SLOWEST_BYTES_PER_S
+from .failures import Failure, guarded, pause, status_of
 from .requests import Answer, Requests
-from .transport import OddAnswerError
+from .transport import InvalidAnswerError
 
 READ_PIECE_BYTES = 256 * 1024
 #: A longer range is read by several requests at once: one connection gives 50 to 100 MB/s.
 PIECE_BYTES = 8 * 1024 * 1024
-#: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
-ASK_FIRST_BYTES = 64 * 1024**3
+#: A range that ends beyond this is read only after the object's size is known: our objects are all smaller.
+STAT_FIRST_BYTES = 64 * 1024**3
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
@@ -37,18 +37,18 @@ def split_range(length: int) -> list[tuple[int, int]]:
 
 
 class Reader:
-    """The reading half of a store in a bucket.
+    """The read operations of a store in a bucket.
 
     Args:
-        threads: for requests of one call that are under way at once.
-        read_timeout_s: how long an attempt waits for an answer.
+        threads: Run the concurrent requests of one call.
+        read_timeout_s: How long an attempt waits for an answer.
     """
 
     def __init__(self, requests: Requests, threads: Threads, read_timeout_s: float) -> None:
         self._requests, self._threads, self._read_timeout_s = requests, threads, read_timeout_s
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
-        """All bytes of `key`; see `ObjectStore.get`."""
+        """Return all bytes of `key`; see `ObjectStore.get`."""
         answer: Answer = self._requests.ask(key, "read", self._get_whole, key)
         with self._requests.failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._requests.length_of(key, answer)
@@ -62,7 +62,7 @@ class Reader:
         if offset < 0 or length < 0:
             self._requests.stat(key)  # that the object is missing is the more important error
         check_range(key, offset, length)
-        pieces = split_range(length) if offset + length <= ASK_FIRST_BYTES else []
+        pieces = split_range(length) if offset + length <= STAT_FIRST_BYTES else []
         last: Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
         with self._requests.failures(key, "read"):
             if pieces:
@@ -71,7 +71,7 @@ class Reader:
                 size_bytes = self._requests.stat(key).size_bytes
             try:
                 if offset + length > size_bytes:
-                    raise short(key, self._requests.url, offset, length, size_bytes)
+                    raise too_short(key, self._requests.url, offset, length, size_bytes)
                 view = memory_for(key, length, into)
                 self._read_pieces(key, offset, view, size_bytes, last)
             finally:
@@ -83,11 +83,15 @@ class Reader:
         answer: Answer = self._requests.client.get_object(**request)
         if "ContentRange" in answer:
             answer["Body"].close()
-            raise OddAnswerError("a part of an object that was asked for whole")
+            raise InvalidAnswerError("a part of an object in answer to a request for all of it")
         return answer
 
     def _open_range(self, key: str, offset: int, length: int) -> tuple[Answer, int]:
-        """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
+        """Return (answer to a ranged GET, size of the object).
+
+        Raises:
+            IntegrityError: The object ends before the range begins.
+        """
 
         def get(**request: Any) -> tuple[Answer, int]:
             answer: Answer = self._requests.client.get_object(**request)
@@ -96,7 +100,7 @@ class Reader:
             first, last, size_bytes = map(int, match.groups()) if match else (-1, -1, -1)
             if (first, last) != (offset, min(offset + length, size_bytes) - 1):
                 answer["Body"].close()
-                raise OddAnswerError("another range than the one that was asked for")
+                raise InvalidAnswerError("another range than the requested one")
             return answer, size_bytes
 
         wanted = f"bytes={offset}-{offset + length - 1}"
@@ -105,7 +109,7 @@ class Reader:
         except SnapstoreError as error:
             if status_of(error) != 416:
                 raise
-            raise short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
+            raise too_short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
         return opened
 
     def _read_pieces(self, key: str, offset: int, view: memoryview, size_bytes: int, last: Answer | None) -> None:
@@ -125,20 +129,20 @@ class Reader:
                 read(piece)
 
     def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: Answer | None) -> None:
-        """Fill `view` with what begins at `offset`; a body that breaks off is asked for again from there."""
+        """Fill `view` from `offset` on; if a body breaks off, request the rest from there."""
         done = failures = 0
         ends_s = time.monotonic() + self._requests.attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
         while done < len(view):
-            if answer is None:  # its failures are final: they have been tried often enough
+            if answer is None:  # its failures are final: it was retried already
                 answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
                 if now_bytes != size_bytes:
                     answer["Body"].close()
-                    raise short(key, self._requests.url, offset, len(view), now_bytes)
+                    raise too_short(key, self._requests.url, offset, len(view), now_bytes)
             try:
                 while done < len(view):
-                    # not readinto: old releases of botocore have none, and urllib3's copies as well
+                    # not readinto: old releases of botocore lack it, and urllib3's copies too
                     data = guarded(answer["Body"].read, min(READ_PIECE_BYTES, len(view) - done))
-                    if not data:  # of an answer that says less than its range
+                    if not data:  # the answer has fewer bytes than its range
                         raise Failure("ShortBody", "the body broke off; check the network, then try again")
                     view[done : done + len(data)] = data
                     done += len(data)
@@ -149,8 +153,8 @@ class Reader:
                     raise
                 if time.monotonic() > ends_s:
                     raise StorageError(
-                        f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came in the time "
-                        "there is; check the network and the server, then try again"
+                        f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came within "
+                        "the time limit; check the network and the server, then try again"
                     ) from None
                 pause(failures)
             finally:

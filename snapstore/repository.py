@@ -506,7 +506,7 @@ class Repository:
 
 
 def _store(given: ObjectStore) -> ObjectStore:
-    if not callable(getattr(given, "get_ranges", None)):
+    if not callable(getattr(given, "get_range", None)):
         raise InvalidInputError(f"{given!r}: expected a URL, a path or an object store, got {type(given).__name__}")
     return given
 

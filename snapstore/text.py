@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _LOOK_CLOSER = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
 
-def without_advice(error: object) -> str:
+def strip_hint(error: object) -> str:
     """What an error says, but not that one should look closer: for the reports of those who just do."""
     return _LOOK_CLOSER.sub("", str(error))
 

@@ -31,7 +31,7 @@ from snapstore.format import manifest, records
 from snapstore.format.keys import pack_key
 from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 from snapstore.storage.local import LocalStore
-from snapstore.storage.locks import _HELD_FDS, let_go
+from snapstore.storage.locks import _KEPT_FDS, unlock
 from snapstore.storage.memory import MemoryStore
 
 #: All cases of every test; else a sample, which `SEED`, a new one in every run of pytest (conftest.py), rotates.
@@ -94,7 +94,7 @@ class FaultStore:
         """The process of this store ends: its locks with it."""
         self.dead = True
         for key in self._held:
-            drop_hold(self.inner, key)
+            drop_lock(self.inner, key)
         self._held.clear()
 
     def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
@@ -111,7 +111,7 @@ class FaultStore:
         if number > self.at and not persistent:
             return effect()
         if self.mode == "full":
-            if name not in ("put", "hold"):
+            if name not in ("put", "lock"):
                 return effect()
             self.fired = True
             raise StorageFullError(f"{key}: no space left (injected)")
@@ -135,8 +135,8 @@ class FaultStore:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         return self._act("get", key, lambda: self.inner.get(key, limit_bytes=limit_bytes))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        return self._act("get_ranges", key, lambda: self.inner.get_ranges(key, ranges, into))
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        return self._act("get_range", key, lambda: self.inner.get_range(key, offset, length, into))
 
     def stat(self, key: str) -> ObjectInfo:
         return self._act("stat", key, lambda: self.inner.stat(key))
@@ -157,14 +157,14 @@ class FaultStore:
             raise Crash("now_s: after the crash")
         return self.inner.now_s()
 
-    def settle(self, prefix: str) -> None:
-        self._act("settle", prefix, lambda: self.inner.settle(prefix))
+    def sync(self, prefix: str) -> None:
+        self._act("sync", prefix, lambda: self.inner.sync(prefix))
 
-    def hold(self, key: str, data: Buffer) -> None:
+    def lock(self, key: str, data: Buffer) -> None:
         self._held.add(key)
         data, late = bytes(data), self.mode == "late" and self.at == len(self.log)
         # one that lands late is held by nobody: its caller was told that it had failed
-        self._act("hold", key, lambda: (self.inner.put if late else self.inner.hold)(key, data))
+        self._act("lock", key, lambda: (self.inner.put if late else self.inner.lock)(key, data))
 
     def touch(self, key: str) -> None:
         self._act("touch", key, lambda: self.inner.touch(key))
@@ -173,8 +173,8 @@ class FaultStore:
         self._act("release", key, lambda: self.inner.release(key))
         self._held.discard(key)
 
-    def is_held(self, key: str) -> bool | None:
-        return self._act("is_held", key, lambda: self.inner.is_held(key))
+    def is_locked(self, key: str) -> bool | None:
+        return self._act("is_locked", key, lambda: self.inner.is_locked(key))
 
     def pinned(self) -> AbstractContextManager[None]:
         return self.inner.pinned()
@@ -191,7 +191,7 @@ class Unreadable(FaultStore):
         self.bad, self.times = set(keys), times
 
     def _act(self, name, key, effect):
-        if key in self.bad and name in ("get", "get_ranges") and self.times > 0:
+        if key in self.bad and name in ("get", "get_range") and self.times > 0:
             self.times -= 1
             raise StorageError(f"{key}: Input/output error (injected)")
         if name == "delete":
@@ -199,19 +199,19 @@ class Unreadable(FaultStore):
         return super()._act(name, key, effect)
 
 
-def drop_hold(inner: ObjectStore, key: str) -> None:
+def drop_lock(inner: ObjectStore, key: str) -> None:
     """What the kernel does to one held object of a process that dies."""
     if isinstance(inner, MemoryStore):
-        with inner._lock:
-            inner._held.discard(key)
-    elif isinstance(inner, LocalStore) and str(inner.root / key) in _HELD_FDS:
-        let_go(str(inner.root / key))
+        with inner._mutex:
+            inner._locked.discard(key)
+    elif isinstance(inner, LocalStore) and str(inner.root / key) in _KEPT_FDS:
+        unlock(str(inner.root / key))
 
 
 def clone(store: MemoryStore) -> MemoryStore:
     """A copy of everything, held objects included."""
     copy = MemoryStore()
-    copy._objects, copy._held = dict(store._objects), set(store._held)
+    copy._objects, copy._locked = dict(store._objects), set(store._locked)
     return copy
 
 
@@ -524,7 +524,7 @@ class SteppingStore:
     """An `ObjectStore` that asks its actor before every operation.
 
     Args:
-        seen_dead: `is_held` says None, as of a session of another host.
+        seen_dead: `is_locked` says None, as of a session of another host.
     """
 
     puts_at_once = 2
@@ -541,9 +541,9 @@ class SteppingStore:
         self._actor.pause("get", key)
         return self._inner.get(key, limit_bytes=limit_bytes)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        self._actor.pause("get_ranges", key)
-        return self._inner.get_ranges(key, ranges, into)
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        self._actor.pause("get_range", key)
+        return self._inner.get_range(key, offset, length, into)
 
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)
@@ -565,13 +565,13 @@ class SteppingStore:
     def now_s(self) -> float:
         return self._inner.now_s()
 
-    def settle(self, prefix: str) -> None:
-        self._actor.pause("settle", prefix)
-        self._inner.settle(prefix)
+    def sync(self, prefix: str) -> None:
+        self._actor.pause("sync", prefix)
+        self._inner.sync(prefix)
 
-    def hold(self, key: str, data: Buffer) -> None:
-        self._actor.pause("hold", key)
-        self._inner.hold(key, data)
+    def lock(self, key: str, data: Buffer) -> None:
+        self._actor.pause("lock", key)
+        self._inner.lock(key, data)
 
     def touch(self, key: str) -> None:
         self._actor.pause("touch", key)
@@ -581,9 +581,9 @@ class SteppingStore:
         self._actor.pause("release", key)
         self._inner.release(key)
 
-    def is_held(self, key: str) -> bool | None:
-        self._actor.pause("is_held", key)
-        return None if self._seen_dead else self._inner.is_held(key)
+    def is_locked(self, key: str) -> bool | None:
+        self._actor.pause("is_locked", key)
+        return None if self._seen_dead else self._inner.is_locked(key)
 
     def pinned(self) -> AbstractContextManager[None]:
         return self._inner.pinned()

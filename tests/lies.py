@@ -3,19 +3,19 @@
 `LyingStore` records what it is asked, and what it answered, so a first run of a verb says which lies the next one can
 be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
 
-    missing         get, get_ranges, stat: 404 for what is there
-    other N         get, get_ranges: the bytes of the N-th other object of its kind, valid in themselves
+    missing         get, get_range, stat: 404 for what is there
+    other N         get, get_range: the bytes of the N-th other object of its kind, valid in themselves
     empty           list, sizes: nothing
     first N         list: the first N keys by name
     without N       list, sizes: all but the N-th key by name
     stale           list: as it was before the verb began
-    taken           put, hold: 412 for a free key, and nothing is stored
-    nothing         put, hold, delete, release: done, it says, and nothing is
+    taken           put, lock: 412 for a free key, and nothing is stored
+    nothing         put, lock, delete, release: done, it says, and nothing is
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -83,8 +83,8 @@ class LyingStore(FaultStore):
     def put(self, key: str, data: Buffer) -> None:
         self._put("put", key, data)
 
-    def hold(self, key: str, data: Buffer) -> None:
-        self._put("hold", key, data)
+    def lock(self, key: str, data: Buffer) -> None:
+        self._put("lock", key, data)
 
     def _put(self, name: str, key: str, data: Buffer) -> None:
         lie = self._now(name, key)
@@ -99,15 +99,15 @@ class LyingStore(FaultStore):
         lie = self._now("get", key)
         return super().get(self._misled(lie, key), limit_bytes=limit_bytes)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into=None) -> list[memoryview]:
-        lie = self._now("get_ranges", key)
+    def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
+        lie = self._now("get_range", key)
         other = self._misled(lie, key)
         try:
-            return super().get_ranges(other, ranges, into)
+            return super().get_range(other, offset, length, into)
         except IntegrityError:
             if other == key:
                 raise
-            raise IntegrityError(f"{key}: ends before a range does (a lie)") from None
+            raise IntegrityError(f"{key}: ends before the range does (a lie)") from None
 
     def _misled(self, lie: str, key: str) -> str:
         """The key whose bytes are given."""
@@ -170,22 +170,22 @@ class LyingStore(FaultStore):
 
     def drop(self, key: str) -> None:
         """The sign of life of a held object ends, whatever has become of the object."""
-        with self.inner._lock:
-            self.inner._held.discard(key)
+        with self.inner._mutex:
+            self.inner._locked.discard(key)
 
-    def is_held(self, key: str) -> bool | None:
-        return None if self._seen_dead else super().is_held(key)
+    def is_locked(self, key: str) -> bool | None:
+        return None if self._seen_dead else super().is_locked(key)
 
 
 def lies_of(asked: Asked) -> list[str]:
     """Every wrong answer to an operation."""
-    if asked.name in ("put", "hold"):
+    if asked.name in ("put", "lock"):
         return ["taken", "nothing"]
     if asked.name in ("delete", "release"):
         return ["nothing"]
     if asked.name == "stat":
         return ["missing"]
-    if asked.name in ("get", "get_ranges"):
+    if asked.name in ("get", "get_range"):
         return ["missing", *(f"other {number}" for number in range(OTHERS))]
     if asked.name in ("list", "sizes"):
         count = asked.listed

@@ -104,7 +104,7 @@ def played(
         about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: {steps}"
         for actor in playing:
             assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
-        store.drop_holds()
+        store.drop_locks()
         yield store, about
 
 

@@ -32,7 +32,7 @@ class Stalling(FaultStore):
 class Foreign(FaultStore):
     """Sessions look as if they were of another host: a gc gives them up by their age alone."""
 
-    def is_held(self, key: str) -> None:
+    def is_locked(self, key: str) -> None:
         return None
 
 

@@ -19,7 +19,7 @@ from ..format.hashing import new_seed
 from ..format.manifest import ManifestHeader
 from ..format.records import Config
 from ..storage.base import ObjectStore
-from ..text import without_advice
+from ..text import strip_hint
 from .read_twice import tried
 
 #: Features that a config may require; this release knows none.
@@ -54,7 +54,7 @@ def read_config(store: ObjectStore) -> Config:
     except (FormatError, IntegrityError) as error:
         if not records.is_damaged(data):
             raise
-        why = without_advice(error)
+        why = strip_hint(error)
         raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
     unknown = sorted(set(config.features) - KNOWN_FEATURES)
     if config.version != records.FORMAT_VERSION or unknown:

@@ -13,7 +13,7 @@ from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageEr
 from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
-from ..text import counted, without_advice
+from ..text import counted, strip_hint
 
 #: What to do about records that have vanished: the index may hold the last copy.
 PUT_BACK = (
@@ -108,7 +108,7 @@ class View:
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
             why = self.damaged.get(key) or self.unread.get(key)
             gone = f"is gone: the index knows {key}, which is not in the store; {PUT_BACK}"
-            problem = f"cannot be read: {without_advice(why)}; run 'snapstore repair'" if why else gone
+            problem = f"cannot be read: {strip_hint(why)}; run 'snapstore repair'" if why else gone
             raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {problem}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
@@ -233,4 +233,4 @@ class View:
 def _first(problems: Mapping[str, str]) -> str:
     """Return the first of some keys with its problem; the key stands in the text once."""
     key, why = next(iter(problems.items()))
-    return without_advice(why) if key in why else f"{key}: {without_advice(why)}"
+    return strip_hint(why) if key in why else f"{key}: {strip_hint(why)}"

@@ -61,7 +61,7 @@ class DamagedPacks:
         """
         for _ in range(2):
             try:
-                (data,) = self._store.get_ranges(key, [(offset, length)])
+                data = self._store.get_range(key, offset, length)
                 return blob.parse(data, key).digest
             except DAMAGE:
                 return b""

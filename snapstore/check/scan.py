@@ -40,7 +40,7 @@ from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, ManifestRef, Mark
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
 from ..storage.base import ObjectInfo
-from ..text import human_bytes, some, without_advice
+from ..text import human_bytes, some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree, lost_rows, unbuilt
 from .report import ACCEPT, COPY, DROP, GC, REBUILD, REPAIR, REPAIR_CHUNKS, CheckResult, Problem, stand_in
 
@@ -162,10 +162,10 @@ class Survey:
     def _report(
         self, kind: str, key: str, message: str, suffer: Iterable[str] = (), *, command: str = REPAIR, instead: str = ""
     ) -> None:  # fmt: skip
-        self.result.problems.append(Problem(kind, key, without_advice(message), tuple(suffer), command, instead))
+        self.result.problems.append(Problem(kind, key, strip_hint(message), tuple(suffer), command, instead))
 
     def _note(self, kind: str, key: str, message: str, command: str = "") -> None:
-        self.result.notes.append(Problem(kind, key, without_advice(message), (), command))
+        self.result.notes.append(Problem(kind, key, strip_hint(message), (), command))
 
     def _stray(self, kind: str, key: str) -> None:
         self._report(kind, key, f"{key}: no name of an object; it does not belong here, remove it", command="")
@@ -281,7 +281,7 @@ class Survey:
                     self._note("record", key, f"{error}; a later revision rules; what only this one said is lost")
                     continue
                 decided.add(name)
-                self.unreadable[key] = without_advice(error)
+                self.unreadable[key] = strip_hint(error)
                 self._report("record", key, str(error), [name])
                 self.result.damaged.append(stand_in(key))
                 continue
@@ -367,10 +367,10 @@ class Survey:
             except NotFoundError:
                 continue  # its manifests tell whether that matters
             except DAMAGE as error:
-                self.packs.why[key] = without_advice(error)
+                self.packs.why[key] = strip_hint(error)
                 continue
             except StorageError as error:
-                self.packs.why[key] = without_advice(self._unreadable(key, error))
+                self.packs.why[key] = strip_hint(self._unreadable(key, error))
                 continue
             got = hashlib.sha256(data).hexdigest()
             if not key.endswith(got):
@@ -506,7 +506,7 @@ class Survey:
         return read
 
     def _without_manifest(self, snapshot: Snapshot, key: str, error: object) -> None:
-        why = without_advice(f"{snapshot.ref}: {error}")
+        why = strip_hint(f"{snapshot.ref}: {error}")
         if isinstance(error, UnknownFormatError):
             self.unknown.add(snapshot.id)
             self._report("manifest", key, f"{why}; it is as it was written, and left alone", command="")
@@ -579,7 +579,7 @@ class Survey:
             ref = int(m.table.starts[row])
             key = pack_key(m.header.pack_names[m.table.ref_packs[ref]])
             if isinstance(error, StorageError):  # it may be read tomorrow: the pack is damaged, no blob is condemned
-                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {without_advice(error)}")
+                self.packs.why.setdefault(key, f"{key}: a blob cannot be read: {strip_hint(error)}")
             else:
                 self.packs.give_up(key, int(m.table.ref_offsets[ref]))
 

@@ -21,7 +21,7 @@ from ..format import pack
 from ..format.keys import pack_key
 from ..format.manifest import ChunkTable
 from ..state.arrays import Memory
-from ..text import without_advice
+from ..text import strip_hint
 from ..threads import Pending, Threads
 
 #: While a batch is read, the engine is polled this often [s].
@@ -132,20 +132,20 @@ class ChunkReader:
 
         def read(one: pack.Read) -> None:
             room = stored[one.position : one.position + one.length]
-            self._get(batch.keys[one.pack], one.offset, one.length, [room.data])
+            self._get(batch.keys[one.pack], one.offset, one.length, room.data)
 
         return _Reading(batch, engine, buffer, stored, positions, self._readers.start(read, reads))
 
-    def _get(self, key: str, offset: int, length: int, into: list[memoryview] | None = None) -> None:
+    def _get(self, key: str, offset: int, length: int, into: memoryview | None = None) -> None:
         """Read one range of a pack.
 
         Raises:
             IntegrityError: the pack is missing, or too short.
         """
         try:
-            self._store.get_ranges(key, [(offset, length)], into)
+            self._store.get_range(key, offset, length, into)
         except NotFoundError as error:
-            raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
+            raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
     def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
         """Begin to decode the oldest batch that was read."""

@@ -177,7 +177,7 @@ def _check_same(store: ObjectStore, key: str, data: memoryview) -> None:
         raise IntegrityError(f"{key} in {store.url}: expected {len(data)} bytes, got {size_bytes}: {advice}")
     for start in range(0, size_bytes, COMPARED_BYTES):
         piece = data[start : start + COMPARED_BYTES]
-        (found,) = store.get_ranges(key, [(start, len(piece))])
+        found = store.get_range(key, start, len(piece))
         if found != piece:
             raise IntegrityError(
                 f"{key} in {store.url}: expected {size_bytes} bytes with the SHA-256 in its name, "

@@ -297,12 +297,12 @@ def header_bytes(data: bytes) -> bytes:
 
 def read_header(store: ObjectStore, key: str, size_bytes: int) -> bytes:
     """The bytes of a manifest up to the end of its header, with one or two ranged reads; nothing proves them yet."""
-    (data,) = store.get_ranges(key, [(0, min(HEADER_READ_BYTES, size_bytes))])
+    data = store.get_range(key, 0, min(HEADER_READ_BYTES, size_bytes))
     length, _ = _prefix(data, key)
     if PREFIX.size + length > size_bytes:
         raise IntegrityError(f"{key}: header of {length} bytes in a manifest of {size_bytes}")
     if PREFIX.size + length > len(data):
-        (data,) = store.get_ranges(key, [(0, PREFIX.size + length)])
+        data = store.get_range(key, 0, PREFIX.size + length)
     return bytes(data[: PREFIX.size + length])
 
 

@@ -151,7 +151,7 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     Raises:
         FormatError: no pack, or of another version.
     """
-    (head,) = store.get_ranges(key, [(0, HEADER.size)])
+    head = store.get_range(key, 0, HEADER.size)
     magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
     if magic != MAGIC:
         raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
@@ -172,12 +172,12 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
     header = read_header(store, key)
     if size_bytes < HEADER.size + TRAILER.size:
         raise IntegrityError(f"{key}: {size_bytes} bytes, expected at least {HEADER.size + TRAILER.size}")
-    (tail,) = store.get_ranges(key, [(size_bytes - TRAILER.size, TRAILER.size)])
+    tail = store.get_range(key, size_bytes - TRAILER.size, TRAILER.size)
     start, count, name_bytes, check, magic = TRAILER.unpack(tail)
     length = count * ENTRY.itemsize + name_bytes
     if magic != FOOTER_MAGIC or start < HEADER.size or start + length + TRAILER.size != size_bytes:
         raise IntegrityError(f"{key}: damaged footer; run 'snapstore check --read-data'")
-    (footer,) = store.get_ranges(key, [(start, length)])
+    footer = store.get_range(key, start, length)
     if checksum(footer) != check:
         raise IntegrityError(f"{key}: footer checksum mismatch; run 'snapstore check --read-data'")
     entries = np.frombuffer(footer, ENTRY, count)

@@ -94,7 +94,7 @@ class Claim:
                     f"{context.store.url}: config has another digest seed than when this repository was opened: it was "
                     f"replaced or repaired; nothing was written; open the repository again, then {verb} again"
                 )
-            context.store.hold(self._session_key, self._announced)
+            context.store.lock(self._session_key, self._announced)
         except BaseException:
             self._release()
             raise
@@ -133,7 +133,7 @@ class Claim:
             except StorageFullError:  # the store has answered: our record can no longer appear, and no other one
                 self.store.delete(sorted(self.written))  # needs what only this claim has put
                 for prefix in ("packs/", "manifests/"):
-                    self.store.settle(prefix)  # a power loss must not bring it back, unexplained
+                    self.store.sync(prefix)  # a power loss must not bring it back, unexplained
                 self.written &= self.store.sizes(self.written).keys()
 
     def _release(self) -> None:
@@ -252,7 +252,7 @@ class Claim:
             self.store.put(snapshot.key, data)
         except (StorageError, AlreadyExistsError) as error:
             failure = error
-            self.store.settle(f"snapshots/{self.run}/")  # a record that is there but not durable must not count
+            self.store.sync(f"snapshots/{self.run}/")  # a record that is there but not durable must not count
         try:
             got = self.store.get(snapshot.key, limit_bytes=MAX_OBJECT_BYTES)
             found = snapshot if got == data else records.decode(got, Snapshot, snapshot.key)

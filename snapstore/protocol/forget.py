@@ -37,7 +37,7 @@ def forget(
     """Forget the snapshots of a run that no policy keeps; see `Repository.forget`."""
     check_name("run", run)
     view = context.index.refresh()
-    context.store.settle(f"snapshots/{run}/")  # a power cut that takes a newer snapshot must not cost an older one
+    context.store.sync(f"snapshots/{run}/")  # a power cut that takes a newer snapshot must not cost an older one
     snapshots = view.snapshots(run)
     if not snapshots:
         there = ", ".join(view.runs()) or "none"

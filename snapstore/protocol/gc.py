@@ -40,7 +40,7 @@ from ..errors import (
 from ..format import records
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
 from ..storage.base import ObjectStore
-from ..text import counted, some, without_advice
+from ..text import counted, some, strip_hint
 from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
 from .quarantine import in_quarantine, remove_notes_of_swept
@@ -232,7 +232,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     for snapshot, keys in all_needed_keys(context.index, view.snapshots()):
         if isinstance(keys, NotFoundError):
             raise IntegrityError(
-                f"gc: {snapshot.ref}: {without_advice(keys)}; nothing was deleted; run 'snapstore check'"
+                f"gc: {snapshot.ref}: {strip_hint(keys)}; nothing was deleted; run 'snapstore check'"
             ) from keys
         if isinstance(keys, SnapstoreError):
             raise keys
@@ -253,7 +253,7 @@ def _durable_view(context: Context) -> View:
     """Return the records, on listings that a power cut cannot take back."""
     view = context.index.refresh(surely=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
-        context.store.settle(f"snapshots/{run}/")
+        context.store.sync(f"snapshots/{run}/")
     return view
 
 

@@ -19,7 +19,7 @@ from ..format import records
 from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectStore
-from ..text import without_advice
+from ..text import strip_hint
 from .revisions import create
 
 log = logging.getLogger("snapstore")
@@ -43,13 +43,13 @@ def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[
     except NotFoundError as error:
         if key not in listed(store, PREFIX):
             return True, None
-        log.warning("gc waits for a session that is listed and cannot be read: %s", without_advice(error))
+        log.warning("gc waits for a session that is listed and cannot be read: %s", strip_hint(error))
         return False, None
     except (IntegrityError, FormatError) as error:  # it does not tell which record to create in its place
-        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
+        log.warning("gc waits for a damaged session; run 'snapstore repair': %s", strip_hint(error))
         return False, None
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
-    held = store.is_held(key) if same_boot else None
+    held = store.is_locked(key) if same_boot else None
     dead = session_id in orphaned_sessions or held is False
     if not dead and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False, None

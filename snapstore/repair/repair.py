@@ -49,7 +49,7 @@ from ..format import records
 from ..format.keys import lost_names, parse_record_key, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
 from ..protocol import gc, liveness, revisions
-from ..text import without_advice
+from ..text import strip_hint
 from .snapshots import Healer
 
 log = logging.getLogger("snapstore")
@@ -193,7 +193,7 @@ class _Repair:
             try:
                 effect()
             except (ConflictError, AlreadyExistsError) as error:
-                self._report.open.append(f"{message}: another process was first, repair again: {without_advice(error)}")
+                self._report.open.append(f"{message}: another process was first, repair again: {strip_hint(error)}")
                 return False
             log.info("repair: %s", message)
         self._report.actions.append(Action(kind, key, message))
@@ -282,7 +282,7 @@ class _Repair:
                 continue
             until = ""
             if key.startswith("sessions/"):
-                if self._store.is_held(key):
+                if self._store.is_locked(key):
                     until = "the process that has it open on this host has ended"
                 elif silent_s < self._fence_after_s:
                     until = f"it was silent for {self._fence_after_s:.0f} s"
@@ -390,11 +390,11 @@ class _Repair:
             try:
                 done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
             except CapabilityError as error:  # not lost: it may be whole where it can be read
-                report.open.append(f"{snapshot.ref}: cannot be healed here: {without_advice(error)}")
+                report.open.append(f"{snapshot.ref}: cannot be healed here: {strip_hint(error)}")
                 suffered.pop(snapshot.id, None)
                 continue
             except (*DAMAGE, ConflictError) as error:
-                why = without_advice(error)
+                why = strip_hint(error)
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {why}")
                 suffered.pop(snapshot.id, None)  # neither healed nor lost: what is lost may be dropped
                 continue
@@ -425,7 +425,7 @@ class _Repair:
     def _drop(self) -> None:
         """Forget what stays damaged; nothing as long as a record that might heal it could not be read."""
         if self._report.applied and (unread := self._index.refresh().unread):
-            self._report.open.append(f"nothing is dropped: {without_advice(next(iter(unread.values())))}; repair again")
+            self._report.open.append(f"nothing is dropped: {strip_hint(next(iter(unread.values())))}; repair again")
             return
         for snapshot, why in self._report.lost:
             if snapshot.state != COMMITTED or snapshot.id in self._older:
@@ -460,7 +460,7 @@ class _Repair:
         for snapshot, keys in all_needed_keys(self._index, view.snapshots(states=_STATES)):
             if isinstance(keys, SnapstoreError):
                 self._report.open.append(
-                    f"nothing is purged: what {snapshot.ref} needs cannot be told: {without_advice(keys)}"
+                    f"nothing is purged: what {snapshot.ref} needs cannot be told: {strip_hint(keys)}"
                 )
                 return
             if snapshot.id not in whole:

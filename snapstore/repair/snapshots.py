@@ -394,7 +394,7 @@ class _Copier:
 
         for ref in sorted(refs, key=lambda ref: (ref.pack, ref.offset)):
             where = f"{pack_key(ref.pack)} at {ref.offset}"
-            (data,) = self._store.get_ranges(pack_key(ref.pack), [(ref.offset, ref.length)])
+            data = self._store.get_range(pack_key(ref.pack), ref.offset, ref.length)
             if blob.parse(data, where).digest != ref.digest:
                 raise IntegrityError(f"{where}: another blob than a moment ago")
             if writer is None:

@@ -43,7 +43,7 @@ from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.claim import Claim
 from ..protocol.revisions import retry_conflicts
-from ..text import without_advice
+from ..text import strip_hint
 from ..threads import Threads
 from .stored_blobs import Stored, Twins, batches, digests_of, laid_out, lengths_of, names_of, parse
 
@@ -281,7 +281,7 @@ class Rewriting(ABC):
                 read = partial(pack.read_listing, self.store, pack_key(name), self.sizes[name])
                 entries = read_twice(self.store, read).entries
             except NotFoundError as error:
-                raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
+                raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
             if not np.isin(entries["element_size"], (1, 2, 4, 8)).all():
                 raise IntegrityError(f"{pack_key(name)}: a blob of no element size; run 'snapstore check'")
             self._listings[name] = entries[np.argsort(entries["offset"], kind="stable")]
@@ -503,9 +503,9 @@ class Rewriting(ABC):
         def read(one: pack.Read) -> None:
             room = stored[one.position : one.position + one.length]
             try:
-                self.store.get_ranges(pack_key(names[one.pack]), [(one.offset, one.length)], [room])
+                self.store.get_range(pack_key(names[one.pack]), one.offset, one.length, room)
             except NotFoundError as error:
-                raise IntegrityError(f"{without_advice(error)}: a pack is missing; run 'snapstore check'") from error
+                raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
         read_twice(self.store, lambda: self._readers.start(read, reads)())
         return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]

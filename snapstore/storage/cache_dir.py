@@ -1,11 +1,12 @@
-"""Cache: the user's own folder on this machine, where indexes and signs of life of held objects lie.
+"""The user's cache folder on this machine: it has the indexes, and the lock files of stores without file locks.
 
-Nothing in it is the truth, and any of it may be deleted at any time. But what it says is believed, and LMDB maps its
-file, so it must be the user's alone. It must lie on a local disk: LMDB and flock both fail in silence on network file
-systems. It is bounded: `shrink` removes the indexes that were used longest ago.
+Nothing in it is the only copy, and any of it may be deleted at any time. But its contents are trusted, and LMDB maps
+its file, so only the user may write to it. It must be on a local disk: LMDB and flock both fail silently on network
+file systems. Its size is bounded: `shrink` removes the least recently used indexes.
 
-A folder in use is locked (flock, shared) from before anything in it is read. Who removes one locks it alone and renames
-it first, so a folder under its own name is always whole, and whoever waited for the lock sees that the name is gone.
+A folder in use is locked (flock, shared) before anything in it is read. To remove a folder, a process locks it
+exclusively and renames it first. So a folder under its own name is always whole, and a process that waited for the lock
+sees that the name is gone.
 """
 
 from __future__ import annotations
@@ -21,24 +22,23 @@ from pathlib import Path
 
 from ..errors import InvalidInputError
 
-_NETWORK_FILE_SYSTEMS = (
-    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.", "wekafs", "panfs",
-    "pvfs2", "ocfs2", "gfs2", "virtiofs",
-)  # fmt: skip
+_NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|9p|afs|glusterfs|fuse\.|wekafs|panfs|pvfs2|ocfs2|gfs2|virtiofs"
+)
 
-#: All indexes in the cache together take so many bytes, but for those in use.
+#: The most bytes that all indexes together take, except those in use.
 CACHE_BYTES = 4 * 1024 * 1024 * 1024
-#: What `shrink` may remove: indexes (`index.folder_for`), and what it was removing when it was killed. Nothing else.
+#: The only folders that `shrink` removes: indexes (`catalog.index.folder_for`), and those it was removing when killed.
 _INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}"), re.compile(r"evicted-[0-9a-f]{16}")
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in /proc/mounts, say
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # in /proc/mounts, such as a blank
 _IN_USE = "used"  # its time is that of the last use
 
 
 def cache_folder() -> Path:
-    """SNAPSTORE_CACHE_DIR, else the user's cache.
+    """Return SNAPSTORE_CACHE_DIR, else `snapstore` in the user's cache.
 
     Raises:
-        InvalidInputError: the variable is no absolute path.
+        InvalidInputError: The variable is not an absolute path.
     """
     import platformdirs
 
@@ -49,9 +49,9 @@ def cache_folder() -> Path:
 
 
 def refusal(cache: Path) -> str:
-    """Why a folder, which is made if it is missing, cannot be the cache; empty if it can."""
+    """Return why a folder cannot be the cache, or ""; make it if it is missing."""
     if on_network(cache):
-        return "lies on a network file system, where LMDB and file locks fail"
+        return "is on a network file system, where LMDB and file locks fail"
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = cache.stat()
@@ -65,7 +65,7 @@ def refusal(cache: Path) -> str:
 
 
 def mount_of(folder: Path) -> tuple[str, str]:
-    """(mount point, file system type) of a folder, by /proc/mounts; ("", "") where there is none."""
+    """Return (mount point, file system type) of a folder by /proc/mounts; ("", "") without that file."""
     try:
         lines = Path("/proc/mounts").read_text().splitlines()
         mounts = [
@@ -80,24 +80,24 @@ def mount_of(folder: Path) -> tuple[str, str]:
 
 
 def on_network(folder: Path) -> bool:
-    """Whether a folder lies on a network file system (Linux tells)."""
-    return mount_of(folder)[1].startswith(_NETWORK_FILE_SYSTEMS)
+    """Return whether a folder is on a network file system; False if the system has no /proc/mounts."""
+    return _NETWORK_FILE_SYSTEMS.match(mount_of(folder)[1]) is not None
 
 
 def begin_use(folder: Path) -> int:
-    """Make a folder and keep it from being removed.
+    """Make a folder and protect it from removal.
 
     Returns:
-        What `end_use` takes; the death of this process, and of the children that it forked, ends the use as well.
+        A descriptor for `end_use`. The use also ends when this process and the children that it forked are dead.
     """
     while True:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError:  # it was there, and gone when pathlib looked whether it is a directory; or it is a file
+        except FileExistsError:  # it vanished before pathlib's check that it is a directory; or it is a file
             if folder.is_file():
                 raise
             continue
-        with suppress(FileNotFoundError):  # removed meanwhile: again
+        with suppress(FileNotFoundError):  # removed meanwhile: try again
             _require_private(folder)
             fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
@@ -112,31 +112,34 @@ def begin_use(folder: Path) -> int:
 
 
 def _require_private(folder: Path) -> None:
-    """Raise PermissionError unless a folder is one, ours, and nobody else can write to it: LMDB trusts its file."""
+    """Raise PermissionError unless this is a folder of ours that only we can write to: LMDB trusts its file."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "expected a folder that only you can write to", str(folder))
 
 
 def end_use(fd: int) -> None:
-    """The folder may be removed, after those that were used before now."""
+    """End the use of a folder: it may be removed, after those that were used earlier."""
     with suppress(OSError):
         os.utime(fd)
     os.close(fd)
 
 
 def is_used(fd: int, folder: Path) -> bool:
-    """Whether a folder is the very one that `begin_use` gave this for, and none that has taken its place."""
-    return _is_open_as(fd, folder / _IN_USE)
+    """Return whether a folder is still the one that `begin_use` opened, and not another under its name."""
+    try:
+        return os.path.samestat(os.fstat(fd), (folder / _IN_USE).lstat())
+    except FileNotFoundError:
+        return False
 
 
 def shrink(limit_bytes: int = CACHE_BYTES) -> None:
-    """Remove the indexes that were used longest ago, until all together take `limit_bytes`; none that is in use."""
+    """Remove the least recently used indexes until all take at most `limit_bytes`; never remove one in use."""
     found: list[tuple[float, int, Path]] = []
-    with suppress(OSError):  # a cache that cannot be tidied is no failure
+    with suppress(OSError):  # a cache that cannot be shrunk is not a failure
         for folder in cache_folder().iterdir():
             if folder.is_symlink():
-                continue  # nothing of ours
+                continue  # not ours
             if _EVICTED.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
             elif _INDEX.fullmatch(folder.name):
@@ -146,11 +149,11 @@ def shrink(limit_bytes: int = CACHE_BYTES) -> None:
             if left_bytes <= limit_bytes:
                 break
             with suppress(OSError):
-                left_bytes -= size_bytes if _removed(folder) else 0
+                left_bytes -= size_bytes if _remove_unused(folder) else 0
 
 
 def _use_of(folder: Path) -> tuple[float, int, Path]:
-    """(when it was last used [s], what it takes on disk [bytes], itself)."""
+    """Return (time of its last use [s], its size on disk [bytes], the folder)."""
     used_s, size_bytes = 0.0, 0
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
@@ -160,12 +163,12 @@ def _use_of(folder: Path) -> tuple[float, int, Path]:
     return used_s, size_bytes, folder
 
 
-def _removed(folder: Path) -> bool:
-    """Remove a folder that nobody uses; False if somebody does."""
+def _remove_unused(folder: Path) -> bool:
+    """Remove a folder unless it is in use; return whether it was removed."""
     fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not is_used(fd, folder):  # somebody else was faster
+        if not is_used(fd, folder):  # another process was faster
             return False
         removed = folder.rename(folder.with_name(f"evicted-{os.urandom(8).hex()}"))
     except BlockingIOError:
@@ -174,11 +177,3 @@ def _removed(folder: Path) -> bool:
         os.close(fd)
     shutil.rmtree(removed, ignore_errors=True)
     return True
-
-
-def _is_open_as(fd: int, file: Path) -> bool:
-    """Whether an open file still has this name."""
-    try:
-        return os.path.samestat(os.fstat(fd), file.lstat())
-    except FileNotFoundError:
-        return False

@@ -1,11 +1,11 @@
-"""Folders: reach files below a root by descriptors, never through a symbolic link.
+"""Folders: open files below a root by descriptors, and never follow a symbolic link.
 
-The kernel follows links in a path that it gets whole, so a repository from a stranger could lead a write or a delete to
-any file of the user. Here each folder is opened by its name in the folder above it, and a link is an error that names
-it. The root may be a link: the user named it.
+The kernel follows links inside a path, so an untrusted repository could lead a write or a delete to any file of the
+user. Here each folder is opened by its name in the folder above it, and a link is an error that names it. The root may
+be a link: the user chose it.
 
-In: descriptors of folders and names in them. Out: descriptors, which the caller closes before it returns: one that
-stays open would keep the volume from being unmounted.
+In: descriptors of folders, and names in them. Out: descriptors. The caller closes them before it returns: an open one
+would keep the volume from being unmounted. `shown` is always the path below the root, for errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-#: To reach what lies in a folder: needs no right to list it and opens nothing on a server (Linux).
+#: To reach the entries of a folder: needs no right to list it, and opens nothing on a server (Linux).
 _REACH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -24,19 +24,19 @@ Identity = tuple[int, int]  # device and inode
 
 
 class SymbolicLinkError(OSError):
-    """A symbolic link lies where a folder or a file was expected; `filename` is its place below the root."""
+    """A symbolic link was found in place of a folder or a file; `filename` is its path below the root."""
 
     def __init__(self, name: str) -> None:
         super().__init__(errno.ELOOP, os.strerror(errno.ELOOP), name)
 
 
 def identity(status: os.stat_result) -> Identity:
-    """What tells a file or folder from all others that there are at the same time."""
+    """Return device and inode: no two files or folders share them at the same time."""
     return status.st_dev, status.st_ino
 
 
 def open_root(path: str | os.PathLike[str]) -> int:
-    """Open a folder that may be, or be reached by, a link."""
+    """Open a folder; links are followed."""
     return os.open(path, _REACH)
 
 
@@ -46,25 +46,22 @@ def open_readable(folder: int) -> int:
 
 
 def open_folder(above: int, name: str, shown: str) -> int:
-    """Open the folder `name` of another.
-
-    Args:
-        shown: its place below the root, for errors.
+    """Open the folder `name` inside another.
 
     Raises:
-        SymbolicLinkError: it is a link.
-        FileNotFoundError, NotADirectoryError: there is none.
+        SymbolicLinkError: It is a link.
+        FileNotFoundError, NotADirectoryError: There is no such folder.
     """
     try:
         return os.open(name, _REACH | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):  # systems differ
-            look(above, name, shown)
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):  # by system
+            stat_entry(above, name, shown)
         raise
 
 
 def open_below(root: int, names: Sequence[str]) -> int:
-    """Open the folder that lies some levels below another; see `open_folder` for what it raises."""
+    """Open a folder some levels below another; raises what `open_folder` raises."""
     folder = os.dup(root) if not names else root
     for depth, name in enumerate(names):
         try:
@@ -85,12 +82,12 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def look(folder: int, name: str, shown: str) -> os.stat_result:
-    """The status of a file or folder.
+def stat_entry(folder: int, name: str, shown: str) -> os.stat_result:
+    """Return the status of a file or folder inside another folder.
 
     Raises:
-        SymbolicLinkError: it is a link.
-        FileNotFoundError: there is none.
+        SymbolicLinkError: It is a link.
+        FileNotFoundError: There is no such entry.
     """
     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(status.st_mode):
@@ -99,12 +96,12 @@ def look(folder: int, name: str, shown: str) -> os.stat_result:
 
 
 def open_file(folder: int, name: str, flags: int, shown: str) -> int | None:
-    """Open a regular file; None for anything else that lies there: to open a pipe or a device can do something.
+    """Open a regular file; return None for anything else, since opening a pipe or a device can have effects.
 
     Raises:
-        SymbolicLinkError: it is a link.
-        FileNotFoundError: there is none.
+        SymbolicLinkError: It is a link.
+        FileNotFoundError: There is no such file.
     """
-    if not stat.S_ISREG(look(folder, name, shown).st_mode):
+    if not stat.S_ISREG(stat_entry(folder, name, shown).st_mode):
         return None
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)

@@ -1,12 +1,12 @@
-"""Locked files: who is writing a temporary file, and who holds an object.
+"""File locks: which temporary files are being written, and which objects are locked.
 
-In: names in open folders (folders.py). Out: descriptors with a flock on them, which ends when they are closed or the
-process dies, however it dies.
+In: names in open folders (folders.py). Out: descriptors with a flock on them. A flock ends when its descriptor is
+closed or the process dies, however it dies.
 
-Invariant: a flock belongs to the open file, which a forked child shares, so a DataLoader worker would keep a dead
-trainer's session alive. Hence every locked descriptor is listed here, and closed in the child. Opening and listing
-happen under one lock that os.fork takes too, so a fork from any thread sees all or nothing of it. The lock is reentrant
-because a signal handler may save, or fork, on the thread that has it.
+Invariant: a flock belongs to the open file, which a forked child shares. A DataLoader worker would keep a dead
+trainer's session alive. So every locked descriptor is listed here, and closed in the child. Opening and listing happen
+under one lock that os.fork takes too, so a fork from any thread sees both or neither. That lock is reentrant because a
+signal handler may save, or fork, on the thread that has it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from . import folders
+from .folders import open_file
 
-_TEMP_TRIES = 16  # a cleaner steals a new name only between two of our system calls
+_TEMP_TRIES = 16  # a cleaner can unlink a new file only between two of our system calls
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 _FORK_LOCK = threading.RLock()
 _LOCKED_FDS: set[int] = set()
-_HELD_FDS: dict[str, int] = {}  # what its holder calls it -> descriptor, which is in _LOCKED_FDS too
+_KEPT_FDS: dict[str, int] = {}  # name of a lock -> descriptor, which is in _LOCKED_FDS too
 
 
 def _forget_in_child() -> None:
@@ -35,7 +35,7 @@ def _forget_in_child() -> None:
         with suppress(OSError):
             os.close(fd)  # close, never LOCK_UN: that would unlock the parent's file
     _LOCKED_FDS.clear()
-    _HELD_FDS.clear()
+    _KEPT_FDS.clear()
     _FORK_LOCK.release()
 
 
@@ -43,88 +43,89 @@ os.register_at_fork(before=_FORK_LOCK.acquire, after_in_parent=_FORK_LOCK.releas
 
 
 def open_temp(folder: int) -> tuple[int, str]:
-    """A new locked file in a folder, and its name; for certain not one that a cleaner has just unlinked."""
+    """Create a locked file in a folder that no cleaner has unlinked; return (descriptor, name)."""
     for _ in range(_TEMP_TRIES):
         temp = os.urandom(16).hex()
-        fd = _open_listed(temp, os.O_EXCL, folder)
+        fd = _open_tracked(temp, os.O_EXCL, folder)
         try:
-            ours = _lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
+            ours = _try_lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
         except OSError:
             drop_temp(fd, folder, temp)
             raise
         if ours:
             return fd, temp
         _close(fd)
-    raise BlockingIOError(errno.EWOULDBLOCK, f"{_TEMP_TRIES} new temporary files were locked by somebody else")
+    raise BlockingIOError(errno.EWOULDBLOCK, f"{_TEMP_TRIES} new temporary files were locked by another process")
 
 
 def drop_temp(fd: int | None, folder: int, temp: str) -> None:
     """Unlink a temporary file, and close its descriptor unless it is None."""
-    with suppress(OSError):  # `clean` takes what stays behind
+    with suppress(OSError):  # `clean` removes it later
         os.unlink(temp, dir_fd=folder)
     if fd is not None:
         _close(fd)
 
 
 def clean_temp(folder: int, name: str) -> int:
-    """Unlink a temporary file unless its writer lives, or it is no file; bytes freed.
+    """Unlink a temporary file unless its writer lives or it is not a regular file; return the bytes freed.
 
     Raises:
-        SymbolicLinkError: it is a link.
+        SymbolicLinkError: It is a link.
     """
     try:
-        fd = folders.open_file(folder, name, os.O_RDWR, f"tmp/{name}")
+        fd = open_file(folder, name, os.O_RDWR, f"tmp/{name}")
     except FileNotFoundError:
         return 0
     if fd is None:
         return 0
     try:
-        if not _lock(fd, fcntl.LOCK_EX):
+        if not _try_lock(fd, fcntl.LOCK_EX):
             return 0
         status = os.fstat(fd)
         os.unlink(name, dir_fd=folder)
-        return status.st_size if status.st_nlink == 1 else 0  # two names: the object itself stays
+        return status.st_size if status.st_nlink == 1 else 0  # two names: the object itself remains
     except FileNotFoundError:
         return 0
     finally:
         os.close(fd)
 
 
-def keep(fd: int, name: str) -> None:
-    """Leave the descriptor of a temporary file, now known by another name, open until `let_go`."""
+def keep_locked(fd: int, name: str) -> None:
+    """Keep the descriptor of a locked file open, under a name, until `unlock`."""
     with _FORK_LOCK:
-        let_go(name)  # an earlier holder of a name that somebody else has deleted since
-        _HELD_FDS[name] = fd
+        unlock(name)  # the name may be of an earlier file, which another process deleted
+        _KEPT_FDS[name] = fd
 
 
-def let_go(name: str) -> None:
-    """Close what `keep` kept; nothing for a name that this process does not hold."""
+def unlock(name: str) -> None:
+    """Close the descriptor that `keep_locked` kept under a name; do nothing if there is none."""
     with _FORK_LOCK:
-        fd = _HELD_FDS.pop(name, None)
+        fd = _KEPT_FDS.pop(name, None)
         if fd is not None:
             _close(fd)
 
 
 def is_locked(folder: int, name: str, shown: str = "") -> bool | None:
-    """Whether a live process has the lock; None on a file system without locks.
+    """Return whether a live process has the lock of a file; None on a file system without locks.
 
-    A shared lock asks: probes do not block each other, and it needs no write permission (on NFS, LOCK_EX does).
+    It tries to take a shared lock: such probes do not block each other, and need no write permission (on NFS, LOCK_EX
+    needs it).
 
     Args:
-        shown: what errors call it.
+        shown: The file's name in errors.
 
     Returns:
-        False as well for what is no regular file.
+        False also for anything but a regular file.
 
     Raises:
-        SymbolicLinkError: it is a link.
-        FileNotFoundError: there is none.
+        SymbolicLinkError: It is a link.
+        FileNotFoundError: There is no such file.
     """
-    fd = folders.open_file(folder, name, os.O_RDONLY, shown or name)
+    fd = open_file(folder, name, os.O_RDONLY, shown or name)
     if fd is None:
         return False
     try:
-        free = _lock(fd, fcntl.LOCK_SH)
+        free = _try_lock(fd, fcntl.LOCK_SH)
         if free:
             fcntl.flock(fd, fcntl.LOCK_UN)  # now, even if a fork+exec in another thread shares the file
     finally:
@@ -133,22 +134,22 @@ def is_locked(folder: int, name: str, shown: str = "") -> bool | None:
 
 
 @contextmanager
-def locked(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing; waits for whoever has it, in this process or another.
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing; wait while this or another process has it.
 
     Raises:
-        TimeoutError: somebody has it for longer than that; one that was stopped may have it for days.
+        TimeoutError: The lock was not free in time. A process that was stopped (SIGSTOP) may keep it for days.
     """
-    fd = _open_listed(path)
+    fd = _open_tracked(path)
     try:
-        _wait_for(fd, path, patience_s)
+        _wait_for(fd, path, timeout_s)
         yield
     finally:
         _close(fd)
 
 
-def _open_listed(path: str | Path, flags: int = 0, folder: int | None = None) -> int:
-    """Open or create a file, never through a link; a child that is forked from now on closes the descriptor."""
+def _open_tracked(path: str | Path, flags: int = 0, folder: int | None = None) -> int:
+    """Open or create a file, never through a link; children that are forked from now on close the descriptor."""
     with _FORK_LOCK:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666, dir_fd=folder)
         _LOCKED_FDS.add(fd)
@@ -156,32 +157,32 @@ def _open_listed(path: str | Path, flags: int = 0, folder: int | None = None) ->
 
 
 def _close(fd: int) -> None:
-    with _FORK_LOCK, suppress(OSError):  # everything worth knowing was known after the fsync
-        if fd in _LOCKED_FDS:  # not in a child, where the number may be another file's by now
+    with _FORK_LOCK, suppress(OSError):  # all errors that matter were seen at the fsync
+        if fd in _LOCKED_FDS:  # in a child, the number may be another file's by now
             _LOCKED_FDS.discard(fd)
             os.close(fd)
 
 
-def _wait_for(fd: int, path: Path, patience_s: float) -> None:
+def _wait_for(fd: int, path: Path, timeout_s: float) -> None:
     """Take a lock as soon as it is free.
 
     Raises:
-        TimeoutError: it was not for so long.
+        TimeoutError: It was not free in time.
     """
-    until_s, pause_s = time.monotonic() + patience_s, 0.0005
+    until_s, pause_s = time.monotonic() + timeout_s, 0.0005
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until_s:
-                raise TimeoutError(errno.ETIMEDOUT, "somebody keeps it locked", str(path)) from None
+                raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked", str(path)) from None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
 
 
-def _lock(fd: int, kind: int) -> bool | None:
-    """Take the lock without waiting: True taken, False somebody has it, None the file system has no locks."""
+def _try_lock(fd: int, kind: int) -> bool | None:
+    """Try to take the lock: True if taken, False if another has it, None if the file system has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

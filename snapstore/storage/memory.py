@@ -1,7 +1,7 @@
-"""A dictionary as an object store: for tests, and for trying things out.
+"""A dictionary as an object store, for tests and for trying things out.
 
-The same contract as every store, without the durability. Any thread may call anything; one lock makes each call atomic.
-`clock` and `drop_holds` let a test move the store's time and kill the holders.
+It keeps the contract of every store, except that nothing is durable. Any thread may call anything: one mutex makes each
+call atomic. `clock` and `drop_locks` let a test set the store's time and kill the processes that have locks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -19,16 +19,16 @@ from .base import (
     GET_LIMIT_BYTES,
     Buffer,
     ObjectInfo,
+    already_exists,
     byte_view,
-    check_into,
     check_key,
     check_limit,
     check_prefix,
     check_range,
-    missing,
-    short,
+    memory_for,
+    not_found,
     sizes_one_by_one,
-    taken,
+    too_short,
 )
 
 _NAMED: dict[str, MemoryStore] = {}
@@ -39,7 +39,7 @@ class MemoryStore:
     """An `ObjectStore` that lives and dies with this process.
 
     Args:
-        name: What messages and `url` call it; `memory_store` shares stores by it.
+        name: Its name in messages and in `url`; `memory_store` returns the same store for the same name.
     """
 
     puts_at_once = 2
@@ -47,134 +47,129 @@ class MemoryStore:
     def __init__(self, name: str = "memory") -> None:
         self.url = f"memory://{name}"
         self.place = f"{self.url} {os.urandom(8).hex()}"
-        self.clock: Callable[[], float] = time.time  # what `now_s` and `modified_s` read; tests set it
-        self._lock = threading.Lock()
+        self.clock: Callable[[], float] = time.time  # read by `now_s` and for `modified_s`; tests set it
+        self._mutex = threading.Lock()
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
-        self._held: set[str] = set()
+        self._locked: set[str] = set()
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.url!r})"
 
     def put(self, key: str, data: Buffer) -> None:
         """Create `key` with a copy of `data`; see `ObjectStore.put`."""
-        self._publish(key, data, held=False)
+        self._create(key, data, lock=False)
 
-    def hold(self, key: str, data: Buffer) -> None:
-        """`put`, held until `release` or `drop_holds`."""
-        self._publish(key, data, held=True)
+    def lock(self, key: str, data: Buffer) -> None:
+        """Create `key`, locked until `release` or `drop_locks`."""
+        self._create(key, data, lock=True)
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
-        """All bytes of `key`; see `ObjectStore.get`."""
+        """Return all bytes of `key`; see `ObjectStore.get`."""
         data, _ = self._object(key)
         check_limit(key, self.url, len(data), limit_bytes)
         return data
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """One view per range, of a copy; see `ObjectStore.get_ranges`."""
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
+        """Return a copy of a range of `key`; see `ObjectStore.get_range`."""
         data, _ = self._object(key)
-        for offset, length in ranges:
-            check_range(key, offset, length)
-            if offset + length > len(data):
-                raise short(key, self.url, offset, length, len(data))
-        check_into(key, ranges, into)
-        views = into if into is not None else [memoryview(bytearray(length)) for _, length in ranges]
-        for (offset, length), view in zip(ranges, views, strict=True):
-            view[:] = data[offset : offset + length]
-        return list(views)
+        check_range(key, offset, length)
+        if offset + length > len(data):
+            raise too_short(key, self.url, offset, length, len(data))
+        view = memory_for(key, length, into)
+        view[:] = data[offset : offset + length]
+        return view
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and time of `key`; NotFoundError when missing."""
+        """Return size, time and tag of `key`; see `ObjectStore.stat`."""
         _, info = self._object(key)
         return info
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """The size of each of these that is there."""
+        """Return the size of each key that has an object."""
         return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object under `prefix`, as of this call."""
+        """Return every object under `prefix` at the time of this call."""
         check_prefix(prefix)
-        with self._lock:
+        with self._mutex:
             return iter([info for key, (_, info) in self._objects.items() if key.startswith(prefix)])
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove every key; missing ones are fine."""
+        """Delete every key; a missing one is not an error."""
         for key in keys:
             check_key(key)
-            with self._lock:
+            with self._mutex:
                 self._objects.pop(key, None)
-                self._held.discard(key)
+                self._locked.discard(key)
 
     def now_s(self) -> float:
-        """What `clock` says [s since the epoch]."""
+        """Return the time of `clock` [s since the epoch]."""
         return self.clock()
 
-    def settle(self, prefix: str) -> None:
-        """Nothing to do: nothing here survives anything."""
+    def sync(self, prefix: str) -> None:
+        """Do nothing: no object survives the process."""
         check_prefix(prefix)
 
     def touch(self, key: str) -> None:
-        """Set `modified_s` to now; NotFoundError when the object is gone."""
+        """Set `modified_s` to now; see `ObjectStore.touch`."""
         data, info = self._object(key)
-        with self._lock:
+        with self._mutex:
             if key in self._objects:
                 self._objects[key] = data, replace(info, modified_s=self.clock())
 
     def release(self, key: str) -> None:
-        """Delete `key` and its hold."""
+        """Delete `key` and its lock."""
         self.delete([key])
 
-    def is_held(self, key: str) -> bool | None:
-        """Whether `hold` was called and neither `release` nor `drop_holds` since."""
+    def is_locked(self, key: str) -> bool | None:
+        """Return whether `lock` was called and neither `release` nor `drop_locks` since."""
         check_key(key)
-        with self._lock:
-            return key in self._held
+        with self._mutex:
+            return key in self._locked
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Nothing to do: a dictionary is always the same."""
+        """Do nothing: the dictionary is always the same."""
         return nullcontext()
 
     def clean(self) -> int:
-        """Nothing to do: a put leaves nothing behind."""
+        """Do nothing: a put leaves no temporary files."""
         return 0
 
     def prepare(self) -> None:
-        """Nothing may be here."""
+        """Require an empty store."""
         if self._objects:
-            raise InvalidInputError(f"{self.url}: is not empty and no repository; choose another name")
+            raise InvalidInputError(f"{self.url}: is not empty and not a repository; choose another name")
 
     @contextmanager
-    def trial(self) -> Iterator[MemoryStore]:
-        """Another store."""
-        yield MemoryStore("trial")
+    def sandbox(self) -> Iterator[MemoryStore]:
+        """Yield another store."""
+        yield MemoryStore("sandbox")
 
-    def drop_holds(self) -> None:
-        """For tests: every holder dies; their objects stay."""
-        with self._lock:
-            self._held.clear()
+    def drop_locks(self) -> None:
+        """Drop all locks and keep the objects, as if every process that has a lock died (for tests)."""
+        with self._mutex:
+            self._locked.clear()
 
-    def _publish(self, key: str, data: Buffer, *, held: bool) -> None:
+    def _create(self, key: str, data: Buffer, *, lock: bool) -> None:
         check_key(key)
         copy = bytes(byte_view(data))
-        with self._lock:
+        with self._mutex:
             if key in self._objects:
-                raise taken(key, self.url)
+                raise already_exists(key, self.url)
             self._objects[key] = copy, ObjectInfo(key, len(copy), self.clock(), hashlib.sha256(copy).hexdigest())
-            if held:
-                self._held.add(key)
+            if lock:
+                self._locked.add(key)
 
     def _object(self, key: str) -> tuple[bytes, ObjectInfo]:
         check_key(key)
-        with self._lock:
+        with self._mutex:
             found = self._objects.get(key)
         if found is None:
-            raise missing(key, self.url)
+            raise not_found(key, self.url)
         return found
 
 
 def memory_store(name: str) -> MemoryStore:
-    """The store of that name in this process, made on first use."""
+    """Return the store of that name in this process, made at first use."""
     with _NAMED_LOCK:
         return _NAMED.setdefault(name, MemoryStore(name))

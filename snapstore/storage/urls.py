@@ -1,4 +1,8 @@
-"""urls."""
+"""URLs of stores: open the local, memory or S3 store that a URL names.
+
+In: a URL or a path. Out: an `ObjectStore`, or an error that says what was expected. Errors repeat no part of a URL that
+may hold a password.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,24 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from ..errors import (
-    CapabilityError,
-    InvalidInputError,
-    NotFoundError,
-    StorageError,
-)
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, StorageError
 from .base import ObjectStore, is_component
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def open_store(url: str, *, create: bool = False) -> ObjectStore:
-    """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
+    """Return the store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
 
     Args:
-        url: Where; anything without `scheme://` is a path.
-        create: Make a missing local directory; otherwise it is a NotFoundError.
+        url: Anything without `scheme://` is a path.
+        create: Make a missing local directory.
+
+    Raises:
+        InvalidInputError: It is not a valid URL, or the path is not a directory.
+        NotFoundError: The local directory is missing.
+        CapabilityError: boto3 is needed and not installed.
+        StorageError: The path cannot be opened.
     """
     match = _SCHEME.fullmatch(url)
     if match is None:
@@ -34,7 +39,7 @@ def open_store(url: str, *, create: bool = False) -> ObjectStore:
         return _open_memory(rest)
     if scheme == "s3":
         return _open_s3(url)
-    # No more of the URL than its scheme is repeated: it may carry a password.
+    # Repeat only the scheme: the URL may carry a password.
     raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
 
 
@@ -51,7 +56,7 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
     if not path or "\0" in path:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
     if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
-        raise InvalidInputError("a URL that went through pathlib, which took a slash of it; pass it as a str")
+        raise InvalidInputError("a URL that went through pathlib, which removed a slash; pass it as a str")
     try:
         if Path(path).is_dir() or create:
             return LocalStore(path, create=create)

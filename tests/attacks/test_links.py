@@ -232,9 +232,9 @@ def store(tmp_path) -> LocalStore:
 
 OPERATIONS = {
     "put": lambda store, key: store.put(key, b"y"),
-    "hold": lambda store, key: store.hold(key, b"y"),
+    "lock": lambda store, key: store.lock(key, b"y"),
     "get": lambda store, key: store.get(key),
-    "get_ranges": lambda store, key: store.get_ranges(key, [(0, 1)]),
+    "get_range": lambda store, key: store.get_range(key, 0, 1),
     "stat": lambda store, key: store.stat(key),
     "sizes": lambda store, key: store.sizes([key]),
     "list": lambda store, key: list(store.list("")),
@@ -242,8 +242,8 @@ OPERATIONS = {
     "touch": lambda store, key: store.touch(key),
     "delete": lambda store, key: store.delete([key]),
     "release": lambda store, key: store.release(key),
-    "is_held": lambda store, key: store.is_held(key),
-    "settle": lambda store, key: store.settle("p/"),
+    "is_locked": lambda store, key: store.is_locked(key),
+    "sync": lambda store, key: store.sync("p/"),
 }
 
 
@@ -264,7 +264,7 @@ def test_every_operation_names_the_link(store, tmp_path, operation, where, kind)
     assert state_of(canaries) == before
 
 
-@pytest.mark.parametrize("call", [lambda s: s.put("a", b""), lambda s: s.clean(), lambda s: s.hold("a", b"")])
+@pytest.mark.parametrize("call", [lambda s: s.put("a", b""), lambda s: s.clean(), lambda s: s.lock("a", b"")])
 def test_temporary_files_are_not_made_or_cleaned_through_a_link(store, tmp_path, call):
     canaries = outside(tmp_path / "user", store.root / "tmp")
     plant(store.root / "tmp", "to a folder", canaries)
@@ -294,7 +294,7 @@ def test_what_is_no_file_takes_no_objects_name(store):
     os.mkfifo(store.root / "p" / "pipe")
     (store.root / "p" / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(StorageError, match=f"^p/{name} in .*something that is no file"):
+        with pytest.raises(StorageError, match=f"^p/{name} in .*something that is not a file"):
             store.put(f"p/{name}", b"x")
         for call in (store.get, store.stat, store.touch):
             with pytest.raises(NotFoundError):
@@ -318,7 +318,7 @@ def test_no_descriptor_of_the_root_stays_open(store):
     store.put("p/x", b"x")
     store.get("p/x")
     list(store.list(""))
-    store.settle("")
+    store.sync("")
     store.clean()
     opened = []
     for fd in Path("/proc/self/fd").iterdir():
@@ -338,7 +338,7 @@ def test_evicted_indexes_and_trials_follow_no_links(store, tmp_path):
     (cache_folder() / f"{'1' * 32}-{'0' * 32}").mkdir()
     (cache_folder() / f"{'1' * 32}-{'0' * 32}" / "link").symlink_to(canaries / "folder")
     shrink(0)
-    with store.trial() as trial:
+    with store.sandbox() as trial:
         (trial.root / "link").symlink_to(canaries / "folder")
     assert state_of(canaries) == before
     assert not (cache_folder() / f"{'1' * 32}-{'0' * 32}").exists()

@@ -43,7 +43,7 @@ def test_keys_stay_inside(tmp_path, key, kind):
     store = LocalStore(tmp_path / "repo", create=True) if kind == "local" else MemoryStore()
     for act in (
         lambda: store.get(key), lambda: store.put(key, b"x"), lambda: store.delete([key]), lambda: store.stat(key),
-        lambda: store.get_ranges(key, [(0, 1)]), lambda: store.touch(key), lambda: store.hold(key, b"x"),
+        lambda: store.get_range(key, 0, 1), lambda: store.touch(key), lambda: store.lock(key, b"x"),
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match="not a key"):
             act()

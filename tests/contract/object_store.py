@@ -1,8 +1,8 @@
 """What every object store must do. One suite; a store of yours runs through it by subclassing `ObjectStoreContract`.
 
 Override the `store` fixture with one that gives an empty store, and `reopened` if another handle can reach the same
-objects. Stores that know who holds an object also override `held_elsewhere`. This file needs snapstore, pytest and
-hypothesis, and no other file of ours: `PYTHONPATH=.../snapstore/tests/contract pytest test_my_store.py` with
+objects. Stores that know whether an object is locked also override `locked_elsewhere`. This file needs snapstore,
+pytest and hypothesis, and no other file of ours: `PYTHONPATH=.../snapstore/tests/contract pytest test_my_store.py` with
 
     class TestMyStore(ObjectStoreContract):
         @pytest.fixture
@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
 from snapstore.storage.base import ObjectStore
 
-Held = Callable[[ObjectStore, str], AbstractContextManager[Callable[[], None]]]
+LockedElsewhere = Callable[[ObjectStore, str], AbstractContextManager[Callable[[], None]]]
 
 NOT_KEYS = [
     "",
@@ -67,9 +67,9 @@ class ObjectStoreContract:
         pytest.skip("this store cannot be reopened")
 
     @pytest.fixture
-    def held_elsewhere(self) -> Held:
-        """`with held(store, key) as kill:` some other process holds the key until kill()."""
-        pytest.skip("this store does not know who holds an object")
+    def locked_elsewhere(self) -> LockedElsewhere:
+        """`with locked(store, key) as kill:` another process has the lock of the key until kill()."""
+        pytest.skip("this store does not know who locked an object")
 
     # --- put, get ---
 
@@ -97,10 +97,10 @@ class ObjectStoreContract:
             with pytest.raises(AlreadyExistsError, match=r"^a/b "):
                 store.put("a/b", data)
             with pytest.raises(AlreadyExistsError, match=r"^a/b "):
-                store.hold("a/b", data)
+                store.lock("a/b", data)
         assert store.get("a/b") == b"first"
         assert store.stat("a/b") == before
-        assert not store.is_held("a/b")
+        assert not store.is_locked("a/b")
 
     def test_one_of_racing_creators_wins(self, store):
         n_threads, n_rounds = 16, 8
@@ -128,10 +128,10 @@ class ObjectStoreContract:
     def test_missing_objects(self, store):
         store.put("a/b", b"x")
         for key in ("b", "a", "a/c", "a/b/c", "x/y/z"):
-            for call in (store.get, store.stat, store.touch, lambda key: store.get_ranges(key, [(0, 1)])):
+            for call in (store.get, store.stat, store.touch, lambda key: store.get_range(key, 0, 1)):
                 with pytest.raises(NotFoundError, match=rf"^{key} "):
                     call(key)
-            assert store.is_held(key) is not True
+            assert store.is_locked(key) is not True
 
     def test_get_is_bounded(self, store):
         store.put("a", b"12345")
@@ -141,24 +141,24 @@ class ObjectStoreContract:
 
     # --- ranges ---
 
-    def test_ranges(self, store):
-        data = bytes(range(200))
+    @pytest.mark.parametrize("place", [(0, 200), (199, 1), (0, 0), (200, 0), (50, 100), (10, 5)], ids=str)
+    def test_a_range(self, store, place):
+        data, (offset, length) = bytes(range(200)), place
         store.put("a", data)
-        ranges = [(0, 200), (199, 1), (0, 0), (200, 0), (50, 100), (10, 5), (15, 5), (10, 5)]
-        views = store.get_ranges("a", ranges)
-        assert [bytes(view) for view in views] == [data[offset : offset + length] for offset, length in ranges]
-        assert all(isinstance(view, memoryview) and view.nbytes == view.shape[0] for view in views)
-        assert store.get_ranges("a", []) == []
+        view = store.get_range("a", offset, length)
+        assert bytes(view) == data[offset : offset + length]
+        assert isinstance(view, memoryview)
+        assert view.shape == (length,)
 
     def test_ranges_of_an_empty_object(self, store):
         store.put("a", b"")
-        assert [bytes(view) for view in store.get_ranges("a", [(0, 0)])] == [b""]
+        assert bytes(store.get_range("a", 0, 0)) == b""
         with pytest.raises(IntegrityError):
-            store.get_ranges("a", [(0, 1)])
+            store.get_range("a", 0, 1)
 
     def test_views_belong_to_the_caller(self, store):
         store.put("a", b"12345")
-        one, other = store.get_ranges("a", [(0, 5), (0, 5)])
+        one, other = store.get_range("a", 0, 5), store.get_range("a", 0, 5)
         one[:] = b"xxxxx"
         assert other == b"12345"
         assert store.get("a") == b"12345"
@@ -167,55 +167,52 @@ class ObjectStoreContract:
     def test_ranges_past_the_end(self, store, bad):
         store.put("a", b"12345")
         with pytest.raises(IntegrityError, match=rf"^a .*{bad[0]}\+{bad[1]}.* 5 bytes"):
-            store.get_ranges("a", [(0, 5), bad])
+            store.get_range("a", *bad)
 
     @pytest.mark.parametrize("bad", [(-1, 1), (0, -1), (-(2**70), 2**70)])
     def test_negative_ranges(self, store, bad):
         store.put("a", b"12345")
         with pytest.raises(InvalidInputError):
-            store.get_ranges("a", [(0, 5), bad])
+            store.get_range("a", *bad)
 
-    def test_ranges_into_given_views(self, store):
-        data = bytes(range(200))
+    @pytest.mark.parametrize("place", [(150, 50), (0, 0), (0, 100), (20, 7)], ids=str)
+    def test_a_range_into_a_given_view(self, store, place):
+        data, (offset, length) = bytes(range(200)), place
         store.put("a", data)
         room = bytearray(b"x" * 300)
-        ranges = [(150, 50), (0, 0), (0, 100), (20, 7)]
-        into = [memoryview(room)[at : at + length] for at, (_, length) in zip((10, 60, 61, 290), ranges, strict=True)]
-        views = store.get_ranges("a", ranges, into)
-        assert len(views) == 4
-        assert all(view is mine for view, mine in zip(views, into, strict=True))
+        into = memoryview(room)[61 : 61 + length]
+        assert store.get_range("a", offset, length, into) is into
         expected = bytearray(b"x" * 300)
-        for at, (offset, length) in zip((10, 60, 61, 290), ranges, strict=True):
-            expected[at : at + length] = data[offset : offset + length]
-        assert room == expected, "and nothing beside them"
-        assert store.get_ranges("a", [], []) == []
+        expected[61 : 61 + length] = data[offset : offset + length]
+        assert room == expected, "and nothing beside it"
 
-    @pytest.mark.parametrize("lengths", [[], [5], [5, 3, 1], [4, 3], [5, 4], [0, 8], [3, 5]], ids=str)
-    def test_views_of_other_lengths_are_refused(self, store, lengths):
+    @pytest.mark.parametrize("length", [0, 3, 4, 6, 8])
+    def test_a_view_of_another_length_is_refused(self, store, length):
         store.put("a", b"12345678")
-        into = [memoryview(bytearray(b"x" * n)) for n in lengths]
+        into = memoryview(bytearray(b"x" * length))
         with pytest.raises(InvalidInputError, match=r"^a"):
-            store.get_ranges("a", [(0, 5), (5, 3)], into)
-        assert all(bytes(view) == b"x" * len(view) for view in into), "nothing was written"
+            store.get_range("a", 0, 5, into)
+        assert bytes(into) == b"x" * length, "nothing was written"
 
     def test_views_that_cannot_be_filled_are_refused(self, store):
         store.put("a", b"12345678")
-        for view in (memoryview(b"xxxx"), memoryview(bytearray(8))[::2], memoryview(bytearray(16)).cast("i")):
+        table = memoryview(bytearray(4)).cast("B", (2, 2))
+        for view in (memoryview(b"xxxx"), memoryview(bytearray(8))[::2], memoryview(bytearray(16)).cast("i"), table):
             with pytest.raises(InvalidInputError, match=r"^a"):
-                store.get_ranges("a", [(0, 4)], [view])
+                store.get_range("a", 0, 4, view)
 
     @pytest.mark.parametrize("bad", [(0, 6), (5, 1), (6, 0), (2, 7)])
     def test_ranges_past_the_end_fill_nothing(self, store, bad):
         store.put("a", b"12345")
-        into = [memoryview(bytearray(b"x" * n)) for n in (5, bad[1])]
+        into = memoryview(bytearray(b"x" * bad[1]))
         with pytest.raises(IntegrityError, match=rf"^a .*{bad[0]}\+{bad[1]}.* 5 bytes"):
-            store.get_ranges("a", [(0, 5), bad], into)
-        assert bytes(into[0]) == b"xxxxx"
+            store.get_range("a", *bad, into)
+        assert bytes(into) == b"x" * bad[1]
 
-    def test_views_into_of_a_missing_object(self, store):
+    def test_a_view_into_of_a_missing_object(self, store):
         view = memoryview(bytearray(b"x"))
         with pytest.raises(NotFoundError):
-            store.get_ranges("a", [(0, 1)], [view])
+            store.get_range("a", 0, 1, view)
         assert bytes(view) == b"x"
 
     # --- list ---
@@ -241,7 +238,7 @@ class ObjectStoreContract:
         with pytest.raises(InvalidInputError):
             store.list(prefix)
         with pytest.raises(InvalidInputError):
-            store.settle(prefix)
+            store.sync(prefix)
 
     def test_list_beside_writers(self, store):
         """What was there before and stays is in every listing, once; the rest is whole or absent."""
@@ -299,14 +296,14 @@ class ObjectStoreContract:
     def test_not_a_key(self, store, key):
         calls = [
             lambda: store.put(key, b"x"),
-            lambda: store.hold(key, b"x"),
+            lambda: store.lock(key, b"x"),
             lambda: store.get(key),
-            lambda: store.get_ranges(key, [(0, 1)]),
+            lambda: store.get_range(key, 0, 1),
             lambda: store.stat(key),
             lambda: store.delete([key]),
             lambda: store.touch(key),
             lambda: store.release(key),
-            lambda: store.is_held(key),
+            lambda: store.is_locked(key),
         ]
         for call in calls:
             with pytest.raises(InvalidInputError):
@@ -326,10 +323,10 @@ class ObjectStoreContract:
         assert before - 2 <= first <= second <= store.now_s() + 2
         assert store.get("a") == b"x"
 
-    def test_settle_and_clean_change_nothing(self, store):
+    def test_sync_and_clean_change_nothing(self, store):
         store.put("a/b/c", b"x")
         for prefix in ("", "a/", "a/b/", "missing/", "a/missing/"):
-            store.settle(prefix)
+            store.sync(prefix)
         assert store.clean() == 0
         assert keys_of(store) == ["a/b/c"]
 
@@ -346,9 +343,9 @@ class ObjectStoreContract:
         assert len(set(tags)) == 3 or set(tags) == {""}
 
     def test_a_place_is_of_one_store(self, store):
-        with store.trial() as trial:
+        with store.sandbox() as sandbox:
             assert isinstance(store.place, str)
-            assert len({store.place, trial.place, ""}) == 3
+            assert len({store.place, sandbox.place, ""}) == 3
 
     def test_repr_names_the_store(self, store):
         assert store.url in repr(store)
@@ -363,53 +360,53 @@ class ObjectStoreContract:
             store.prepare()
         store.delete(["a/b"])
 
-    def test_a_trial_is_apart_and_leaves_nothing(self, store):
+    def test_a_sandbox_is_apart_and_leaves_nothing(self, store):
         store.put("a", b"x")
-        with store.trial() as trial:
-            assert keys_of(trial) == []
-            trial.put("a", b"y")
-            trial.put("b/c", b"z")
-            assert keys_of(trial) == ["a", "b/c"]
+        with store.sandbox() as sandbox:
+            assert keys_of(sandbox) == []
+            sandbox.put("a", b"y")
+            sandbox.put("b/c", b"z")
+            assert keys_of(sandbox) == ["a", "b/c"]
             assert keys_of(store) == ["a"]
         assert store.get("a") == b"x"
         store.delete(["a"])
         store.prepare()
 
-    # --- hold ---
+    # --- lock ---
 
-    def test_hold_until_release(self, store):
-        store.hold("sessions/a", b"me")
+    def test_lock_until_release(self, store):
+        store.lock("sessions/a", b"me")
         assert store.get("sessions/a") == b"me"
         assert keys_of(store, "sessions/") == ["sessions/a"]
-        assert store.is_held("sessions/a") in (True, None)
+        assert store.is_locked("sessions/a") in (True, None)
         store.touch("sessions/a")
-        assert store.is_held("sessions/a") in (True, None)
+        assert store.is_locked("sessions/a") in (True, None)
         store.release("sessions/a")
         assert keys_of(store) == []
-        assert not store.is_held("sessions/a")
+        assert not store.is_locked("sessions/a")
         store.release("sessions/a")
-        store.hold("sessions/a", b"me again")
+        store.lock("sessions/a", b"me again")
         store.release("sessions/a")
 
-    def test_release_deletes_what_is_not_held(self, store):
+    def test_release_deletes_what_is_not_locked(self, store):
         store.put("a", b"x")
-        assert not store.is_held("a")
+        assert not store.is_locked("a")
         store.release("a")
         assert keys_of(store) == []
 
-    def test_hold_of_a_name_that_somebody_else_deleted(self, store):
-        store.hold("sessions/a", b"1")
+    def test_lock_of_a_name_that_another_process_deleted(self, store):
+        store.lock("sessions/a", b"1")
         store.delete(["sessions/a"])
-        assert not store.is_held("sessions/a")
-        store.hold("sessions/a", b"2")
-        assert store.is_held("sessions/a") in (True, None)
+        assert not store.is_locked("sessions/a")
+        store.lock("sessions/a", b"2")
+        assert store.is_locked("sessions/a") in (True, None)
         store.release("sessions/a")
 
-    def test_hold_ends_with_its_process(self, store, held_elsewhere):
-        with held_elsewhere(store, "sessions/theirs") as kill:
-            assert store.is_held("sessions/theirs") is True
+    def test_lock_ends_with_its_process(self, store, locked_elsewhere):
+        with locked_elsewhere(store, "sessions/theirs") as kill:
+            assert store.is_locked("sessions/theirs") is True
             kill()
-            assert store.is_held("sessions/theirs") is False
+            assert store.is_locked("sessions/theirs") is False
         assert keys_of(store) == ["sessions/theirs"]
         store.release("sessions/theirs")
         assert keys_of(store) == []
@@ -418,12 +415,12 @@ class ObjectStoreContract:
 
     def test_reopened(self, store, reopened):
         store.put("a/b", b"x")
-        store.hold("s", b"y")
+        store.lock("s", b"y")
         other = reopened(store)
         assert (other.url, other.place) == (store.url, store.place)
         assert keys_of(other) == ["a/b", "s"]
         assert other.get("a/b") == b"x"
-        assert other.is_held("s") in (True, None)
+        assert other.is_locked("s") in (True, None)
         with pytest.raises(AlreadyExistsError):
             other.put("a/b", b"z")
         other.delete(["a/b"])
@@ -449,19 +446,19 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = store
         self.model: dict[str, bytes] = {}
-        self.held: set[str] = set()
+        self.locked: set[str] = set()
 
-    @rule(key=keys, data=data, hold=st.booleans())
-    def put(self, key, data, hold):
-        put = self.store.hold if hold else self.store.put
+    @rule(key=keys, data=data, lock=st.booleans())
+    def put(self, key, data, lock):
+        put = self.store.lock if lock else self.store.put
         if key in self.model:
             with pytest.raises(AlreadyExistsError):
                 put(key, data)
             return
         put(key, data)
         self.model[key] = data
-        if hold:
-            self.held.add(key)
+        if lock:
+            self.locked.add(key)
 
     @rule(key=keys)
     def get(self, key):
@@ -471,39 +468,31 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(NotFoundError):
                 self.store.get(key)
 
-    @rule(
-        key=keys,
-        ranges=st.lists(st.tuples(st.integers(-2, 70), st.integers(-2, 70)), min_size=1, max_size=4),
-        given=st.booleans(),
-    )
-    def get_ranges(self, key, ranges, given):
+    @rule(key=keys, offset=st.integers(-2, 70), length=st.integers(-2, 70), given=st.booleans())
+    def get_range(self, key, offset, length, given):
         data = self.model.get(key)
-        if data is None:
-            expected = NotFoundError
-        elif all(offset >= 0 and length >= 0 and offset + length <= len(data) for offset, length in ranges):
-            into = [memoryview(bytearray(length)) for _, length in ranges] if given else None
-            views = self.store.get_ranges(key, ranges, into)
-            assert into is None or all(view is mine for view, mine in zip(views, into, strict=True))
-            assert [bytes(view) for view in views] == [data[offset : offset + length] for offset, length in ranges]
+        into = memoryview(bytearray(max(0, length))) if given else None
+        if data is not None and offset >= 0 and length >= 0 and offset + length <= len(data):
+            view = self.store.get_range(key, offset, length, into)
+            assert into is None or view is into
+            assert bytes(view) == data[offset : offset + length]
             return
-        else:
-            expected = (InvalidInputError, IntegrityError)
-        into = [memoryview(bytearray(max(0, length))) for _, length in ranges] if given else None
+        expected = NotFoundError if data is None else (InvalidInputError, IntegrityError)
         with pytest.raises(expected):
-            self.store.get_ranges(key, ranges, into)
+            self.store.get_range(key, offset, length, into)
 
     @rule(keys=st.lists(keys, max_size=4))
     def delete(self, keys):
         self.store.delete(keys)
         for key in keys:
             self.model.pop(key, None)
-        self.held -= set(keys)
+        self.locked -= set(keys)
 
     @rule(key=keys)
     def release(self, key):
         self.store.release(key)
         self.model.pop(key, None)
-        self.held.discard(key)
+        self.locked.discard(key)
 
     @rule(key=keys)
     def touch(self, key):
@@ -518,8 +507,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.clean() == 0
 
     @rule(key=keys)
-    def is_held(self, key):
-        assert self.store.is_held(key) in (None, key in self.held)
+    def is_locked(self, key):
+        assert self.store.is_locked(key) in (None, key in self.locked)
 
     @rule(prefix=st.sampled_from(["", "b/", "b/c/", "c/", "z/"]))
     def list_prefix(self, prefix):

@@ -21,13 +21,13 @@ class TestMemoryStore(ObjectStoreContract):
         return MemoryStore()
 
     @pytest.fixture
-    def held_elsewhere(self):
+    def locked_elsewhere(self):
         @contextmanager
-        def held(store: MemoryStore, key: str) -> Iterator[Callable[[], None]]:
-            store.hold(key, b"x")
-            yield store.drop_holds
+        def locked(store: MemoryStore, key: str) -> Iterator[Callable[[], None]]:
+            store.lock(key, b"x")
+            yield store.drop_locks
 
-        return held
+        return locked
 
     def test_the_clock_can_be_set(self, store):
         store.clock = lambda: 1000.0
@@ -41,14 +41,14 @@ class TestMemoryStore(ObjectStoreContract):
 HOLDER = """
 import sys
 from snapstore.storage.urls import open_store
-open_store(sys.argv[1]).hold(sys.argv[2], b"x")
+open_store(sys.argv[1]).lock(sys.argv[2], b"x")
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def held_by_a_process(store, key: str) -> Iterator[Callable[[], None]]:
+def locked_by_a_process(store, key: str) -> Iterator[Callable[[], None]]:
     command = [sys.executable, "-c", HOLDER, store.url, key]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
 
@@ -73,8 +73,8 @@ class TestLocalStore(ObjectStoreContract):
         return lambda store: LocalStore(store.url)
 
     @pytest.fixture
-    def held_elsewhere(self):
-        return held_by_a_process
+    def locked_elsewhere(self):
+        return locked_by_a_process
 
     def test_racing_processes(self, store):
         """Two processes create the same hundred keys: every key has one winner, and whole bytes."""
@@ -119,7 +119,7 @@ class TestMoto(ObjectStoreContract):
     @pytest.fixture
     def store(self, moto, monkeypatch, tmp_path):
         monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-        with moto.trial() as store:
+        with moto.sandbox() as store:
             yield store
 
     @pytest.fixture
@@ -138,7 +138,7 @@ class TestS3Store(ObjectStoreContract):
     @pytest.fixture
     def store(self, server, monkeypatch, tmp_path):
         monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-        with server.trial() as store:
+        with server.sandbox() as store:
             yield store
 
     @pytest.fixture
@@ -146,5 +146,5 @@ class TestS3Store(ObjectStoreContract):
         return lambda store: S3Store(store.url)
 
     @pytest.fixture
-    def held_elsewhere(self):
-        return held_by_a_process
+    def locked_elsewhere(self):
+        return locked_by_a_process

@@ -27,10 +27,10 @@ class Waiting(MemoryStore):
         self.reached, self.go = threading.Event(), threading.Event()
         self.go.set()
 
-    def hold(self, key, data):
+    def lock(self, key, data):
         self.reached.set()
         assert self.go.wait(60)
-        super().hold(key, data)
+        super().lock(key, data)
 
 
 class Step:

@@ -630,16 +630,16 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
 
 def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
     """Of two managers of one repository: the work of each is to fit into the memory that is left, until it is over."""
-    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.hold
+    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.lock
 
-    def hold(self, key, data):
+    def lock(self, key, data):
         if waits:  # the first save, at its beginning
             waits.clear()
             reached.set()
             assert go.wait(60)
         real(self, key, data)
 
-    monkeypatch.setattr(MemoryStore, "hold", hold)
+    monkeypatch.setattr(MemoryStore, "lock", lock)
     state = {"w": floats(300_000, 1, "cuda")}
     with (
         repository(chunk_bytes=65_536) as repo,

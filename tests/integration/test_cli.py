@@ -807,7 +807,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
     with Repository.open(series.url) as repository:
         key = record_key("exp", 9, "0" * 32, 0)
         held = records.this_session("0" * 32, key)
-        repository.store.hold(f"sessions/{held.id}", records.encode(held))
+        repository.store.lock(f"sessions/{held.id}", records.encode(held))
         result = series("gc", "--json", code=3)
         assert json.loads(result.stdout)["waiting_for"] == [held.id]
         assert "run 'snapstore gc' again" in result.stderr
@@ -1085,8 +1085,8 @@ class OddStore:
         return self.odd.get(name) or getattr(self.store, name)
 
     @contextmanager
-    def trial(self):
-        with self.store.trial() as trial:
+    def sandbox(self):
+        with self.store.sandbox() as trial:
             yield OddStore(trial.root, **self.odd)
 
 
@@ -1107,13 +1107,13 @@ def test_doctor_sees_odd_stores(tmp_path):
         raise StorageError("no")
 
     assert verdict("create-only", put=broken, get=lambda key: b"")[0] is False
-    wrong = verdict("ranges", get_ranges=lambda key, ranges: [memoryview(bytes(n)) for _, n in ranges])
+    wrong = verdict("ranges", get_range=lambda key, offset, length: memoryview(bytes(length)))
     assert wrong == (False, "parts of an object come back other than they are")
     refused = verdict("deletes", delete=broken)
     assert refused == (True, "are refused here, so saves and restores work and gc does not: no")
     assert verdict("deletes", delete=lambda keys: None) == (False, "a deleted object is still listed")
-    assert verdict("signs of life", is_held=lambda key: False)[0] is False
-    assert verdict("signs of life", is_held=lambda key: None)[0] is True
+    assert verdict("signs of life", is_locked=lambda key: False)[0] is False
+    assert verdict("signs of life", is_locked=lambda key: None)[0] is True
     assert verdict("clock", now_s=lambda: time.time() + 500) == (True, "500 s ahead")
     assert "not compared" in verdict("checksums", refuses_damage=lambda: False)[1]
     assert verdict("checksums", refuses_damage=lambda: True)[1].startswith("are compared by the server")

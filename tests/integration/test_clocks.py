@@ -18,7 +18,7 @@ class Beside(FaultStore):
         super().__init__(inner)
         self.verbs = verbs
 
-    def is_held(self, key):
+    def is_locked(self, key):
         return None
 
     def _act(self, name, key, effect):

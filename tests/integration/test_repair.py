@@ -740,14 +740,14 @@ def test_a_damaged_session_is_removed_once_it_was_silent(store):
 
 
 def test_a_held_session_stays_however_silent(store):
-    store.hold("sessions/" + records.new_id(), b"")
+    store.lock("sessions/" + records.new_id(), b"")
     later = store.clock() + 7200
     store.clock = lambda: later
     with opened(store) as found:
         (left,) = found.repair(apply=True).open
         assert "may be running; repair again once the process that has it open on this host has ended" in left
         assert keys_of(store, "sessions/")
-        store.drop_holds()
+        store.drop_locks()
         assert found.repair(apply=True).ok
     assert keys_of(store, "sessions/") == []
 

@@ -201,11 +201,11 @@ class Counting(MemoryStore):
         self.read_bytes = 0
         self.packs = set()
 
-    def get_ranges(self, key, ranges, into=None):
+    def get_range(self, key, offset, length, into=None):
         if key.startswith("packs/"):
-            self.read_bytes += sum(length for _, length in ranges)
+            self.read_bytes += length
             self.packs.add(key)
-        return super().get_ranges(key, ranges, into)
+        return super().get_range(key, offset, length, into)
 
 
 def floats(seed, count=40_000):

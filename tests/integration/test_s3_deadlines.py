@@ -20,7 +20,7 @@ from hostile_s3 import HostileS3, answer, before_body, etag, first, says
 
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage.s3 import deadline as s3_deadline
-from snapstore.storage.s3.deadline import Deadline, in_time
+from snapstore.storage.s3.deadline import Deadline, run_with_timeout
 from snapstore.storage.s3.store import S3Store
 
 HANGS_S = 60.0
@@ -180,7 +180,7 @@ def test_bodies_that_give_a_byte_an_attempt(server):
 
     server.objects["bucket/p/a"] = os.urandom(4_000), time.time()
     server.lie("/p/a", lie)
-    assert "in the time there is" in str(ends_with_an_error(lambda: store().get("a")))
+    assert "within the time limit" in str(ends_with_an_error(lambda: store().get("a")))
 
 
 def test_a_slow_line_is_no_stall(server, monkeypatch):
@@ -283,14 +283,14 @@ def test_a_deadline_shuts_what_it_guards():
     here, there = socket.socketpair()
     with here, there:
         deadline = Deadline(0.05)
-        deadline.guard(here)
+        deadline.watch(here)
         there.settimeout(HANGS_S)
         assert there.recv(1) == b""
         assert deadline.expired
         other, end = socket.socketpair()
         with other, end:
             end.settimeout(HANGS_S)
-            deadline.guard(other)  # too late: at once
+            deadline.watch(other)  # too late: at once
             assert end.recv(1) == b""
         deadline.end()
 
@@ -299,7 +299,7 @@ def test_a_deadline_that_ended_shuts_nothing():
     here, there = socket.socketpair()
     with here, there:
         deadline = Deadline(0.05)
-        deadline.guard(here)
+        deadline.watch(here)
         deadline.end()
         time.sleep(0.2)
         there.sendall(b"x")
@@ -311,7 +311,7 @@ def test_an_earlier_deadline_wakes_the_watchdog():
     late, (here, there) = Deadline(HANGS_S * 10), socket.socketpair()
     with here, there:
         soon = Deadline(0.05)
-        soon.guard(here)
+        soon.watch(here)
         there.settimeout(HANGS_S)
         assert there.recv(1) == b""
         soon.end()
@@ -323,14 +323,14 @@ def test_a_forked_child_has_a_watchdog_of_its_own(server):
     one = patient()
     one.put("a", b"x")
     mine, (here, there) = Deadline(HANGS_S * 10), socket.socketpair()
-    mine.guard(here)
+    mine.watch(here)
     child = os.fork()
     if not child:
         code = 1
         try:
             alone = not s3_deadline._watchdog.active
             a, b = socket.socketpair()
-            Deadline(0.05).guard(a)
+            Deadline(0.05).watch(a)
             b.settimeout(HANGS_S)
             code = 0 if alone and b.recv(1) == b"" else 2
         finally:
@@ -344,9 +344,9 @@ def test_a_forked_child_has_a_watchdog_of_its_own(server):
 
 
 def test_in_time():
-    assert in_time(lambda: 7, HANGS_S) == 7
+    assert run_with_timeout(lambda: 7, HANGS_S) == 7
     with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 / 0, HANGS_S)
+        run_with_timeout(lambda: 1 / 0, HANGS_S)
     late, go = [], threading.Event()
 
     def work() -> int:
@@ -354,7 +354,7 @@ def test_in_time():
         return 8
 
     with pytest.raises(TimeoutError):
-        in_time(work, 0.05, late.append)
+        run_with_timeout(work, 0.05, late.append)
     go.set()
     ends_s = time.monotonic() + HANGS_S
     while not late and time.monotonic() < ends_s:

@@ -371,7 +371,7 @@ def test_gets_that_always_break_off(world, how):
 def test_an_outage_under_eight_writers(proxy, monkeypatch):
     """All of them outlast it: retries are not rationed among them, as botocore's are (35 for all)."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    monkeypatch.setattr("snapstore.storage.s3.client._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)
     store = S3Store(fresh_url())
     rule = proxy.fault(put_of("packs"), answer(503, "ServiceUnavailable"), times=60)
     threads = [threading.Thread(target=store.put, args=(f"packs/{i}", b"x")) for i in range(16)]
@@ -416,7 +416,7 @@ def test_an_answer_that_says_less_than_its_range(world):
                                b"Content-Range: bytes 0-99/4000\r\nConnection: close\r\n\r\nabc"), times=1000
     )  # fmt: skip
     with pytest.raises(StorageError, match="packs/"):
-        world.store.get_ranges("packs/00/00", [(0, 100)])
+        world.store.get_range("packs/00/00", 0, 100)
     assert rule.fired <= 9
     world.check([0, 1])
 
@@ -611,7 +611,7 @@ def test_credentials_are_in_no_text(world, monkeypatch, caplog):
     store = impatient(world.url)
     texts = [repr(store), repr(vars(store))]
     for call in (
-        lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.get_ranges("a", [(0, 1)]),
+        lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.get_range("a", 0, 1),
         lambda: list(store.list("")), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
         store.prepare, lambda: Repository.open(store), lambda: store.stat("a"),
     ):  # fmt: skip
@@ -642,7 +642,7 @@ def test_403_on_a_listing_stops_a_gc(world):
 def test_a_listing_that_is_cut_short_is_no_listing(world):
     """Without its end, and without a word where to go on."""
     body = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
-    for cut, text in ((len(body), "there is more"), (-9, "cannot list"), (0, "cannot list")):
+    for cut, text in ((len(body), "does not say where to continue"), (-9, "cannot list"), (0, "cannot list")):
         head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body[:cut])
         world.proxy.fault(listing, Fault(answer=head + body[:cut]), times=1000)
         with pytest.raises(StorageError, match=text):
@@ -662,7 +662,7 @@ def test_a_server_that_ignores_if_none_match(monkeypatch):
         del request.headers["If-None-Match"]
 
     store._client.meta.events.register("before-sign.s3.PutObject", strip)
-    with pytest.raises(CapabilityError, match="overwrites in silence"):
+    with pytest.raises(CapabilityError, match="overwrites silently"):
         Repository.create(store)
     with pytest.raises(NotFoundError):
         Repository.open(store)

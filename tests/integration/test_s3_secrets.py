@@ -176,7 +176,7 @@ def quick(server, monkeypatch, tmp_path):
         "SNAPSTORE_CACHE_DIR": str(tmp_path / "cache"),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("snapstore.storage.s3.client._LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.001)
 
 
 def said(call: Callable[[], Any]) -> list[str]:
@@ -203,9 +203,9 @@ def everything_said(url: str) -> list[str]:
         words += [repr(store), store.url, store.place]
         for call in (
             lambda: store.put("packs/a", b"x"), lambda: store.put("packs/a", bytes(100_000)), lambda: store.get("a"),
-            lambda: store.get_ranges("a", [(0, 1)]), lambda: store.stat("a"), lambda: list(store.list("")),
+            lambda: store.get_range("a", 0, 1), lambda: store.stat("a"), lambda: list(store.list("")),
             lambda: store.delete(["a"]), lambda: store.delete(["a", "b"]), lambda: store.touch("a"), store.now_s,
-            lambda: store.hold("sessions/a", b"x"), store.prepare, store.refuses_damage,
+            lambda: store.lock("sessions/a", b"x"), store.prepare, store.refuses_damage,
         ):  # fmt: skip
             words += said(call)
     for args in (["log", "-v"], ["init", "-v", "--json"]):

@@ -121,7 +121,7 @@ def test_one_failed_read_condemns_no_blob(store):
     with Repository.open(faulty, options=OPTIONS) as found:
         begin = len(faulty.log)
         found.repair(level="restore")
-        reads = [i for i, (op, key) in enumerate(faulty.log[begin:]) if op == "get_ranges" and key.startswith("packs/")]
+        reads = [i for i, (op, key) in enumerate(faulty.log[begin:]) if op == "get_range" and key.startswith("packs/")]
     for k in (reads[0], reads[-1]):
         inner = clone(store)
         faulty = FaultStore(inner)
@@ -157,7 +157,7 @@ def no_failed_read_drops_anybody(store, healed):
     with Repository.open(dry, options=OPTIONS) as found:
         begin = len(dry.log)
         assert refs(found.repair(apply=True).healed) == healed
-        reads = [i for i, (op, key) in enumerate(dry.log[begin:]) if op == "get_ranges" and key.startswith("packs/")]
+        reads = [i for i, (op, key) in enumerate(dry.log[begin:]) if op == "get_range" and key.startswith("packs/")]
     bad = []
     for k in reads:
         inner = clone(store)
@@ -202,7 +202,7 @@ def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
         done = False
 
         def _act(self, name, key, effect):
-            if name == "get_ranges" and key.startswith("packs/") and not self.done:
+            if name == "get_range" and key.startswith("packs/") and not self.done:
                 self.done = True
                 with opened(self.inner) as other:
                     other.gc()
@@ -519,7 +519,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
         begin = len(faulty.log)
         result = found.check("restore")
         assert refs(result.damaged) == {"c@0"}
-        reads = sum(op == "get_ranges" for op, _ in faulty.log[begin:])
+        reads = sum(op == "get_range" for op, _ in faulty.log[begin:])
     assert reads < 60, reads
 
 

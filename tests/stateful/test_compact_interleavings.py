@@ -117,20 +117,20 @@ def test_a_compact_paused_past_its_fence_does_not_publish(stage, stand):
     stage.check()
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_a_tag_is_never_lost(stage, stand):
     operation, _, part = stand.partition(" ")
-    compact = stage.enter("C", compacting()).until("hold").until(operation, part)
+    compact = stage.enter("C", compacting()).until("lock").until(operation, part)
     tagging("a@7", "t")(stage.store)
     assert compact.finish().failed == []
     assert stage.check()["a@7"].tags == ["t"]
 
 
 @pytest.mark.parametrize("victim", ["a@7", "a@8", "b@0"])
-@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_forgotten_and_collected_meanwhile(stage, stand, victim):
     operation, _, part = stand.partition(" ")
-    compact = stage.enter("C", compacting()).until("hold").until(operation, part)
+    compact = stage.enter("C", compacting()).until("lock").until(operation, part)
     forgetting(victim)(stage.store)
     collecting()(stage.store)
     compact.finish()
@@ -138,11 +138,11 @@ def test_forgotten_and_collected_meanwhile(stage, stand, victim):
     assert victim not in stage.check()
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
 def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
     """a@8 would be rebuilt over what was made for a@7, which is forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
-    compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("hold")
+    compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
     compact.until(operation, part)
     forgetting("a@7")(stage.store)
     collecting()(stage.store)
@@ -153,7 +153,7 @@ def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stan
 
 def test_what_a_mark_names_is_not_built_upon(stage):
     """a@7 was compacted; forgotten when a gc marked, back when a@8's turn comes, forgotten again at the sweep."""
-    compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("hold")
+    compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
     forgetting("a@7")(stage.store)
     gc = stage.enter("G", collecting()).until("put", ".mark").until("put", ".wait")
     unforgetting("a@7")(stage.store)
@@ -176,7 +176,7 @@ def test_a_base_that_became_a_delta_and_is_gone_is_not_built_upon(actors):
             repository.save(states[-1], run="a", step=step, full=step < 2)
     compact = Actor("C", store, compacting())
     actors.append(compact)
-    compact.until("release", "sessions/").until("hold")
+    compact.until("release", "sessions/").until("lock")
     with opened(store) as repository:
         assert [s.revision for s in repository.snapshots()] == [0, 1, 0]
         repository.forget_snapshots(["a@1"])
@@ -251,14 +251,14 @@ def test_a_repair_looks_at_what_a_compact_has_published(stage):
     data[pack.HEADER.size + 100] ^= 1
     stage.store.delete([key])
     stage.store.put(key, bytes(data))
-    repair = stage.enter("R", repairing()).until("hold")
+    repair = stage.enter("R", repairing()).until("lock")
     assert "a@9" in {s.ref for s in compacting()(stage.store).rewritten}
     report = repair.finish()
     assert {s.ref for s, _ in report.lost} == {"a@9"}
     assert not report.ok
 
 
-@pytest.mark.parametrize("stand", ["list sessions/", "hold"])
+@pytest.mark.parametrize("stand", ["list sessions/", "lock"])
 def test_a_repair_finds_what_a_compact_has_copied(stand, actors, monkeypatch):
     """A compact that had looked for notes before there was one publishes a copy of a blob that gives no chunk."""
     store, rng, encode = MemoryStore(), np.random.default_rng(0), blob.encode

@@ -502,7 +502,7 @@ def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
     """A copy of a prepared store."""
     store = LocalStore(root, create=True)
     for key in keys_of(source):
-        (store.hold if source.is_held(key) else store.put)(key, source.get(key))
+        (store.lock if source.is_locked(key) else store.put)(key, source.get(key))
     return store
 
 
@@ -582,7 +582,7 @@ def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
     one_thread(monkeypatch)
     store = clone(history())
     with opened(store) as repository:
-        store.hold("sessions/" + "1" * 32, clone(forgotten()).get(keys_of(forgotten(), "sessions/")[0]))
+        store.lock("sessions/" + "1" * 32, clone(forgotten()).get(keys_of(forgotten(), "sessions/")[0]))
         for step in range(10, 14):
             save(repository, "a", step, step)
             repository.forget([KeepLast(1)], run="a")
@@ -610,7 +610,7 @@ def test_a_listing_is_settled_before_it_is_acted_upon(verb, monkeypatch):
     log = store.log[begin:]
     acts = [i for i, (op, key) in enumerate(log) if (op, key[:10]) == ("put", "snapshots/") or op == "delete"]
     listed = max(i for i in range(acts[0]) if log[i] == ("list", "snapshots/"))
-    assert ("settle", "snapshots/a/") in log[listed : acts[0]]
+    assert ("sync", "snapshots/a/") in log[listed : acts[0]]
 
 
 def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):

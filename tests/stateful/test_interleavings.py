@@ -88,7 +88,7 @@ ALL = [name for name in CAST if name != "E"]
 #: One of these stops after each of its steps while the others run whole, in all orders: in every run, not a sample.
 WHOLE = {"T", "F", "G"}
 #: Nobody is stopped before these: what they do or give is the same whatever others do meanwhile.
-APART, FIXED = ("settle", "clean"), ("config", "snapshots/")
+APART, FIXED = ("sync", "clean"), ("config", "snapshots/")
 #: What is committed in the end: of `doomed` and, of whoever ended well, what it has made or brought back.
 MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
 
@@ -295,7 +295,7 @@ def test_a_session_announced_while_sessions_are_listed(stage):
     """ "sessions listed before records": here S announces itself between gc's records and its mark."""
     forgetting("a@0", "a@2")(stage.store)
     gc = stage.enter("G", collecting()).until("put", ".mark")
-    saver = stage.enter("S", saving("a", 3, 3, bases=["b@0"])).until("hold").until("list", "snapshots/")
+    saver = stage.enter("S", saving("a", 3, 3, bases=["b@0"])).until("lock").until("list", "snapshots/")
     assert gc.finish().waiting_for
     saver.finish()
     assert "a@3" in stage.check()
@@ -362,16 +362,16 @@ def test_a_mark_that_was_completed_is_not_acted_upon(stage):
     stage.check()
 
 
-@pytest.mark.parametrize("stand", ["hold", "list", "get_ranges", "put"])
+@pytest.mark.parametrize("stand", ["lock", "list", "get_range", "put"])
 def test_the_parent_is_forgotten_and_collected_while_a_save_deltas_against_it(stage, stand):
     saver = stage.enter("S", saving("a", 3, 3, parent="a@2"))
-    saver.until(stand, {"hold": "sessions/", "list": "gc/", "get_ranges": "", "put": "packs/"}[stand])
+    saver.until(stand, {"lock": "sessions/", "list": "gc/", "get_range": "", "put": "packs/"}[stand])
     forgetting("a@2", "a@0")(stage.store)
     result = collecting()(stage.store)
-    assert bool(result.waiting_for) == (stand != "hold")
+    assert bool(result.waiting_for) == (stand != "lock")
     snapshot = saver.finish()
     assert snapshot.parent is not None
-    assert bool(snapshot.bases) == (stand not in ("hold", "list"))
+    assert bool(snapshot.bases) == (stand not in ("lock", "list"))
     collecting()(stage.store)
     assert "a@3" in stage.check()
 

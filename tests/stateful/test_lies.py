@@ -245,7 +245,7 @@ def play(name: str, k: int | None, lie: str, actors: list[Actor]) -> World:
     scenario(world)
     about = f"{name}: {lie} at {k}: {liar.asked[k] if k is not None and k < len(liar.asked) else ''}; {world.outcome!r}"
     liar.die()
-    store.drop_holds()
+    store.drop_locks()
     try:
         _look(name, world, before)
         if name == "repair":  # what it took for damaged is let out by the next one
@@ -356,7 +356,7 @@ def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepar
             except (IntegrityError, StorageError) as error:
                 stopped += "nothing was deleted" in str(error)
         blind.die()
-        store.drop_holds()
+        store.drop_locks()
         assert committed(store) == before, about
         check_whole(store, about)
     assert stopped
@@ -391,11 +391,11 @@ def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
         save(repository, "a", 4, 4)
         store.asked.clear()
         save(repository, "a", 5, 5)
-    asked = [(one.name, one.key.partition("/")[0]) for one in store.asked if one.name not in ("settle", "is_held")]
+    asked = [(one.name, one.key.partition("/")[0]) for one in store.asked if one.name not in ("sync", "is_locked")]
     beside = [one for one in asked if one[1] not in ("packs", "manifests")]
     session, record = "sessions", "snapshots"
     assert beside == [
-        ("get", "config"), ("hold", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
+        ("get", "config"), ("lock", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
         ("get", session), ("put", record), ("get", record), ("release", session),
     ]  # fmt: skip
 

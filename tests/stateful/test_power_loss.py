@@ -260,7 +260,7 @@ def _check_all(moments):
 
 def test_the_model_finds_a_put_without_fsync(monkeypatch):
     """Or else none of this says anything: a store that does not sync its files, or its directories, is caught."""
-    monkeypatch.setattr("snapstore.storage.local._fsync_directory", lambda *_: None)
+    monkeypatch.setattr("snapstore.storage.atomic_write.fsync_directory", lambda *_: None)
     history.cache_clear()
     try:
         total = len(history("verbs").events)

@@ -151,10 +151,10 @@ def test_a_fence_after_somebody_else_has_taken_the_revision(stage):
     assert (found.revision, found.tags) == (2, ["t"])
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_a_tag_is_never_lost(stage, stand):
     operation, _, part = stand.partition(" ")
-    recode = stage.enter("R", recoding("a@0")).until("hold")
+    recode = stage.enter("R", recoding("a@0")).until("lock")
     recode.until(operation, part)
     tagging("a@0", "t")(stage.store)
     (done,) = recode.finish().recoded
@@ -163,11 +163,11 @@ def test_a_tag_is_never_lost(stage, stand):
     assert stage.check()["a@0"].write_id == done.write_id
 
 
-@pytest.mark.parametrize("stand", ["hold", "list snapshots/", "get_ranges", "put packs/", "put snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 @pytest.mark.parametrize("named", [True, False])
 def test_forgotten_and_collected_meanwhile(stage, stand, named):
     operation, _, part = stand.partition(" ")
-    recode = stage.enter("R", recoding(*["a@0"] * named)).until("hold").until(operation, part)
+    recode = stage.enter("R", recoding(*["a@0"] * named)).until("lock").until(operation, part)
     forgetting("a@0")(stage.store)
     collecting()(stage.store)
     result = recode.finish()
@@ -220,11 +220,11 @@ def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
     assert stage.check()["a@2"].revision == 1
 
 
-@pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/"])
+@pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
 def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
     """The recode of a@2 would share what it made for a@0, which was forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
-    recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("hold")
+    recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("lock")
     recode.until(operation, part)
     forgetting("a@0")(stage.store)
     collecting()(stage.store)

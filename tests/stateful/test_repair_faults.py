@@ -117,7 +117,7 @@ def operations() -> list[tuple[str, str]]:
 
 def points(writes_every: int, reads_every: int) -> list[int]:
     """The operations to try: more of those that change the store."""
-    changing = ("put", "hold", "release", "delete")
+    changing = ("put", "lock", "release", "delete")
     writes = [i for i, (operation, _) in enumerate(operations()) if operation in changing]
     reads = [i for i, (operation, _) in enumerate(operations()) if operation not in changing]
     return sorted(
@@ -251,7 +251,7 @@ def _unless_damaged(gc: Any, store: ObjectStore) -> None:
             assert "nothing was deleted" in str(error)  # noqa: PT017
 
 
-STANDS = ["hold", "list gc/", "list snapshots/", "get_ranges packs/", "put packs/", "put manifests/", "put snapshots/a"]
+STANDS = ["lock", "list gc/", "list snapshots/", "get_range packs/", "put packs/", "put manifests/", "put snapshots/a"]
 
 
 @pytest.mark.parametrize("stand", STANDS)
@@ -274,7 +274,7 @@ def test_what_heals_is_forgotten_and_collected_meanwhile(stand, marked, actors):
         unforgetting(twin)(store)
     repair = Actor("R", store, repairing())
     actors.append(repair)
-    repair.until("put", ".quarantine").until("hold").until(operation, part)
+    repair.until("put", ".quarantine").until("lock").until(operation, part)
     forgetting(twin)(store)
     gc.finish()
     collecting()(store)
@@ -319,17 +319,17 @@ def test_a_check_beside_a_repair_and_a_gc_reports_no_ghosts(actors):
     assert len(result.restorable) == 4  # the forgotten one was collected
 
 
-@pytest.mark.parametrize("stand", ["hold", "put packs/", "put manifests/", "put snapshots/a"])
+@pytest.mark.parametrize("stand", ["lock", "put packs/", "put manifests/", "put snapshots/a"])
 def test_a_repair_paused_past_its_fence_does_not_publish(stand, actors):
     store = clone(wounded())
     repairing(level="metadata")(store)
     operation, _, part = stand.partition(" ")
     repair = Actor("R", store, repairing())
     actors.append(repair)
-    repair.until("put", ".quarantine").until("hold").until(operation, part)
+    repair.until("put", ".quarantine").until("lock").until(operation, part)
     gc = Actor("G", store, collecting(0.0), seen_dead=True)
     actors.append(gc)
     fenced = gc.finish().fenced
-    assert len(fenced) == (stand != "hold")
+    assert len(fenced) == (stand != "lock")
     repair.finish()
     finish(store, stand)

@@ -365,7 +365,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
                 save(repository, "a", 4, 4)
                 save(repository, "a", 5, 5)
                 assert 0.5 < time.monotonic() - began < 5
-                assert "somebody keeps it locked" in caplog.text
+                assert "another process keeps it locked" in caplog.text
             finally:
                 other.kill()
         caplog.clear()
@@ -663,8 +663,8 @@ class CountingStore(MemoryStore):
     def get(self, key, **options):
         return self._count(key, lambda: super(CountingStore, self).get(key, **options))
 
-    def get_ranges(self, key, *args):
-        return self._count(key, lambda: super(CountingStore, self).get_ranges(key, *args))
+    def get_range(self, key, *args):
+        return self._count(key, lambda: super(CountingStore, self).get_range(key, *args))
 
 
 @pytest.fixture(scope="module")
@@ -808,7 +808,7 @@ def test_only_records_that_rule_are_read(tmp_path):
         first = save(repository, "a", 0, 0)
         save(repository, "a", 1, 1)
         repository.tag("a@0", "good")
-        with store._lock:
+        with store._mutex:
             data, info = store._objects[first.key]
             store._objects[first.key] = b"rubbish" + data[7:], info  # history
         index = index_module.Index(store, repository.config.uuid, tmp_path)

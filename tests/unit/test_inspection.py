@@ -211,13 +211,13 @@ def test_only_what_differs_is_read(repo):
     repo.save(a, run="q", step=0)
     repo.save(b, run="q", step=1)
     read = []
-    original = repo.store.get_ranges
+    original = repo.store.get_range
 
-    def counting(key, ranges, into=None):
-        read.extend(n for _, n in ranges)
-        return original(key, ranges, into)
+    def counting(key, offset, length, into=None):
+        read.append(length)
+        return original(key, offset, length, into)
 
-    repo.store.get_ranges = counting
+    repo.store.get_range = counting
     found = by_path(repo.diff("q@0", "q@1"))
     assert (found["big"].status, found["x"].changed_share) == ("same", 1.0)
     assert sum(read) < 30_000

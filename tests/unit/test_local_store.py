@@ -138,7 +138,7 @@ def calls(monkeypatch, root):
     return record
 
 
-@pytest.mark.parametrize("create", ["put", "hold"])
+@pytest.mark.parametrize("create", ["put", "lock"])
 def test_order_of_a_put(calls, root, create):
     store = LocalStore(root, create=True)
     assert calls == [("mkdir", "repo"), ("fsync", ".")]
@@ -193,10 +193,10 @@ def test_an_object_that_exists_is_durable_before_that_is_said(calls, store):
 def test_settle_fsyncs_the_way_there_and_below(calls, store, root):
     (root / "snapshots" / "run").mkdir(parents=True)
     calls.clear()
-    store.settle("snapshots/")
+    store.sync("snapshots/")
     assert {("fsync", "repo"), ("fsync", "repo/snapshots"), ("fsync", "repo/snapshots/run")} <= set(calls)
     calls.clear()
-    store.settle("missing/")
+    store.sync("missing/")
     assert calls == []
 
 
@@ -215,7 +215,7 @@ def fill(store, data):
 def test_a_really_full_disk(mount):
     store = LocalStore(mount("size=256k"))
     store.put("packs/a", b"a" * 64 * 1024)
-    store.hold("sessions/s", b"x")
+    store.lock("sessions/s", b"x")
     with pytest.raises(StorageFullError, match=r"^packs/b .*no space"):
         store.put("packs/b", b"b" * 1024 * 1024)
     assert keys_of(store) == ["packs/a", "sessions/s"]
@@ -264,7 +264,7 @@ def test_short_reads_are_continued(store, monkeypatch):
     data = os.urandom(12_345)
     store.put("a", data)
     assert store.get("a") == data
-    assert store.get_ranges("a", [(17, 12_000)]) == [data[17:12_017]]
+    assert store.get_range("a", 17, 12_000) == data[17:12_017]
 
 
 # --- fsync and other errors ---
@@ -282,7 +282,7 @@ def test_fsync_fails_once(store, monkeypatch):
     store.put("a", b"x")
 
 
-@pytest.mark.parametrize("create", ["put", "hold"])
+@pytest.mark.parametrize("create", ["put", "lock"])
 @pytest.mark.usefixtures("no_leak")
 def test_fsync_of_the_directory_fails_after_the_link(store, monkeypatch, create):
     """An unclear failure: the object may be there; it is not held, and `release` ends it."""
@@ -291,7 +291,7 @@ def test_fsync_of_the_directory_fails_after_the_link(store, monkeypatch, create)
     with pytest.raises(StorageError, match=r"^a/b "):
         getattr(store, create)("a/b", b"x")
     assert temps_of(store) == []
-    assert store.is_held("a/b") is False
+    assert store.is_locked("a/b") is False
     with pytest.raises(AlreadyExistsError):
         store.put("a/b", b"x")
     store.release("a/b")
@@ -359,7 +359,7 @@ def test_read_errors(store, monkeypatch):
         store.get("a")
     failing(monkeypatch, "preadv", errno.EIO)
     with pytest.raises(StorageError, match=r"^a in .*cannot read.*EIO"):
-        store.get_ranges("a", [(0, 1)])
+        store.get_range("a", 0, 1)
 
 
 def test_read_only_mount(mount):
@@ -368,14 +368,14 @@ def test_read_only_mount(mount):
     store.put("packs/a", b"abc")
     mount("remount,ro", root)
     assert store.get("packs/a") == b"abc"
-    assert store.get_ranges("packs/a", [(1, 2)]) == [b"bc"]
+    assert store.get_range("packs/a", 1, 2) == b"bc"
     assert keys_of(store) == ["packs/a"]
-    assert store.is_held("packs/a") is False
+    assert store.is_locked("packs/a") is False
     assert abs(store.now_s() - time.time()) < 300
-    store.settle("packs/")
+    store.sync("packs/")
     for call in (
         lambda: store.put("packs/b", b"x"),
-        lambda: store.hold("sessions/s", b"x"),
+        lambda: store.lock("sessions/s", b"x"),
         lambda: store.delete(["packs/a"]),
         lambda: store.touch("packs/a"),
     ):
@@ -388,13 +388,13 @@ def test_truncated_object(store, root):
     store.put("packs/a", b"x" * 1000)
     os.truncate(root / "packs" / "a", 500)
     with pytest.raises(IntegrityError, match=r"^packs/a in .* at 400\+200: .*500 bytes"):
-        store.get_ranges("packs/a", [(0, 10), (400, 200)])
+        store.get_range("packs/a", 400, 200)
 
 
 def test_truncated_while_read(store, root, monkeypatch):
     store.put("a", b"x" * 1000)
     monkeypatch.setattr(local, "_READ_PIECE_BYTES", 400)
-    for name, call in (("pread", lambda: store.get("a")), ("preadv", lambda: store.get_ranges("a", [(0, 1000)]))):
+    for name, call in (("pread", lambda: store.get("a")), ("preadv", lambda: store.get_range("a", 0, 1000))):
         os.truncate(root / "a", 1000)
         real = getattr(os, name)
 
@@ -420,7 +420,7 @@ def test_only_files_are_objects(store, root):
         for call in (store.get, store.stat, store.touch):
             with pytest.raises(NotFoundError):
                 call(key)
-        assert store.is_held(key) is False
+        assert store.is_locked(key) is False
     store.delete(["folder"])
     assert (root / "folder").is_dir()
 
@@ -436,7 +436,7 @@ def test_a_missing_root_is_no_empty_store(tmp_path):
             lambda store=store: list(store.list("")),
             lambda store=store: list(store.list("packs/")),
             lambda store=store: store.put("a/b", b"x"),
-            lambda store=store: store.settle("packs/"),
+            lambda store=store: store.sync("packs/"),
             lambda store=store: store.clean(),
         ):
             with pytest.raises(StorageError, match="expected a directory, found none"):
@@ -521,7 +521,7 @@ def test_a_bad_inode_hides_no_other_object(store, root, monkeypatch, code):
     assert listed.keys() == {"p/0/x", "p/0/y", "q/x"}
     assert (listed["p/0/x"].size_bytes, listed["p/0/y"].size_bytes) == (0, 1)
     assert store.now_s() - listed["p/0/x"].modified_s < 0, "looks as if nobody had touched it for long"
-    store.settle("p/")
+    store.sync("p/")
     found = store.stat("p/0/x")
     assert (found.size_bytes, found.tag) == (0, "")
     assert abs(store.now_s() - found.modified_s) < 10
@@ -634,10 +634,10 @@ def told(process):
 
 def test_a_forked_worker_does_not_keep_the_session_of_a_dead_trainer(store):
     script = (
-        "store.hold('sessions/a', b'x')\n"
+        "store.lock('sessions/a', b'x')\n"
         "worker = os.fork()\n"
         "if worker == 0:\n"
-        "    assert store.is_held('sessions/a') is True\n"
+        "    assert store.is_locked('sessions/a') is True\n"
         "    store.put('from/worker', b'x')\n"
         "    say(os.getpid())\n"
         "    time.sleep(60)\n"
@@ -647,31 +647,31 @@ def test_a_forked_worker_does_not_keep_the_session_of_a_dead_trainer(store):
     with python(script, store.url) as trainer:
         worker = int(told(trainer))
         try:
-            assert store.is_held("sessions/a") is True
+            assert store.is_locked("sessions/a") is True
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
             os.kill(worker, 0)  # it lives
-            assert store.is_held("sessions/a") is False
+            assert store.is_locked("sessions/a") is False
         finally:
             os.kill(worker, signal.SIGKILL)
     assert keys_of(store) == ["from/worker", "sessions/a"]
 
 
 def test_a_fork_leaves_the_hold_with_the_parent(store):
-    store.hold("sessions/a", b"x")
+    store.lock("sessions/a", b"x")
     child = os.fork()
     if child == 0:
         # No assertion and no pytest in the child: its exit code is the answer.
-        os._exit(0 if not locks._LOCKED_FDS and not locks._HELD_FDS and store.is_held("sessions/a") else 1)
+        os._exit(0 if not locks._LOCKED_FDS and not locks._KEPT_FDS and store.is_locked("sessions/a") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.is_held("sessions/a") is True
+    assert store.is_locked("sessions/a") is True
     store.release("sessions/a")
 
 
 def test_an_executed_program_does_not_keep_the_session(store):
     script = (
         "import subprocess\n"
-        "store.hold('sessions/a', b'x')\n"
+        "store.lock('sessions/a', b'x')\n"
         "say(subprocess.Popen(['sleep', '60'], close_fds=False).pid)\n"
         "time.sleep(60)\n"
     )
@@ -680,7 +680,7 @@ def test_an_executed_program_does_not_keep_the_session(store):
         try:
             trainer.kill()
             trainer.wait()
-            assert store.is_held("sessions/a") is False
+            assert store.is_locked("sessions/a") is False
         finally:
             os.kill(program, signal.SIGKILL)
 
@@ -693,7 +693,7 @@ def test_forks_beside_writing_threads(store):
     def write(me):
         turn = 0
         while not stop.is_set():
-            store.hold(f"s/{me}-{turn}", b"x")
+            store.lock(f"s/{me}-{turn}", b"x")
             store.release(f"s/{me}-{turn}")
             turn += 1
 
@@ -708,7 +708,7 @@ def test_forks_beside_writing_threads(store):
                 try:
                     store.put(f"child/{os.getpid()}", b"x")
                 finally:
-                    os._exit(1 if locks._HELD_FDS or locks._LOCKED_FDS else 0)
+                    os._exit(1 if locks._KEPT_FDS or locks._LOCKED_FDS else 0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         stop.set()
@@ -721,7 +721,7 @@ def test_probes_do_not_hold(store, root):
     store.put("a", b"x")
     with (root / "a").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # another probe, at the same moment
-        assert store.is_held("a") is False
+        assert store.is_locked("a") is False
 
 
 def test_a_file_system_without_locks(store, monkeypatch):
@@ -729,12 +729,12 @@ def test_a_file_system_without_locks(store, monkeypatch):
         raise OSError(errno.ENOSYS, "none")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    store.hold("a", b"x")
-    assert store.is_held("a") is None
+    store.lock("a", b"x")
+    assert store.is_locked("a") is None
     (Path(store.url) / "tmp" / ("0" * 32)).write_bytes(b"x")
     assert store.clean() == 0
     store.release("a")
-    assert store.is_held("a") is False
+    assert store.is_locked("a") is False
 
 
 def test_clean_takes_the_files_of_the_dead_only(store):
@@ -814,7 +814,7 @@ def test_locks_that_always_fail(store, monkeypatch):
         raise BlockingIOError(errno.EWOULDBLOCK, "taken")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(StorageError, match="locked by somebody else"):
+    with pytest.raises(StorageError, match="locked by another process"):
         store.put("a", b"x")
 
 

@@ -55,7 +55,7 @@ def blobs(repository, refs=None):
             for number, offset, length in zip(
                 m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), m.table.ref_lengths.tolist(), strict=True
             ):
-                (data,) = repository.store.get_ranges(pack_key(names[number]), [(offset, length)])
+                data = repository.store.get_range(pack_key(names[number]), offset, length)
                 found[names[number], offset] = blob.parse(data, "")
     return found
 
@@ -135,7 +135,7 @@ def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
                 names.add((listing.header.save_id, listing.header.rank, listing.header.sequence))
                 for entry in listing.entries:
                     offset, length = int(entry["offset"]), int(entry["length"])
-                    (data,) = repo.store.get_ranges(pack_key(name), [(offset, length)])
+                    data = repo.store.get_range(pack_key(name), offset, length)
                     assert blob.entry(data, offset) == entry.tobytes()
                     places.add(name)
     assert len(names) == len(places)

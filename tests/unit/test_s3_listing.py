@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.storage.s3.listing import Listing, read_page
-from snapstore.storage.s3.transport import OddAnswerError
+from snapstore.storage.s3.transport import InvalidAnswerError
 
 OBJECTS = {"p/a b+c": (b"1", 1e9), "p/x/ä": (b"22", 1.1e9), "p/z&": (b"", 1.2e9)}
 PAGE = page_of(OBJECTS, "p/")
@@ -92,7 +92,7 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_page_that_contradicts_itself(name):
-    with pytest.raises(OddAnswerError):
+    with pytest.raises(InvalidAnswerError):
         read_page(CONTRADICTIONS[name], "p/", "now" if b"<ContinuationToken>" in CONTRADICTIONS[name] else None)
 
 
@@ -106,7 +106,7 @@ def test_mutated_pages_are_pages_or_refused(data):
         body[start:end] = data.draw(st.one_of(st.binary(max_size=8), st.just(bytes(body[:start][-40:]))))
     try:
         page = read_page(bytes(body), "p/", "now")
-    except OddAnswerError:
+    except InvalidAnswerError:
         return
     assert all(info.key.startswith("p/") and info.size_bytes >= 0 for info in page.objects)
     assert len({info.key for info in page.objects}) == len(page.objects)
@@ -145,7 +145,7 @@ def test_an_object_that_comes_again(ordered, again):
         random.Random(SEED).shuffle(names)
     whole = pages(names, 7)
     for repeated in (whole[again].replace(b"<NextContinuationToken>t", b"<NextContinuationToken>u"), whole[again]):
-        with pytest.raises(OddAnswerError):
+        with pytest.raises(InvalidAnswerError):
             read([*whole[:4], repeated])
 
 
@@ -153,7 +153,7 @@ def test_a_token_that_comes_again():
     """Not only the last one: such listings go round for ever."""
     whole = pages([f"{n:03}" for n in range(40)], 7)
     whole[3] = whole[3].replace(b"t21<", b"t0<")
-    with pytest.raises(OddAnswerError, match="goes on where"):
+    with pytest.raises(InvalidAnswerError, match="continues where"):
         read(whole)
 
 
@@ -162,7 +162,7 @@ def test_a_page_that_is_refused_leaves_no_trace():
     whole = pages([f"{n:03}" for n in range(21)], 7)
     listing = Listing()
     keys = [info.key for info in listing.add(read_page(whole[0], ""))]
-    with pytest.raises(OddAnswerError):
+    with pytest.raises(InvalidAnswerError):
         listing.add(read_page(whole[0], ""))
     for body in whole[1:]:
         keys += [info.key for info in listing.add(read_page(body, ""))]

@@ -1,6 +1,6 @@
 """What `snapstore doctor` looks at: this machine, and a place for a repository.
 
-Answers with findings and raises nothing. A place is tried out in a trial store inside it (probes.py), which no listing
+Answers with findings and raises nothing. A place is tried out in a sandbox inside it (probes.py), which no listing
 shows, so a living repository is not disturbed and nothing stays behind.
 """
 
@@ -104,8 +104,8 @@ def _trial(store: ObjectStore) -> list[Finding]:
     findings = []
     for name, probe in PROBES.items():
         try:
-            with store.trial() as trial:
-                findings.append(Finding(name, True, probe(trial)))
+            with store.sandbox() as sandbox:
+                findings.append(Finding(name, True, probe(sandbox)))
         except (SnapstoreError, Unfit) as error:
             findings.append(Finding(name, False, str(error)))
     return findings

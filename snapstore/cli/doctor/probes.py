@@ -1,4 +1,4 @@
-"""What `snapstore doctor` tries out in a place: each promise of a store that the protocol builds on, in an empty trial.
+"""Probes of `snapstore doctor`: try out each promise of a store that the protocol builds on, in an empty sandbox.
 
 Every probe takes an empty store and says in plain words what it found; `Unfit` carries a verdict.
 """
@@ -101,7 +101,7 @@ def _ranges(store: ObjectStore) -> str:
     data = bytes(range(256)) * 1024
     store.put("probe/ranges", data)
     wanted = [(0, 1), (1000, 3000), (len(data) - 1, 1)]
-    got = [bytes(view) for view in store.get_ranges("probe/ranges", wanted)]
+    got = [bytes(store.get_range("probe/ranges", offset, length)) for offset, length in wanted]
     if got != [data[offset : offset + length] for offset, length in wanted]:
         raise Unfit("parts of an object come back other than they are")
     return "parts of objects come back as they are"
@@ -119,8 +119,8 @@ def _deletes(store: ObjectStore) -> str:
 
 
 def _life(store: ObjectStore) -> str:
-    store.hold("probe/held", b"")
-    held = store.is_held("probe/held")
+    store.lock("probe/held", b"")
+    held = store.is_locked("probe/held")
     store.touch("probe/held")
     store.release("probe/held")
     if held is False:
@@ -150,7 +150,7 @@ def _rate(store: ObjectStore) -> str:
     began = time.perf_counter()
     store.put("probe/rate", data)
     up_s, began = time.perf_counter() - began, time.perf_counter()
-    store.get_ranges("probe/rate", [(0, RATE_BYTES)])
+    store.get_range("probe/rate", 0, RATE_BYTES)
     down_s = time.perf_counter() - began
     return f"{human_bytes(int(RATE_BYTES / up_s))}/s to the store, {human_bytes(int(RATE_BYTES / down_s))}/s back"
 

@@ -1,16 +1,17 @@
 """Deadlines: every request to a server ends in time, whatever it waits for.
 
-In: the sockets that requests use. Out: at the deadline of a request its connection is shut, so that whatever waits for
-it (a handshake, a status line, headers, a body, room to send) fails at once. Time-outs of single reads and writes
-cannot do that: a server that gives a byte a second meets each of them.
+In: the sockets of requests. Out: at a request's deadline its connection is shut, so whatever waits for it (a handshake,
+a status line, headers, a body, room to send) fails at once. Timeouts of single reads and writes cannot do that: a
+server that sends one byte a second never exceeds them.
 
-One thread watches all requests of a process. It starts with the first request and is a daemon; a forked child starts
-its own. Looking a host up and connecting have no socket yet: they run in a thread that is left behind (`in_time`).
+One daemon thread watches all requests of a process. It starts with the first request; a forked child starts its own.
+Host lookup and connecting have no socket yet: they run in a thread that is abandoned if it is late
+(`run_with_timeout`).
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # socket.getaddrinfo imports it, which no thread of ours may be the first to do
+import encodings.idna  # noqa: F401  # socket.getaddrinfo imports it; see threads.py
 import os
 import socket
 import threading
@@ -21,17 +22,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Bodies must move at this rate at least, in both directions [bytes/s].
+#: The lowest rate at which a body must move, in both directions [bytes/s].
 SLOWEST_BYTES_PER_S = 32 * 1024
 
 
 class Deadline:
-    """When one request must be over: `seconds` from now, and more for each piece of a body (`allow`).
+    """The time limit of one request: `seconds` from now, and more for each piece of a body (`allow`).
 
-    Any thread may call anything; `end` exactly then when the request is over, and at once on failure.
+    Any thread may call anything. Call `end` when the request is over, also after a failure.
 
     Attributes:
-        expired: whether its connection was shut.
+        expired: Whether the connection was shut.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -40,17 +41,17 @@ class Deadline:
         _watchdog.add(self)
 
     def left_s(self) -> float:
-        """Until the deadline, or 0."""
+        """Return the time until the deadline, or 0."""
         return max(0.0, self.ends_s - time.monotonic())
 
     def allow(self, size_bytes: int) -> None:
-        """Give the next piece of a body its time. What earlier pieces did not need is not kept: a stall is one."""
+        """Add the time for the next piece of a body; time that earlier pieces did not use is not kept."""
         self.ends_s = min(self.ends_s, time.monotonic() + self._seconds) + size_bytes / SLOWEST_BYTES_PER_S
 
-    def guard(self, sock: socket.socket) -> None:
-        """Shut the connection of `sock` at the deadline, in place of an earlier one's.
+    def watch(self, sock: socket.socket) -> None:
+        """Shut the connection of `sock` at the deadline; the connection before it is watched no more.
 
-        A duplicate is kept: TLS takes the socket away from its object, and a closed one's number may be another's.
+        A duplicate is kept: TLS detaches the socket from its object, and the number of a closed one may be reused.
         """
         mine = socket.socket(sock.family, sock.type, sock.proto, fileno=socket.dup(sock.fileno()))
         with _watchdog.changed:
@@ -61,16 +62,16 @@ class Deadline:
             before.close()
 
     def shut(self) -> None:
-        """Shut the connection; for the watchdog."""
+        """Shut the connection (for the watchdog)."""
         self.expired = True
         if self._socket is not None:
-            with suppress(OSError):  # the other end has closed it
+            with suppress(OSError):  # the server has closed it
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             self._socket = None
 
     def end(self) -> None:
-        """The request is over; may be repeated."""
+        """End the request; a second call does nothing."""
         with _watchdog.changed:
             _watchdog.active.discard(self)
             before, self._socket = self._socket, None
@@ -79,7 +80,7 @@ class Deadline:
 
 
 class _Watchdog:
-    """The thread that shuts connections."""
+    """The thread that shuts connections at their deadlines."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -92,7 +93,7 @@ class _Watchdog:
             self.active.add(deadline)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="snapstore-deadlines", daemon=True)
-                with suppress(RuntimeError):  # no threads any more, as at exit: time-outs of sockets remain
+                with suppress(RuntimeError):  # at exit no thread can start: socket timeouts remain
                     thread.start()
                     self._thread = thread
             elif deadline.ends_s < self._wakes_s:
@@ -112,23 +113,23 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def _begin_again() -> None:
-    """In a forked child: its parent's requests are none of its own, and its parent's thread is not there."""
+def _restart_in_child() -> None:
+    """Start with no requests in a forked child, which has none of its parent's requests or threads."""
     global _watchdog
     _watchdog = _Watchdog()
 
 
-os.register_at_fork(after_in_child=_begin_again)
+os.register_at_fork(after_in_child=_restart_in_child)
 
 
-def in_time(work: Callable[[], T], seconds: float, too_late: Callable[[T], object] = lambda result: None) -> T:
-    """The result of `work`, which runs in a thread; for calls that nothing can interrupt, such as of a resolver.
+def run_with_timeout(work: Callable[[], T], seconds: float, discard: Callable[[T], object] = lambda result: None) -> T:
+    """Run `work` in a thread and return its result; for calls that nothing can interrupt, such as a host lookup.
 
     Args:
-        too_late: gets a result that comes after its time.
+        discard: Receives a result that comes too late.
 
     Raises:
-        TimeoutError: it takes longer; the thread goes on alone.
+        TimeoutError: `work` takes longer; its thread goes on alone.
     """
     lock, done = threading.Lock(), threading.Event()
     results: list[T] = []
@@ -138,19 +139,19 @@ def in_time(work: Callable[[], T], seconds: float, too_late: Callable[[T], objec
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             failures.append(error)
         else:
             with lock:
                 results.append(result)
                 late = left
             if late:
-                too_late(result)
+                discard(result)
         done.set()
 
     try:
-        threading.Thread(target=run, name="snapstore-in-time", daemon=True).start()
-    except RuntimeError:  # no threads any more, as at exit
+        threading.Thread(target=run, name="snapstore-timeout", daemon=True).start()
+    except RuntimeError:  # at exit no thread can start
         return work()
     done.wait(seconds)
     with lock:

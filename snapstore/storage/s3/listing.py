@@ -1,11 +1,11 @@
-"""Pages of a listing, read from their bytes: a page that contradicts itself, or an earlier one, is no page.
+"""Listings: parse the pages of a listing, and refuse a page that contradicts itself or an earlier one.
 
-In: XML. Out: objects, and where the listing goes on. botocore takes an empty body for an empty listing, any word but
-"true" for false, and another operation's answer for whatever it lacks. A page that is believed too soon makes live
+In: XML. Out: objects, and where the listing continues. botocore takes an empty body for an empty listing, any word but
+"true" for false, and the answer to another operation for a page with missing fields. If a wrong page is believed, live
 objects look deleted, and a gc deletes them.
 
-No order is demanded: directory buckets, and servers that walk a file system, have another one than S3's. Every object
-comes once: where names do not ascend, each is looked up among all before.
+No order is required: directory buckets, and servers that walk a file system, do not sort as S3 does. Every object comes
+once: if names do not ascend, each is looked up among all before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
 from ..base import ObjectInfo
-from .transport import OddAnswerError
+from .transport import InvalidAnswerError
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _ECHOES = {"Prefix", "ContinuationToken"}
@@ -27,11 +27,11 @@ _ECHOES = {"Prefix", "ContinuationToken"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One answer.
+    """One page of a listing.
 
     Attributes:
-        objects: with their whole names for keys, and times in whole seconds, since HEAD has no others.
-        token: where the listing goes on; None: it is over.
+        objects: Their keys are whole names; their times are whole seconds, as in an answer to HEAD.
+        token: Where the listing continues; None on the last page.
     """
 
     objects: list[ObjectInfo]
@@ -39,41 +39,41 @@ class Page:
 
 
 def read_page(body: bytes, prefix: str, token: str | None = None) -> Page:
-    """The page that `body` is, as the answer to a listing of `prefix` from `token` on.
+    """Parse `body` as a page of the listing of `prefix` that continues at `token`.
 
     Raises:
-        OddAnswerError: it is none, or not of this listing, or does not hang together.
+        InvalidAnswerError: It is not a page, not of this listing, or contradicts itself.
     """
-    if b"<!" in body:  # a document type with entities, a comment: S3 sends none
-        raise OddAnswerError("a page with declarations")
+    if b"<!" in body:  # a document type with entities, or a comment: S3 sends neither
+        raise InvalidAnswerError("a page with declarations")
     try:
         root = ElementTree.fromstring(body)
-    except (ElementTree.ParseError, ValueError, LookupError):  # no XML, or in an encoding that nobody knows
-        raise OddAnswerError("a page that is no XML") from None
+    except (ElementTree.ParseError, ValueError, LookupError):  # not XML, or in an unknown encoding
+        raise InvalidAnswerError("a page that is not XML") from None
     fields, entries = _fields(root, {"Contents", "CommonPrefixes"})
     if _local(root.tag) != "ListBucketResult":
-        raise OddAnswerError("an answer to another request")
+        raise InvalidAnswerError("an answer to another request")
     encoding = fields.get("EncodingType", "")
     if encoding not in ("", "url"):
-        raise OddAnswerError("names in an unknown encoding")
+        raise InvalidAnswerError("a page with names in an unknown encoding")
     for name, wanted in (("Prefix", prefix), ("ContinuationToken", token or "")):
         got = fields.get(name, wanted)
         if got != wanted and not (encoding and unquote_plus(got) == wanted):
-            raise OddAnswerError(f"a page of another listing (its {name} differs)")
+            raise InvalidAnswerError(f"a page of another listing (its {name} differs)")
     objects = [_object(entry, prefix, encoding == "url") for entry in entries]
     if len({info.key for info in objects}) < len(objects):
-        raise OddAnswerError("a page that shows an object twice")
+        raise InvalidAnswerError("a page that shows an object twice")
     if "KeyCount" in fields and fields["KeyCount"] != str(len(objects)):
-        raise OddAnswerError(f"a page of {len(objects)} objects that claims another number of them")
+        raise InvalidAnswerError(f"a page of {len(objects)} objects that claims another number")
     truncated, following = fields.get("IsTruncated"), fields.get("NextContinuationToken", "")
     if truncated not in ("true", "false"):
-        raise OddAnswerError("a page that does not say whether it is the last")
+        raise InvalidAnswerError("a page that does not say whether it is the last")
     if truncated == "true" and not following:
-        raise OddAnswerError("there is more, and the page does not say where")
+        raise InvalidAnswerError("a page that is not the last, and does not say where to continue")
     if truncated == "false" and following:
-        raise OddAnswerError("the page is the last, and says where to go on")
+        raise InvalidAnswerError("a page that is the last, and says where to continue")
     if following and not objects:
-        raise OddAnswerError("a page without objects that is not the last")
+        raise InvalidAnswerError("a page without objects that is not the last")
     return Page(objects, following or None)
 
 
@@ -82,7 +82,7 @@ def _local(tag: str) -> str:
 
 
 def _fields(element: ElementTree.Element, repeated: set[str]) -> tuple[dict[str, str], list[ElementTree.Element]]:
-    """(text by name, the elements that may come more than once)."""
+    """Return (text by name, elements that may come more than once)."""
     fields: dict[str, str] = {}
     entries = []
     for child in element:
@@ -90,7 +90,7 @@ def _fields(element: ElementTree.Element, repeated: set[str]) -> tuple[dict[str,
         if name in repeated:
             entries.append(child)
         elif fields.setdefault(name, child.text or "") != (child.text or ""):
-            raise OddAnswerError(f"a page with two of {name[:40]}")
+            raise InvalidAnswerError(f"a page with two of {name[:40]}")
     return fields, entries
 
 
@@ -98,42 +98,42 @@ def _object(entry: ElementTree.Element, prefix: str, encoded: bool) -> ObjectInf
     fields, _ = _fields(entry, {"ChecksumAlgorithm"})
     name = unquote_plus(fields["Key"]) if encoded and "Key" in fields else fields.get("Key", "")
     if not name or not name.startswith(prefix) or _local(entry.tag) != "Contents":
-        raise OddAnswerError("a page with an entry that is no object under the prefix")
+        raise InvalidAnswerError("a page with an entry that is not an object under the prefix")
     size, when = fields.get("Size", ""), fields.get("LastModified", "")
     try:
         modified = datetime.fromisoformat(when)
     except ValueError:
         modified = None
     if not _NUMBER.fullmatch(size) or modified is None or modified.tzinfo is None:
-        raise OddAnswerError("a page with an object whose size or date cannot be read")
+        raise InvalidAnswerError("a page with an object whose size or date cannot be read")
     return ObjectInfo(name, int(size), float(int(modified.timestamp())), fields.get("ETag", "").strip('"'))
 
 
 class Listing:
-    """What one listing has shown; memory: 8 bytes an object, as long as names ascend."""
+    """The objects that one listing has returned so far; 8 bytes of memory per object while names ascend."""
 
     def __init__(self) -> None:
         self._tokens: set[str] = set()
         self._last = ""
         self._hashes = array("q")
-        self._known: set[int] | None = None  # once they do not
+        self._known: set[int] | None = None  # from the first name that does not ascend
 
     def add(self, page: Page) -> Iterator[ObjectInfo]:
-        """The objects of the next page.
+        """Return the objects of the next page.
 
         Raises:
-            OddAnswerError: it has some again, or goes on where the listing was before; nothing is added then.
+            InvalidAnswerError: It repeats an object or a token of an earlier page; nothing is added then.
         """
         names = [info.key for info in page.objects]
         if page.token in self._tokens:
-            raise OddAnswerError("a page that goes on where the listing has been")
+            raise InvalidAnswerError("a page that continues where an earlier one did")
         hashes = list(map(hash, names))
         ascends = all(one < other for one, other in zip([self._last, *names], names, strict=False))
         if self._known is None and not ascends:
             self._known = set(self._hashes)
         if self._known is not None:
             if not self._known.isdisjoint(hashes):
-                raise OddAnswerError("a page with objects that an earlier one has")
+                raise InvalidAnswerError("a page with objects that an earlier one has")
             self._known.update(hashes)
         else:
             self._hashes.extend(hashes)

@@ -1,9 +1,9 @@
-"""Signs of life of held objects whose store has no locks: a locked file in this machine's cache folder for each.
+"""Liveness locks: which objects of a store without locks are locked by a live process of this machine.
 
-In: keys of objects, with what tells their store from others. A sign ends with `end` or with its process, however that
-dies, so a gc on this machine knows the dead without a clock. Where there can be no sign (a cache that is read-only, on
-a network, or not the user's alone), nothing is known, and heartbeats alone decide. A file without its object does no
-harm.
+In: keys of objects, and the place of their store. Out: a locked file in this machine's cache folder for each key. The
+lock ends with `end` or with its process, however that dies, so a gc on this machine recognizes dead sessions without a
+clock. If the cache cannot be used (it is read-only, on a network, or others can write to it), nothing is known, and
+heartbeats alone decide. A lock file without its object is harmless.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from contextlib import suppress
 
 from ..cache_dir import cache_folder, refusal
 from ..folders import closing, open_root
-from ..locks import drop_temp, is_locked, keep, let_go, open_temp
+from ..locks import drop_temp, is_locked, keep_locked, open_temp, unlock
 
 
-class Signs:
-    """The signs of one store; `place` tells it from others."""
+class LivenessLocks:
+    """The liveness locks of one store.
+
+    Args:
+        place: Identifies the store (`ObjectStore.place`).
+    """
 
     def __init__(self, place: str) -> None:
         cache = cache_folder()
@@ -26,7 +30,7 @@ class Signs:
         self._folder = None if refusal(cache) else cache / "held"
 
     def begin(self, key: str) -> bool:
-        """Give a sign; False if there is one already, or none can be given."""
+        """Take the lock of a key; return False if it is taken already, or the cache cannot be used."""
         if self._folder is None:
             return False
         name = self._name(key)
@@ -42,21 +46,21 @@ class Signs:
                 except OSError:
                     drop_temp(fd, folder, temp)
                     raise
-                keep(fd, f"{self._folder}/{name}")
+                keep_locked(fd, f"{self._folder}/{name}")
         except OSError:
             return False
         return True
 
     def end(self, key: str) -> None:
-        """Take the sign away, whoever gave it."""
+        """Drop the lock of a key and remove its file, also another process's."""
         if self._folder is not None:
             file = self._folder / self._name(key)
             with suppress(OSError):
                 file.unlink(missing_ok=True)
-            let_go(str(file))
+            unlock(str(file))
 
-    def alive(self, key: str) -> bool | None:
-        """Whether a live process of this machine gives a sign; None if none ever has."""
+    def is_alive(self, key: str) -> bool | None:
+        """Return whether a live process of this machine has the lock; None if no process here ever took it."""
         if self._folder is None:
             return None
         try:

@@ -1,14 +1,13 @@
-"""Reading from a bucket: whole objects and ranges, by several requests at once, and bodies that break off.
+"""Reads from a bucket: whole objects and ranges, long ones by several requests at once.
 
-In: keys and ranges. Out: all bytes, or an error; never fewer. A body that breaks off is asked for again from where it
-broke, and each body as a whole has an end of its time, so a server that gives a byte now and then holds nobody up.
+In: keys and ranges. Out: all bytes, or an error; never fewer. If a body breaks off, the rest is requested from there. A
+time limit holds for each body as a whole, so a server that sends a byte now and then cannot block a reader.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -16,32 +15,40 @@ import numpy as np
 
 from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
-from ..base import GET_LIMIT_BYTES, check_into, check_limit, check_range, short
-from .client import Failure, guarded, pause, status_of
+from ..base import GET_LIMIT_BYTES, check_limit, check_range, memory_for, too_short
 from .deadline import SLOWEST_BYTES_PER_S
-from .ranges import Piece, plan_pieces
+from .failures import Failure, guarded, pause, status_of
 from .requests import Answer, Requests
-from .transport import OddAnswerError
+from .transport import InvalidAnswerError
 
 READ_PIECE_BYTES = 256 * 1024
-#: Of ranges that claim to end further out than any of our objects, the object's size is asked for first.
-ASK_FIRST_BYTES = 64 * 1024**3
+#: A longer range is read by several requests at once: one connection gives 50 to 100 MB/s.
+PIECE_BYTES = 8 * 1024 * 1024
+#: A range that ends beyond this is read only after the object's size is known: our objects are all smaller.
+STAT_FIRST_BYTES = 64 * 1024**3
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
+def split_range(length: int) -> list[tuple[int, int]]:
+    """Return (start, length) of the pieces that a range is read in: equally long, each at most PIECE_BYTES."""
+    count = -(-length // PIECE_BYTES)
+    size = -(-length // count) if count else 1
+    return [(start, min(size, length - start)) for start in range(0, length, size)]
+
+
 class Reader:
-    """The reading half of a store in a bucket.
+    """The read operations of a store in a bucket.
 
     Args:
-        threads: for requests of one call that are under way at once.
-        read_timeout_s: how long an attempt waits for an answer.
+        threads: Run the concurrent requests of one call.
+        read_timeout_s: How long an attempt waits for an answer.
     """
 
     def __init__(self, requests: Requests, threads: Threads, read_timeout_s: float) -> None:
         self._requests, self._threads, self._read_timeout_s = requests, threads, read_timeout_s
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
-        """All bytes of `key`; see `ObjectStore.get`."""
+        """Return all bytes of `key`; see `ObjectStore.get`."""
         answer: Answer = self._requests.ask(key, "read", self._get_whole, key)
         with self._requests.failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._requests.length_of(key, answer)
@@ -50,46 +57,41 @@ class Reader:
             self._fill(key, 0, view, size_bytes, answer)
         return view.tobytes()
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview] | None
-    ) -> list[memoryview]:
-        """One view per range; see `ObjectStore.get_ranges`. Neighbours are read together, long ranges in pieces."""
-        if any(offset < 0 or length < 0 for offset, length in ranges):
-            self._requests.stat(key)  # a missing object is the graver news
-        for offset, length in ranges:
-            check_range(key, offset, length)
-        pieces: list[Piece] = []
-        last: tuple[Piece, Answer] | None = None  # its answer says how long the object is, before anything is written
-        if ranges and max(offset + length for offset, length in ranges) <= ASK_FIRST_BYTES:
-            pieces = plan_pieces(ranges)
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None) -> memoryview:
+        """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
+        if offset < 0 or length < 0:
+            self._requests.stat(key)  # that the object is missing is the more important error
+        check_range(key, offset, length)
+        pieces = split_range(length) if offset + length <= STAT_FIRST_BYTES else []
+        last: Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
         with self._requests.failures(key, "read"):
             if pieces:
-                answer, size_bytes = self._open_range(key, pieces[-1].offset, pieces[-1].length)
-                last = pieces[-1], answer
+                last, size_bytes = self._open_range(key, offset + pieces[-1][0], pieces[-1][1])
             else:
                 size_bytes = self._requests.stat(key).size_bytes
             try:
-                for offset, length in ranges:
-                    if offset + length > size_bytes:
-                        raise short(key, self._requests.url, offset, length, size_bytes)
-                check_into(key, ranges, into)
-                # not bytearrays: those would be zeroed first
-                views = into if into is not None else [np.empty(length, np.uint8).data for _, length in ranges]
-                self._read_pieces(key, pieces or plan_pieces(ranges), views, size_bytes, last)
+                if offset + length > size_bytes:
+                    raise too_short(key, self._requests.url, offset, length, size_bytes)
+                view = memory_for(key, length, into)
+                self._read_pieces(key, offset, view, size_bytes, last)
             finally:
                 if last is not None:
-                    last[1]["Body"].close()
-        return list(views)
+                    last["Body"].close()
+        return view
 
     def _get_whole(self, **request: Any) -> Answer:
         answer: Answer = self._requests.client.get_object(**request)
         if "ContentRange" in answer:
             answer["Body"].close()
-            raise OddAnswerError("a part of an object that was asked for whole")
+            raise InvalidAnswerError("a part of an object in answer to a request for all of it")
         return answer
 
     def _open_range(self, key: str, offset: int, length: int) -> tuple[Answer, int]:
-        """(answer to a ranged GET, size of the object); IntegrityError when the object ends before the range begins."""
+        """Return (answer to a ranged GET, size of the object).
+
+        Raises:
+            IntegrityError: The object ends before the range begins.
+        """
 
         def get(**request: Any) -> tuple[Answer, int]:
             answer: Answer = self._requests.client.get_object(**request)
@@ -98,7 +100,7 @@ class Reader:
             first, last, size_bytes = map(int, match.groups()) if match else (-1, -1, -1)
             if (first, last) != (offset, min(offset + length, size_bytes) - 1):
                 answer["Body"].close()
-                raise OddAnswerError("another range than the one that was asked for")
+                raise InvalidAnswerError("another range than the requested one")
             return answer, size_bytes
 
         wanted = f"bytes={offset}-{offset + length - 1}"
@@ -107,24 +109,18 @@ class Reader:
         except SnapstoreError as error:
             if status_of(error) != 416:
                 raise
-            raise short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
+            raise too_short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
         return opened
 
-    def _read_pieces(
-        self, key: str, pieces: Sequence[Piece], views: Sequence[memoryview], size_bytes: int,
-        last: tuple[Piece, Answer] | None,
-    ) -> None:  # fmt: skip
-        """Fill the views; `last` is a piece whose answer is here already."""
+    def _read_pieces(self, key: str, offset: int, view: memoryview, size_bytes: int, last: Answer | None) -> None:
+        """Fill `view` from `offset` on; `last` is the answer to its last piece, if that was requested already."""
+        pieces = split_range(len(view))
 
-        def read(piece: Piece) -> None:
-            share = piece.shares[0]
-            whole = len(piece.shares) == 1
-            view = views[share.which][share.start :][: share.length] if whole else np.empty(piece.length, np.uint8).data
-            answer = last[1] if last is not None and piece is last[0] else None
+        def read(piece: tuple[int, int]) -> None:
+            start, length = piece
             with self._requests.failures(key, "read"):
-                self._fill(key, piece.offset, view, size_bytes, answer)
-            for share in () if whole else piece.shares:
-                views[share.which][share.start :][: share.length] = view[share.at :][: share.length]
+                answer = last if piece == pieces[-1] else None
+                self._fill(key, offset + start, view[start : start + length], size_bytes, answer)
 
         if len(pieces) > 1:
             self._threads.start(read, pieces[::-1])()
@@ -133,20 +129,20 @@ class Reader:
                 read(piece)
 
     def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: Answer | None) -> None:
-        """Fill `view` with what begins at `offset`; a body that breaks off is asked for again from there."""
+        """Fill `view` from `offset` on; if a body breaks off, request the rest from there."""
         done = failures = 0
         ends_s = time.monotonic() + self._requests.attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
         while done < len(view):
-            if answer is None:  # its failures are final: they have been tried often enough
+            if answer is None:  # its failures are final: it was retried already
                 answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
                 if now_bytes != size_bytes:
                     answer["Body"].close()
-                    raise short(key, self._requests.url, offset, len(view), now_bytes)
+                    raise too_short(key, self._requests.url, offset, len(view), now_bytes)
             try:
                 while done < len(view):
-                    # not readinto: old releases of botocore have none, and urllib3's copies as well
+                    # not readinto: old releases of botocore lack it, and urllib3's copies too
                     data = guarded(answer["Body"].read, min(READ_PIECE_BYTES, len(view) - done))
-                    if not data:  # of an answer that says less than its range
+                    if not data:  # the answer has fewer bytes than its range
                         raise Failure("ShortBody", "the body broke off; check the network, then try again")
                     view[done : done + len(data)] = data
                     done += len(data)
@@ -157,8 +153,8 @@ class Reader:
                     raise
                 if time.monotonic() > ends_s:
                     raise StorageError(
-                        f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came in the time "
-                        "there is; check the network and the server, then try again"
+                        f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came within "
+                        "the time limit; check the network and the server, then try again"
                     ) from None
                 pause(failures)
             finally:

@@ -1,13 +1,13 @@
-"""How requests reach a server: botocore's HTTP session, with a deadline for each; no connection in doubt is used again.
+"""Transport: botocore's HTTP session with a deadline for each request; no connection in doubt is reused.
 
 In: requests that botocore has signed. Out: its answers, with bodies that end in time and are no larger than allowed.
 
-- A connection is used again only after an answer that S3 gives to a request that went out whole. After any other
-  (1xx, a redirect, a refusal before the body was sent) a late answer would become the next request's.
+- A connection is reused only after an answer that S3 gives to a request that was sent whole. After any other answer
+  (1xx, a redirect, a refusal before the body was sent), a late answer would become that of the next request.
 - Bodies that are not streamed are read here, up to `ANSWER_LIMIT_BYTES`.
 
-botocore has no interface for this. Used of it and of urllib3, all there since botocore 1.36: the session's table of
-pool classes, and methods of connections and pools that botocore or urllib3 themselves override.
+botocore has no interface for this. The code relies on parts of botocore and urllib3 that exist since botocore 1.36: the
+session's table of pool classes, and methods of connections and pools that botocore or urllib3 override themselves.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from botocore import awsrequest
 from botocore import exceptions as aws
 from urllib3.exceptions import ConnectTimeoutError
 
-from .deadline import SLOWEST_BYTES_PER_S, Deadline, in_time
+from .deadline import SLOWEST_BYTES_PER_S, Deadline, run_with_timeout
 
-#: A page of a thousand of the longest names takes 4 MB; answers to other requests are smaller.
+#: The most bytes of an answer. A page of a thousand of the longest names has 4 MB; other answers are smaller.
 ANSWER_LIMIT_BYTES = 8 * 1024**2
 PIECE_BYTES = 64 * 1024
-#: What S3 answers to requests that it has read whole.
-_LEAVES_IN_ORDER = {200, 204, 206, 404}
-_MAX_LINES, _MAX_LINE_BYTES = 100, 64 * 1024  # as http.client has them
+#: The statuses of S3's answers to requests that it has read whole.
+_REUSABLE_STATUS = {200, 204, 206, 404}
+_MAX_LINES, _MAX_LINE_BYTES = 100, 64 * 1024  # the limits of http.client
 _NOT_IN_HEADERS = re.compile(rb"[\r\n\0]")
 
 
-class OddAnswerError(aws.HTTPClientError):
-    """An answer that S3 does not give to such a request; the same request may get a better one."""
+class InvalidAnswerError(aws.HTTPClientError):
+    """The answer is not one that S3 gives to such a request; a retry may get a better one."""
 
     fmt = "{why}"
 
@@ -48,52 +48,52 @@ class OddAnswerError(aws.HTTPClientError):
 
 
 class UnsendableError(aws.BotoCoreError):
-    """A request that no header can carry: a credential or an option holds the end of a line."""
+    """The request cannot be sent: a credential or an option has characters that no header can carry."""
 
 
 class _Current(threading.local):
-    """Of the request that this thread sends."""
+    """The deadline and the body of the request that this thread sends."""
 
     deadline: Deadline | None = None
-    body: _Body | None = None  # until botocore has given it to its caller
+    body: _Body | None = None  # until botocore returns it to the caller
 
 
 _current = _Current()
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
-    """What was sent, and waits in the kernel for a slow line; 0 where it does not tell."""
+    """Return the sent bytes that wait in the kernel for a slow line; 0 if the kernel does not tell."""
     try:
         return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:
         return 0
 
 
-class _Watched:
-    """What our connections do besides; a mixin before botocore's."""
+class _DeadlineConnection:
+    """Puts a connection under the deadline of its request; a mixin before botocore's connections."""
 
-    leaves_in_order = False
+    is_reusable = False
 
     def _new_conn(self) -> socket.socket:
         deadline, connect = _current.deadline, super()._new_conn  # type: ignore[misc]
         if deadline is None:
             return connect()  # type: ignore[no-any-return]
         try:
-            sock: socket.socket = in_time(connect, deadline.left_s(), socket.socket.close)
+            sock: socket.socket = run_with_timeout(connect, deadline.left_s(), socket.socket.close)
         except TimeoutError:
             raise ConnectTimeoutError(self, "no connection in time") from None
-        deadline.guard(sock)
+        deadline.watch(sock)
         return sock
 
     def request(self, *args: Any, **options: Any) -> Any:
-        self.leaves_in_order = False
+        self.is_reusable = False
         sock = getattr(self, "sock", None)
         if sock is not None and _current.deadline is not None:
-            _current.deadline.guard(sock)
+            _current.deadline.watch(sock)
         return super().request(*args, **options)  # type: ignore[misc]
 
     def send(self, data: Any) -> None:
-        if hasattr(data, "read"):  # urllib3 1 has files sent by http.client, whole
+        if hasattr(data, "read"):  # urllib3 1 leaves files to http.client, which sends them whole
             while piece := data.read(PIECE_BYTES):
                 self.send(piece)
             return
@@ -104,20 +104,20 @@ class _Watched:
     def getresponse(self) -> Any:
         sock: socket.socket | None = getattr(self, "sock", None)
         if sock is not None and _current.deadline is not None and (queued := _unsent_bytes(sock)):
-            _current.deadline.allow(queued)  # a slow line: there is no answer before these have left
+            _current.deadline.allow(queued)  # a slow line: the answer comes after these are sent
             self.timeout: float = self.timeout + queued / SLOWEST_BYTES_PER_S
-            sock.settimeout((sock.gettimeout() or 0) + queued / SLOWEST_BYTES_PER_S)  # which urllib3 1 has set already
+            sock.settimeout((sock.gettimeout() or 0) + queued / SLOWEST_BYTES_PER_S)  # urllib3 1 has set it already
         response = super().getresponse()  # type: ignore[misc]
-        sent_whole = not getattr(self, "_response_received", False)  # else the answer came in place of "go on"
+        sent_whole = not getattr(self, "_response_received", False)  # else it came in place of "100 Continue"
         if not sent_whole and response.status < 300:
             response.close()
-            raise http.client.HTTPException("success, of a request whose body was not sent")
+            raise http.client.HTTPException("success, for a request whose body was not sent")
         framed_once = not {"transfer-encoding", "content-length"} <= {name.lower() for name in response.headers}
-        self.leaves_in_order = response.status in _LEAVES_IN_ORDER and sent_whole and framed_once
+        self.is_reusable = response.status in _REUSABLE_STATUS and sent_whole and framed_once
         return response
 
     def _consume_headers(self, fp: Any) -> None:
-        """Those after a 100; botocore's own never returns when the connection ends among them."""
+        """Read the headers after a 100; botocore's own loops forever if the connection ends among them."""
         for _ in range(_MAX_LINES):
             line = fp.readline(_MAX_LINE_BYTES)
             if line in (b"\r\n", b"\n"):
@@ -128,11 +128,11 @@ class _Watched:
 
 
 class _Pool:
-    """A mixin before botocore's pools."""
+    """Reuses only connections that are in order; a mixin before botocore's pools."""
 
     def _put_conn(self, conn: Any) -> None:
-        if conn is not None and not conn.leaves_in_order:
-            conn.close()  # it connects anew when it is used
+        if conn is not None and not conn.is_reusable:
+            conn.close()  # it connects again at its next use
         super()._put_conn(conn)  # type: ignore[misc]
 
 
@@ -142,11 +142,11 @@ _PlainPool: Any = awsrequest.AWSHTTPConnectionPool
 _SecurePool: Any = awsrequest.AWSHTTPSConnectionPool
 
 
-class _PlainConnection(_Watched, _Plain):  # type: ignore[misc]
+class _PlainConnection(_DeadlineConnection, _Plain):  # type: ignore[misc]
     pass
 
 
-class _SecureConnection(_Watched, _Secure):  # type: ignore[misc]
+class _SecureConnection(_DeadlineConnection, _Secure):  # type: ignore[misc]
     pass
 
 
@@ -159,7 +159,7 @@ class _SecurePools(_Pool, _SecurePool):  # type: ignore[misc]
 
 
 class _Body:
-    """An answer's body as urllib3 gives it, up to the request's deadline."""
+    """The body of an answer, as urllib3 returns it, under the request's deadline."""
 
     def __init__(self, raw: Any, deadline: Deadline) -> None:
         self._raw, self._deadline = raw, deadline
@@ -179,12 +179,16 @@ class _Body:
         return data
 
     def stream(self, *_: object, **__: object) -> Iterator[bytes]:
-        """All of it, if it is an answer in words."""
+        """Yield all of a body that is not an object's bytes.
+
+        Raises:
+            InvalidAnswerError: It has more than ANSWER_LIMIT_BYTES.
+        """
         done = 0
         for piece in self._raw.stream(PIECE_BYTES):
             done += len(piece)
             if done > ANSWER_LIMIT_BYTES:
-                raise OddAnswerError(f"a body of more than {ANSWER_LIMIT_BYTES} bytes")
+                raise InvalidAnswerError(f"a body of more than {ANSWER_LIMIT_BYTES} bytes")
             yield piece
         self._check()
 
@@ -193,28 +197,28 @@ class _Body:
         self._raw.close()
 
     def _check(self) -> None:
-        """A connection that was shut looks like the end of a body."""
+        """Raise if the connection was shut at the deadline, which looks like the end of a body."""
         if self._deadline.expired:
             raise aws.ReadTimeoutError(endpoint_url="")
 
 
 def hand_over_body(**_: object) -> None:
-    """The caller of botocore has the body, and closes it."""
+    """Forget the body that botocore returned: the caller closes it."""
     _current.body = None
 
 
 def close_body(**_: object) -> None:
-    """Close the body that botocore keeps to itself, as where it cannot read the headers before it."""
+    """Close a body that botocore does not return, as when it cannot parse the headers."""
     if _current.body is not None:
         _current.body.close()
     _current.body = None
 
 
 class Session:
-    """botocore's HTTP session, with an end to every request.
+    """botocore's HTTP session, with a deadline for every request.
 
     Args:
-        seconds: for a request and its answer, but for their bodies (`Deadline.allow`).
+        seconds: For a request and its answer; their bodies have time of their own (`Deadline.allow`).
     """
 
     def __init__(self, session: Any, seconds: float) -> None:
@@ -225,7 +229,7 @@ class Session:
         return getattr(self._session, name)
 
     def send(self, request: Any) -> Any:
-        """As botocore's; what has a body to stream is under the deadline until that is closed."""
+        """Send a request as botocore does; a streamed body is under the deadline until it is closed."""
         for value in request.headers.values():
             if _NOT_IN_HEADERS.search(value if isinstance(value, bytes) else str(value).encode()):
                 raise UnsendableError
@@ -235,7 +239,7 @@ class Session:
             response = self._session.send(request)
             response.raw = _current.body = _Body(response.raw, deadline)
             if not streams or response.status_code >= 300:
-                response.content  # noqa: B018 - read, within its limits
+                response.content  # noqa: B018 - reads the body, within its limits
                 close_body()
         except BaseException:
             deadline.end()

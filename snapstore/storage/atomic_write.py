@@ -1,0 +1,190 @@
+"""Atomic writes: a file gets its name only when it is complete and durable.
+
+In: an open root, a key and bytes. Out: a file under that key, or an error. Any thread may call anything.
+
+Invariants, and what is lost without them:
+
+- A file gets its name by `link(2)` from a finished, fsynced temporary file. link(2) is create-only, so one of several
+  racing writers wins. A rename would replace a listed file, and a listing beside a rename can miss live entries.
+- Order of a write: make the folders durable, fsync the bytes, link, fsync the folder, return. A folder counts as
+  durable only once *this* writer has fsynced its parent: another process may have made the folder without an fsync yet,
+  and a power loss would then take our file with that folder.
+- `AlreadyExistsError` is raised only after the folder was fsynced, so the existing file is durable too.
+- A failed fsync ends the write. Linux reports a write-back error once: a second fsync would wrongly succeed.
+- A temporary file is locked (flock) while it is written. So `clean` knows the dead ones without a clock: a crash
+  between create and link leaves an unlocked file under `tmp/`; a crash between link and unlink leaves a second name
+  there for a complete object.
+- A file to be locked has its lock before its link makes it visible. At no moment does a live session look dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ..errors import CapabilityError, StorageError
+from .base import already_exists
+from .folders import Identity, closing, identity, open_folder, open_readable, open_root, stat_entry
+from .locks import drop_temp, keep_locked, open_temp
+from .os_errors import error_name
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class AtomicWriter:
+    """Creates the files of one store.
+
+    Args:
+        url: The store's name in errors.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._durable: dict[str, Identity] = {}  # folders whose own entry this writer has fsynced
+
+    def create(self, root: int, key: str, view: memoryview, lock_name: str | None) -> None:
+        """Write a new file below `root`, durable on return.
+
+        Args:
+            lock_name: Keeps the file locked under this name (`locks.keep_locked`); None: it is not locked.
+
+        Raises:
+            AlreadyExistsError: The key has a file.
+            CapabilityError: The file system has no hard links, or cannot fsync a directory.
+            OSError: Any other failure.
+        """
+        *above, name = key.split("/")
+        with ExitStack() as opened:
+            folder = opened.enter_context(closing(self.open_durable(root, above)))
+            temps = opened.enter_context(open_temps(root))
+            fd, temp = open_temp(temps)
+            kept = False
+            try:
+                _write_all(fd, view)
+                os.fsync(fd)
+                self._link(key, fd, (temps, temp), (folder, name))
+                fsync_directory(folder, key)
+                if lock_name is not None:
+                    keep_locked(fd, lock_name)
+                    kept = True
+            finally:
+                drop_temp(None if kept else fd, temps, temp)
+
+    def open_durable(self, root: int, names: Sequence[str], *, make: bool = True) -> int:
+        """Open a folder below `root` after making every level of its path durable.
+
+        Args:
+            make: Whether to make missing levels.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: A level is missing and `make` is False.
+        """
+        folder = os.dup(root)
+        for depth, name in enumerate(names):
+            with closing(folder):
+                shown = "/".join(names[: depth + 1])
+                try:
+                    inner = open_folder(folder, name, shown)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    self._durable.pop(shown, None)  # a new folder may have the inode number of the one before
+                    with suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=folder)
+                    inner = open_folder(folder, name, shown)
+                try:
+                    found = identity(os.fstat(inner))
+                    if self._durable.get(shown) != found:
+                        fsync_directory(folder, shown)
+                        self._durable[shown] = found
+                except BaseException:
+                    os.close(inner)
+                    raise
+            folder = inner
+        return folder
+
+    def _link(self, key: str, fd: int, temp: tuple[int, str], target: tuple[int, str]) -> None:
+        """Link the finished temporary file to its name; `temp` and `target` are (folder, name)."""
+        folder, name = target
+        try:
+            os.link(temp[1], name, src_dir_fd=temp[0], dst_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError as error:
+            with suppress(FileNotFoundError):
+                status = stat_entry(folder, name, key)
+                if os.path.samestat(os.fstat(fd), status):
+                    return  # a network file system linked it, lost its reply and asked again
+                if not stat.S_ISREG(status.st_mode):
+                    raise StorageError(
+                        f"{key} in {self._url}: expected a free name, found something that is not a file, which "
+                        "snapstore never makes; remove it, then try again"
+                    ) from error
+            fsync_directory(folder, key)
+            raise already_exists(key, self._url) from error
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                raise CapabilityError(
+                    f"{key} in {self._url}: cannot make a hard link ({error_name(error)}), which create-only objects "
+                    "need; put the repository on one file system that has hard links (ext4, xfs, btrfs, zfs, NFS)"
+                ) from error
+            raise
+
+
+@contextmanager
+def open_temps(root: int) -> Iterator[int]:
+    """Open the folder of temporary files; make it if it is missing."""
+    try:
+        folder = open_folder(root, "tmp", "tmp")
+    except FileNotFoundError:
+        with suppress(FileExistsError):
+            os.mkdir("tmp", dir_fd=root)
+        folder = open_folder(root, "tmp", "tmp")
+    with closing(folder):
+        yield folder
+
+
+def make_root(root: Path) -> None:
+    """Make a folder and its missing parents, all durable.
+
+    Raises:
+        NotADirectoryError: A file has the name.
+    """
+    missing = [level for level in (root, *root.parents) if not level.exists()]
+    for level in reversed(missing):
+        with suppress(FileExistsError):
+            level.mkdir()
+        with closing(open_root(level.parent)) as above:
+            fsync_directory(above, str(level.parent))
+    if not root.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+
+def fsync_directory(folder: int, shown: str) -> None:
+    """Make the names in a folder durable.
+
+    Args:
+        shown: The folder's name in errors.
+
+    Raises:
+        CapabilityError: The file system cannot fsync a directory.
+    """
+    with closing(open_readable(folder)) as readable:
+        try:
+            os.fsync(readable)
+        except OSError as error:
+            if error.errno in _NO_DIRECTORY_FSYNC:
+                raise CapabilityError(
+                    f"{shown}: cannot fsync a directory ({error_name(error)}), so nothing in it survives a power "
+                    "loss; put the repository on a file system that can (ext4, xfs, btrfs, zfs, NFS)"
+                ) from error
+            raise
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])

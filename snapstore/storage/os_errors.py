@@ -1,0 +1,28 @@
+"""Errors of the operating system as errors of snapstore.
+
+In: an OSError, and the thing that failed. Out: an error that names the thing, the cause and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from ..errors import SnapstoreError, StorageError, StorageFullError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def error_name(error: OSError) -> str:
+    """Return the symbol of an error, such as `ENOSPC`."""
+    return errno.errorcode.get(error.errno or 0, "unknown error")
+
+
+def translate(what: str, error: OSError) -> SnapstoreError:
+    """Return the error to raise for an OSError; `what` says which thing and which action failed."""
+    name = error_name(error)
+    if error.errno in _FULL:
+        return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
+    if error.errno in _REFUSED:
+        return StorageError(f"{what}: read-only or no permission ({name}); check the mount and who owns the directory")
+    return StorageError(f"{what}: {error.strerror or error} ({name}); check the disk and the mount, then try again")

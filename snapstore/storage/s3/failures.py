@@ -1,0 +1,193 @@
+"""Failures of requests: botocore's errors as errors of snapstore, and which requests are retried.
+
+Errors of botocore, urllib3 and http.client end here (`guarded`). Their texts, and those of the errors behind them, may
+hold keys, tokens and passwords, so a `Failure` takes their place in every chain, with texts of our own.
+
+Retries are ours alone: `send` here, and reader.py for bodies that break off.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from botocore import exceptions as aws
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError, LocationValueError
+
+from ...errors import CapabilityError, SnapstoreError, StorageError, StorageFullError
+from .transport import InvalidAnswerError, UnsendableError
+
+T = TypeVar("T")
+
+#: Errors of a body that breaks off; botocore lets some of urllib3's through.
+_BROKEN = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError, OSError)
+#: HTTP statuses and error codes after which the same request may succeed. S3 redirects only by 301 and 307.
+_RETRYABLE_STATUS = {302, 303, 408, 409, 425, 429, 500, 502, 503, 504}
+_RETRYABLE_CODES = {
+    "RequestTimeout",
+    "InternalError",
+    "SlowDown",
+    "ServiceUnavailable",
+    "Throttling",
+    "OperationAborted",
+}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
+_CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
+
+
+class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause of an error
+    """Why a request failed, in our own words.
+
+    Attributes:
+        name: The name of the error.
+        advice: What to do about it.
+        status: The HTTP status of the server's refusal, or 0.
+        code: The server's error code, such as `NoSuchKey`; the status if the answer has no body (HEAD).
+        retryable: Whether the same request may succeed later.
+    """
+
+    def __init__(self, name: str, advice: str, *, status: int = 0, code: str = "", retryable: bool = False) -> None:
+        super().__init__(name, advice)
+        self.name, self.advice, self.status, self.code, self.retryable = name, advice, status, code, retryable
+
+    def __str__(self) -> str:
+        return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the server says that the object is missing; any other 404 may come from a proxy."""
+        return self.status == 404 and self.code == "NoSuchKey"
+
+    def as_error(self, what: str) -> SnapstoreError:
+        """Return the error to raise; `what` names the thing and the action."""
+        if self.status:
+            return refused(what, self.code, self.status)
+        return StorageError(f"{what}: {self.advice}")
+
+
+def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call botocore and return the result.
+
+    Raises:
+        Failure: botocore raised. Its own error is not in the chain, since it may hold secrets.
+    """
+    try:
+        return call(*args, **options)
+    except (SnapstoreError, Failure):
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged answer makes botocore raise KeyError, ValueError and others
+        failure = failure_of(error)
+    raise failure
+
+
+def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) -> Any:
+    """Send a request, again after growing pauses while a retry may help, and return the answer.
+
+    Raises:
+        Failure: That of the last attempt.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return guarded(call, **options)
+        except Failure as failure:
+            if attempt == attempts or not failure.retryable:
+                raise
+        pause(attempt)
+    raise AssertionError("unreachable")
+
+
+def pause(attempt: int) -> None:
+    """Sleep after a failed attempt; the first attempt is 1."""
+    time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
+
+
+_DENIED = "no permission; docs/s3.md lists what the policy must allow"
+_UNKNOWN_KEY = "unknown or wrong credentials; check AWS_PROFILE or AWS_ACCESS_KEY_ID and the secret"
+_EXPIRED = "the credentials have expired; renew them"
+_FULL = "no quota or space left; free some, or run 'snapstore gc'"
+_REGION = "the bucket is in another region, or not on this endpoint; set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL_S3"
+_DAMAGED = "the bytes were damaged on the way; test this machine's memory and network"
+_ADVICE = {
+    **dict.fromkeys(("AccessDenied", "403", "AllAccessDisabled", "MethodNotAllowed"), _DENIED),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"), _UNKNOWN_KEY),
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
+    **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed", "301"), _REGION),
+    "IllegalLocationConstraintException": _REGION,
+    **dict.fromkeys(("BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), _DAMAGED),
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "NoSuchBucket": "the bucket does not exist; make it, or check its name and AWS_ENDPOINT_URL_S3",
+    "InvalidObjectState": "the object was moved to an archive; restore it there, and end the lifecycle rule",
+    "InvalidStorageClass": "the server has no such storage class; choose another",
+    "SlowDown": "the server asks for fewer requests, still after all retries; try again later",
+}
+_FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
+
+
+def status_of(error: SnapstoreError) -> int:
+    """Return the HTTP status of the refusal that caused an error, or 0."""
+    return error.__cause__.status if isinstance(error.__cause__, Failure) else 0
+
+
+def safe_code(code: object) -> str:
+    """Return a server's error code if it looks like one, else "": any other text may repeat a secret."""
+    return code if isinstance(code, str) and _CODE.fullmatch(code) else ""
+
+
+def refused(what: str, code: str, status: int) -> SnapstoreError:
+    """Return the error to raise for a server's refusal; `what` names the thing and the action."""
+    if code in _FULL_CODES or status == 507:
+        return StorageFullError(f"{what}: {_FULL} ({code})")
+    if code == "NotImplemented" or status == 501:
+        return CapabilityError(
+            f"{what}: the server does not know this request ({code}); docs/s3.md lists servers that do"
+        )
+    advice = _ADVICE.get(code) or (
+        _DENIED if status == 403 else "try again; if it fails again, ask the server's administrator"
+    )
+    return StorageError(f"{what}: {advice} ({code}, HTTP status {status})")
+
+
+_UNSENDABLE = (
+    "a credential, the endpoint or a proxy holds characters that no request can carry, such as the end of a line; "
+    "check AWS_ACCESS_KEY_ID, AWS_SESSION_TOKEN, AWS_ENDPOINT_URL_S3 and HTTPS_PROXY"
+)
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return the Failure for an error of botocore or a library below it, without its text."""
+    name = type(error).__name__
+    if isinstance(error, aws.ClientError):
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        code = safe_code(error.response.get("Error", {}).get("Code")) or str(status)
+        retryable = status in _RETRYABLE_STATUS or code in _RETRYABLE_CODES
+        return Failure("ClientError", "", status=status, code=code, retryable=retryable)
+    if isinstance(error, InvalidAnswerError):
+        return Failure(name, f"{error.why}; check AWS_ENDPOINT_URL_S3 and proxies, then try again", retryable=True)
+    if isinstance(error, UnsendableError) or _is_unsendable(error):
+        return Failure(name, _UNSENDABLE)
+    if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
+        return Failure(name, "no credentials found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret")
+    if isinstance(error, aws.CredentialRetrievalError | aws.TokenRetrievalError | aws.SSOError):
+        return Failure(name, f"the credentials could not be fetched ({name}); log in again")
+    if isinstance(error, aws.ReadTimeoutError | aws.ConnectTimeoutError):
+        return Failure(name, "no answer in time; check the network and the server, then try again", retryable=True)
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return Failure(name, f"a file or program of the AWS configuration cannot be used ({name}); check ~/.aws/config")
+    if isinstance(error, (*_BROKEN, aws.ConnectionError)):
+        advice = "check the network, AWS_ENDPOINT_URL_S3 and the server, then try again"
+        return Failure(name, f"the connection failed or broke off ({name}); {advice}", retryable=True)
+    if isinstance(error, aws.BotoCoreError) and not isinstance(error, ResponseParserError):
+        return Failure(name, f"the client failed ({name}); check the AWS configuration")
+    advice = "check AWS_ENDPOINT_URL_S3, then try again"
+    return Failure(name, f"the answer is damaged or not from S3 ({name}); {advice}", retryable=True)
+
+
+def _is_unsendable(error: Exception) -> bool:
+    """Return whether http.client, or a codec, refuses to write the request."""
+    inner = getattr(error, "kwargs", {}).get("error") if isinstance(error, aws.HTTPClientError) else None
+    return isinstance(inner, UnicodeError | http.client.InvalidURL | LocationValueError)

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, Engine
+from ..engine.base import Engine
+from ..engine.batches import Chunks, DecodeBatch
 from ..errors import IntegrityError, NotFoundError
 from ..format import pack
 from ..format.keys import pack_key
@@ -150,7 +151,7 @@ class Fetcher:
         """Begin to decode the batch that was read first."""
         begun = reading[0]
         while not begun.wait.ready(POLL_S):
-            begun.engine.drive()
+            begun.engine.poll()
         begun.wait()
         reading.popleft()
         batch = begun.batch

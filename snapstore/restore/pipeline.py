@@ -56,7 +56,7 @@ def restore(
             _complete(target, pending, done)
         _complete(target, pending, 0)
     finally:
-        context.engines.rest()
+        context.engines.release_memory()
     return target.finish()
 
 

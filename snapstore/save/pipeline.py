@@ -44,7 +44,7 @@ def save(
     Returns:
         The snapshot, and its manifests by SHA-256.
     """
-    staging.landed()
+    staging.wait_copied()
     with Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session:
         bases = writer.load_bases(context.store, session, at_hand, plan.chunk_bytes, context.engines.digest_seed)
         try:

@@ -89,7 +89,7 @@ class Staging:
         """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
 
         Returns:
-            Per part, per tensor (nbytes,) uint8, safe from later changes of the state once `landed` has returned.
+            Per part, per tensor (nbytes,) uint8, safe from later changes of the state once `wait_copied` has returned.
 
         Raises:
             InvalidInputError: an array is not what was flattened, or is changed while it is copied.
@@ -124,10 +124,10 @@ class Staging:
                 copies[p][t] = memory
         return copies
 
-    def landed(self) -> None:
+    def wait_copied(self) -> None:
         """Wait until the last copy is complete."""
         if self._devices is not None:
-            self._devices.landed(self._spare, self._base)
+            self._devices.wait_copied(self._spare, self._base)
 
     def base(self, snapshot_id: str | None, parts: Sequence[Part]) -> PlainBytes:
         """The plain bytes of the tensors of `snapshot_id`, if they are the ones held here."""
@@ -171,13 +171,13 @@ class Staging:
             for key in self._unpaid.keys() & self._base.keys():
                 self._spare[key] = self._base.pop(key)
         if self._devices is not None:
-            self._devices.settle(self._spare)
+            self._devices.release_memory(self._spare)
         self._base_id = snapshot_id if self._keep_base else None
 
     def failed(self) -> None:
         """The save has failed: its copies are no base, and those on a device are let go."""
         if self._devices is not None:
-            self._devices.settle(self._spare)
+            self._devices.release_memory(self._spare)
 
     def clear(self) -> None:
         """Give all memory back."""

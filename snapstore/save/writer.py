@@ -20,7 +20,8 @@ from ..arrays import Bytes, Column
 from ..chunks.reader import Fetcher, Wanted
 from ..chunks.uploader import Packs
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..engine.base import Engine
+from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from ..format import blob, chunking, delta, manifest, planes
 from ..format.keys import pack_key
@@ -340,7 +341,7 @@ class _Chunks:
             with suppress(Exception):
                 wait()
         self.packs.close()
-        self._engines.rest(self.packs.idle, saved=True)
+        self._engines.release_memory(self.packs.idle, saved=True)
 
     def unpaid(self) -> set[tuple[int, int]]:
         """(part, tensor) of those for which bases were tried and no delta paid."""
@@ -374,7 +375,7 @@ class _Chunks:
         at_hand = np.flatnonzero((candidates >= 0) & has_plain)
         memories = [run.plain if run.plain is not None else run.data for run in runs]
         plain = engine.load(Chunks(memories, which[at_hand], starts[at_hand], lengths[at_hand]))
-        wait = engine.start_digests(chunks.and_those(plain))
+        wait = engine.start_digests(chunks.joined(plain))
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, at_hand, plain, wait))
         if len(self._hashing) > 1:
             self._encode()

@@ -179,13 +179,13 @@ FAILINGS = pytest.mark.parametrize(
 @pytest.fixture
 def fail_lanes(monkeypatch):
     def begin(**kind):
-        failing, real = Failing(**kind), streams.Lane.empty
+        failing, real = Failing(**kind), streams.WorkStream.empty
 
         def empty(self, nbytes):
             failing(nbytes)
             return real(self, nbytes)
 
-        monkeypatch.setattr(streams.Lane, "empty", empty)
+        monkeypatch.setattr(streams.WorkStream, "empty", empty)
         return failing
 
     return begin
@@ -196,14 +196,14 @@ def fail_nvcomp(monkeypatch):
     """What nvCOMP works in."""
 
     def begin(**kind):
-        failing, real = Failing(**kind), streams.Lane.room
+        failing, real = Failing(**kind), streams.WorkStream.room
 
         def room(self, name, nbytes):
             if name == "nvcomp":
                 failing(nbytes)
             return real(self, name, nbytes)
 
-        monkeypatch.setattr(streams.Lane, "room", room)
+        monkeypatch.setattr(streams.WorkStream, "room", room)
         return failing
 
     return begin
@@ -442,7 +442,7 @@ class Saves:
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         parts = flatten(state)
         copies = self.staging.copy(parts, INLINE_BYTES)
-        self.staging.landed()
+        self.staging.wait_copied()
         places = {spec.path[-1]: (p, t) for p, part in enumerate(parts) for t, spec in enumerate(part.specs)}
         got = np.concatenate([copies[p][t].array for p, t in (places[name] for name in sizes)])
         assert (got == moved(whole, "cpu").numpy()).all()

@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
-from .format.records import SaveRequest, Snapshot, check_name, check_step
+from .format.checks import check_name, check_step
+from .format.records import SaveRequest, Snapshot
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .repository import Repository

@@ -37,8 +37,9 @@ from .errors import (
     UnknownFormatError,
 )
 from .format import chunking, records
+from .format.checks import check_metrics, check_name, check_step, check_tag, check_tags, encode_metadata
 from .format.hashing import new_seed
-from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot, check_name, check_step
+from .format.records import COMMITTED, FORGOTTEN, SWEPT, Config, SaveRequest, Snapshot
 from .options import SaveOptions
 from .protocol import gc, quarantine, revisions
 from .protocol import tags as tagging
@@ -306,10 +307,10 @@ class Repository:
                 raise InvalidInputError(f"{what} {given!r}: expected a list of str, got one str")
         view = self.view() if parent or bases else None
         return SaveRequest(
-            run=run, step=check_step(step), tags=records.check_tags(tags),
+            run=run, step=check_step(step), tags=check_tags(tags),
             parent=view.resolve(parent).id if parent and view else self._parent(run),
             bases=[view.resolve(ref).id for ref in bases] if view else [],
-            metrics=records.check_metrics(metrics or {}), metadata_node=records.encode_metadata(metadata),
+            metrics=check_metrics(metrics or {}), metadata_node=encode_metadata(metadata),
             full=full or bool(tags),
         )  # fmt: skip
 
@@ -403,10 +404,10 @@ class Repository:
         Raises:
             ConflictError: other processes keep revising the snapshots of the run; tag again.
         """
-        records.check_tag(name)
+        check_tag(name)
 
         def add(snapshot: Snapshot) -> dict[str, Any]:
-            return {"tags": records.check_tags([*snapshot.tags, name])}
+            return {"tags": check_tags([*snapshot.tags, name])}
 
         before, tagged = self._revise(ref, add)
         return tagging.take(self.context, [name], tagged, before)

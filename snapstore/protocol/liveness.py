@@ -21,6 +21,7 @@ from ..storage.base import ObjectStore
 from ..text import without_advice
 from . import revisions
 from .session import LEFT_OVER
+from .this_process import boot_id
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
@@ -45,7 +46,7 @@ def dead(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[boo
     except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
         log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
         return False, None
-    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
+    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == boot_id()
     held = store.is_held(key) if same_boot else None
     over = session_id in LEFT_OVER or held is False
     if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):

@@ -45,6 +45,7 @@ from ..format.manifest import ManifestHeader
 from ..format.records import ABORTED, COMMITTED, MAX_OBJECT_BYTES, MadeFor, Snapshot
 from .marks import is_mark, read_mark
 from .same_repository import confirmed
+from .this_process import this_session
 
 log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4
@@ -89,7 +90,7 @@ class Claim:
         self.id = records.new_id() if revision else name
         self.written: set[str] = set()
         self._session_key = f"sessions/{self.id}"
-        self._announced = records.encode(records.this_session(self.id, key))
+        self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
         self._unclear = False
         self._decided = False  # a record lies under the key, whosoever

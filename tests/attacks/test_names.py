@@ -16,6 +16,7 @@ from snapstore.errors import FormatError, IntegrityError, InvalidInputError, Sna
 from snapstore.format import manifest, pack, records
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
+from snapstore.protocol.this_process import boot_id
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -133,9 +134,7 @@ def test_a_forged_session_deletes_and_creates_nothing(tmp_path):
         kept = repo.save({"w": 1}, run="r", step=0)
         before = repo.store.get(kept.key)
         for i, key in enumerate(["config", "../../x", f"packs/00/{'0' * 64}", kept.key, ""]):
-            session = Session(
-                id=f"{i:032x}", key=key, host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
-            )
+            session = Session(id=f"{i:032x}", key=key, host=os.uname().nodename, boot_id=boot_id(), pid=1, started=0.0)
             repo.store.put(f"sessions/{i:032x}", records.encode(session))
         repo.gc()
         assert repo.store.get(kept.key) == before
@@ -148,9 +147,7 @@ def test_a_session_that_names_another_id_is_no_way_out(tmp_path):
     """Mitigation: whatever a session says, only keys of this store can be removed."""
     (tmp_path / "victim").write_text("x")
     with Repository.create(tmp_path / "repo") as repo:
-        session = Session(
-            id="../../victim", key="", host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
-        )
+        session = Session(id="../../victim", key="", host=os.uname().nodename, boot_id=boot_id(), pid=1, started=0.0)
         repo.store.put(f"sessions/{ID}", records.encode(session))
         with suppress(SnapstoreError):
             repo.gc()

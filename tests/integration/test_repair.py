@@ -43,6 +43,7 @@ from snapstore import (
 from snapstore.check.scan import LEVELS, Survey
 from snapstore.format import blob, manifest, pack, records
 from snapstore.format.keys import pack_key, quarantined_names, record_key
+from snapstore.protocol.this_process import this_session
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -1003,7 +1004,7 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
 
 def test_one_wrong_get_of_a_session_takes_it_from_nobody(store, monkeypatch):
     """Repair reads a session again before it removes it as damaged."""
-    sessions = [records.this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
+    sessions = [this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
     for session in sessions:
         store.put(records.key_of(session), records.encode(session))
     store.clock = lambda: time.time() + 7200  # long silent, and of another host

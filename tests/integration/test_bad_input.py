@@ -138,9 +138,9 @@ def test_names_that_are_fine(root, name):
 
 @pytest.mark.parametrize("tag", ["latest", "0", "123"])
 def test_tags_that_a_reference_could_not_tell(repository, tag):
-    with pytest.raises(InvalidInputError, match="could not tell"):
+    with pytest.raises(InvalidInputError, match="reads as a step number"):
         repository.tag("a@0", tag)
-    with pytest.raises(InvalidInputError, match="could not tell"):
+    with pytest.raises(InvalidInputError, match="reads as a step number"):
         save(repository, "a", 4, 4, tags=[tag])
 
 

@@ -19,8 +19,8 @@ from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch
 from ..errors import IntegrityError, NotFoundError
 from ..format import pack
+from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable
 from ..state.arrays import Memory
 from ..text import without_advice
 from ..threads import Pending, Threads

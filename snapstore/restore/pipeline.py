@@ -18,7 +18,8 @@ from ..context import Context
 from ..engine.cuda import require_device
 from ..errors import FormatError, UnknownFormatError
 from ..format import chunking, manifest
-from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
+from ..format.chunk_table import ChunkTable
+from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import Snapshot
 from ..state.arrays import fill
 from ..state.restore_plan import Target

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
-from ..format.manifest import ChunkTable, Manifest
+from ..format.chunk_table import ChunkTable
+from ..format.manifest import Manifest
 from ..format.records import MAX_COUNTED, Snapshot
 
 Place = tuple[str, tuple[str | int, ...], str, tuple[int, ...]]  # part, path, dtype, shape

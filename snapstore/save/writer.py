@@ -24,8 +24,9 @@ from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from ..format import blob, chunking, delta, manifest, planes
+from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
-from ..format.manifest import Box, ChunkTable, TensorEntry
+from ..format.manifest import Box, TensorEntry
 from ..format.pack import DEFAULT_PACK_BYTES, Encoded
 from ..format.records import ManifestRef
 from ..protocol.session import Session
@@ -153,10 +154,22 @@ def _write_manifests(
         table, packs, sizes = chunks.table(rows, layout.first_row, layout.rows)
         logical_bytes = sum(spec.nbytes for spec in part.specs)
         data = manifest.encode(
-            save_id=bytes.fromhex(session.id), rank=rank, sequence=sequence, part=part.name,
-            chunk_bytes=plan.chunk_bytes, digest_seed=chunks.digest_seed, tree=part.tree, tensors=layout.entries,
-            inline=bytes(layout.inline), table=table, packs=packs, pack_sizes=sizes, logical_bytes=logical_bytes,
-        )  # fmt: skip
+            manifest.ManifestContents(
+                save_id=bytes.fromhex(session.id),
+                rank=rank,
+                sequence=sequence,
+                part=part.name,
+                chunk_bytes=plan.chunk_bytes,
+                digest_seed=chunks.digest_seed,
+                tree=part.tree,
+                tensors=layout.entries,
+                inline=bytes(layout.inline),
+                table=table,
+                packs=packs,
+                pack_sizes=sizes,
+                logical_bytes=logical_bytes,
+            )
+        )
         ref = manifest.ref_of(data)
         puts.append(chunks.packs.start_put(ref.key, data))
         written.sizes[ref.key] = len(data)

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
-from snapstore.format import blob, codecs, manifest, pack, records
+from snapstore.format import blob, codecs, layout, manifest, pack, records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
 from snapstore.state.tree import _READERS
@@ -108,7 +108,7 @@ HEADER = len(manifest.header_bytes(MANIFEST))
 
 def mended_header(data, changes):
     packed = mutate(data[24:HEADER], changes)
-    return manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
+    return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
 
 
 def planted(data):

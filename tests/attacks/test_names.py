@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
-from snapstore.format import manifest, pack, records
+from snapstore.format import layout, manifest, pack, records
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
 from snapstore.protocol.this_process import boot_id
@@ -199,7 +199,7 @@ def test_packs_and_manifests_of_a_newer_release():
     with pytest.raises(FormatError, match="pack version 2, this snapstore reads 1"):
         pack.read_listing(store, "packs/00/x", len(data))
     with pytest.raises(FormatError, match="m: manifest version 7, this snapstore reads 1"):
-        manifest.decode(manifest.PREFIX.pack(manifest.MAGIC, 7, 0, 0, 0), "m")
+        manifest.decode(layout.PREFIX.pack(layout.MAGIC, 7, 0, 0, 0), "m")
 
 
 @pytest.mark.parametrize(

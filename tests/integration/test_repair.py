@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -870,12 +871,8 @@ def test_a_manifest_of_another_repository(store):
 
 
 def encoded_as(m, **changes):
-    """A manifest's bytes, with other arguments of `manifest.encode`."""
-    names = ("save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes")
-    header = {name: getattr(m.header, name) for name in names}
-    body = {"tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table}
-    packs = {"packs": m.header.pack_names, "pack_sizes": m.header.pack_size_list}
-    return manifest.encode(**header | body | packs | changes)
+    """A manifest's bytes, with other contents."""
+    return manifest.encode(replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
 
 
 def test_nothing_is_made_up_where_there_is_no_repository():

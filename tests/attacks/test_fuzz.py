@@ -8,6 +8,7 @@ import pytest
 from forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit.packs import scan
 from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
@@ -228,7 +229,7 @@ def test_packs(changes, mended):
     with little_memory():
         with suppress(*OURS):
             pack.read_listing(store, "packs/00/x", len(data))
-        for at, header in pack.scan(memoryview(data), "x"):
+        for at, header in scan(memoryview(data), "x"):
             assert at + blob.length_of(header) <= len(data)
 
 

@@ -28,8 +28,9 @@ from .errors import (
     NotFoundError,
 )
 from .format import chunking, records
+from .format.checks import check_name
 from .format.hashing import new_seed
-from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot, check_name
+from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions
 from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult

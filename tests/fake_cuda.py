@@ -632,11 +632,11 @@ def install() -> None:
     nvidia: Any = types.ModuleType("nvidia")
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
-    from snapstore.engine.cuda import capture
+    from snapstore.engine.cuda import graph_capture
     from snapstore.state import arrays
 
     arrays.type = kind_of
-    capture.driver = lambda: exchange_capture_mode
+    graph_capture.driver = lambda: exchange_capture_mode
 
 
 install()  # before tests/gpu/conftest.py asks whether there is a device

@@ -179,7 +179,8 @@ def planes_entropy(repository: Repository) -> Iterator[float]:
     """Order-0 entropy [bytes] of the planes in every pack, from whole histograms; and inline tensors as they are."""
     for info in repository.store.list("packs/"):
         data = memoryview(repository.store.get(info.key))
-        for offset, header in pack.scan(data, info.key):
+        for offset in pack.read_listing(repository.store, info.key, info.size_bytes).entries["offset"].tolist():
+            header = blob.parse(data[offset:], info.key)
             out = np.empty((header.element_size, header.raw_bytes // header.element_size), np.uint8)
             blob.patch_planes(data[offset:], header, out, True, info.key)
             yield float(_entropy_bytes(out))

@@ -13,7 +13,7 @@ import torch
 from bench_gpu_train import State, nbytes, tensors
 
 from snapstore.arrays import Column
-from snapstore.engine.base import Chunks, EncodeBatch
+from snapstore.engine.batches import Chunks, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.format import planes
 from snapstore.format.hashing import new_seed
@@ -124,7 +124,7 @@ def _encoded(engine: Any, batches: list[EncodeBatch]) -> Iterator[Sequence[Encod
     for batch in (*batches, None):
         if batch is not None:
             has_base = np.flatnonzero(batch.bases.which >= 0)
-            hashing.append((batch, engine.start_digests(batch.chunks.and_those(batch.bases.take(has_base)))))
+            hashing.append((batch, engine.start_digests(batch.chunks.joined(batch.bases.take(has_base)))))
         if len(hashing) > 1 or (batch is None and hashing):
             begun, wait = hashing.popleft()
             wait()
@@ -162,11 +162,11 @@ def _to_host(engine: Any, batches: list[EncodeBatch]) -> None:
 def _kernels(engine: Any, state: State, base: State) -> dict[str, float]:
     """Digests, and sample + fused pass, batch after batch on one lane, by CUDA events."""
     from snapstore.engine.cuda.encoding import Encoding
-    from snapstore.engine.cuda.streams import Lane
+    from snapstore.engine.cuda.streams import WorkStream
 
     batches = list(_batches(engine, state, base))
     spent = {"digest": 0.0, "delta_planes": 0.0}
-    lane = Lane(engine.device)
+    lane = WorkStream(engine.device)
     with lane.current():
         for repeat in range(2):  # the first one compiles
             for batch in batches:

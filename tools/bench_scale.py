@@ -26,9 +26,10 @@ from bench_page import ROOT, Row, publish, row
 from snapstore import Repository
 from snapstore.format import manifest, pack, records
 from snapstore.format.blob import ALIGNMENT
+from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
-from snapstore.format.manifest import Box, ChunkTable, TensorEntry
+from snapstore.format.manifest import Box, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.storage.local import LocalStore
 
@@ -81,11 +82,12 @@ def encode(table: ChunkTable, packs: list[str], digest_seed: int, save_id: bytes
     """A manifest of one tensor over the whole table."""
     shape = [len(table) * MiB]
     entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, len(table))], None)
-    return manifest.encode(
+    contents = manifest.ManifestContents(
         save_id=save_id, rank=0, sequence=0, part="", chunk_bytes=MiB, digest_seed=digest_seed,
         tree=["dict", ["w"], [["tensor", 0, False]]], tensors=[entry], inline=b"", table=table, packs=packs,
         pack_sizes=[PACK_BYTES] * len(packs), logical_bytes=len(table) * MiB,
     )  # fmt: skip
+    return manifest.encode(contents)
 
 
 def million_chunks(count: int) -> list[Row]:

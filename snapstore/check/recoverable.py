@@ -87,7 +87,7 @@ class Salvage:
             stand, state=COMMITTED, seq=self._free_seq(key), manifests=refs, tags=tags,
             created=self._store.stat(key).modified_s, depth=max(m.header.depth for m in manifests),
             chunks=sum(m.header.chunks for m in manifests), logical_bytes=sum(ref.logical_bytes for ref in refs),
-            stored_bytes=sum(ref.size_bytes for ref in refs), reason=records.MADE_UP,
+            stored_bytes=sum(ref.size_bytes for ref in refs), reason=records.RECONSTRUCTED,
         ).revised()  # fmt: skip
         if not self._survey.has_all(record):
             return None

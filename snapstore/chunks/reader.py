@@ -15,11 +15,12 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, Engine
+from ..engine.base import Engine
+from ..engine.batches import Chunks, DecodeBatch
 from ..errors import IntegrityError, NotFoundError
 from ..format import pack
+from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable
 from ..state.arrays import Memory
 from ..text import strip_hint
 from ..threads import Pending, Threads
@@ -151,7 +152,7 @@ class ChunkReader:
         """Begin to decode the oldest batch that was read."""
         begun = reading[0]
         while not begun.wait.ready(POLL_S):
-            begun.engine.drive()
+            begun.engine.poll()
         begun.wait()
         reading.popleft()
         batch = begun.batch

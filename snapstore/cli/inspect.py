@@ -40,7 +40,7 @@ def log(
     if shell.as_json:
         print_json({
             "snapshots": [snapshot_json(s) for s in snapshots], "damaged": [s.id for s in snapshots if s.id in damaged],
-            "made_up": [s.id for s in snapshots if s.is_made_up],
+            "made_up": [s.id for s in snapshots if s.is_reconstructed],
         })  # fmt: skip
     else:
         _print_log(snapshots, everything, damaged)
@@ -48,7 +48,7 @@ def log(
         from ..text import counted
 
         note(f"{counted(len(damaged), 'snapshot')} marked damaged: {_DAMAGED}")
-    if any(s.is_made_up for s in snapshots):
+    if any(s.is_reconstructed for s in snapshots):
         note(f"marked made up: {_MADE_UP}")
     return PARTIAL if note_unknown(view) else None
 
@@ -88,7 +88,7 @@ def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -
 
     names = {s.id: s.ref for s in snapshots}
     columns = ["snapshot", "id", "created", ">logical", ">stored", ">ratio", ">depth", "parent", "tags", "metrics"]
-    health = {s.id: ["damaged"] * (s.id in damaged) + ["made up"] * s.is_made_up for s in snapshots}
+    health = {s.id: ["damaged"] * (s.id in damaged) + ["made up"] * s.is_reconstructed for s in snapshots}
     marked = any(health.values())
     rows: list[list[object]] = []
     row: list[object]
@@ -132,13 +132,13 @@ def show(shell: Shell, ref: Ref) -> None:
             "children": [snapshot_json(s) for s in children], "reasons": reasons, "metadata": metadata,
             "chunks": snapshot.chunks, "new_chunks": snapshot.new_chunks, "stall_s": snapshot.stall_s,
             "total_s": snapshot.total_s, "manifests": manifests, "tensors": tensors,
-            "damaged": damaged, "made_up": snapshot.is_made_up,
+            "damaged": damaged, "made_up": snapshot.is_reconstructed,
         })  # fmt: skip
         return
     _print_facts(snapshot, parent, children, reasons, metadata)
     if damaged:
         line(f"{'damaged':<9} {_DAMAGED}")
-    if snapshot.is_made_up:
+    if snapshot.is_reconstructed:
         line(f"{'made up':<9} {_MADE_UP}")
     _print_parts(snapshot, tensors)
 

@@ -1,8 +1,6 @@
-"""Engines: the stages between plain chunks and blobs, in batches. The CPU engine runs them on all cores.
+"""CpuEngine: the stages between plain chunks and blobs, on a pool of threads over all cores.
 
-In: batches of chunks as columns, their bytes in host memory (the CPU engine) or where an engine of a device can reach
-them. Out: digests, blobs, rebuilt chunks. An engine holds no state of a save; its methods may be called from one
-thread at a time each. `Engines` finds the engine of a memory.
+In: batches of chunks as columns, their bytes in host memory. Out: digests, blobs, rebuilt chunks (see base.Engine).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,22 +21,19 @@ from ..format.hashing import digest
 from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..threads import Threads
-from .base import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
-
-if TYPE_CHECKING:
-    pass
+from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 
 log = logging.getLogger("snapstore")
 
 #: Copies of chunks begin at multiples of this.
 COPIED_ALIGNMENT = 64
-#: Blobs of this many chunks may be on their way from the threads to the packs.
+#: At most this many buffers of blobs wait for their next use.
 MAX_FREE_BUFFERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """One new blob, in a buffer that the engine takes back."""
+    """One new blob, in a buffer that goes back to the engine."""
 
     data: memoryview
     is_delta: bool
@@ -89,7 +83,7 @@ class CpuEngine:
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
-        """They are in host memory already."""
+        """Return the chunks as they are: they lie in host memory already; with `copy`, copies of them."""
         if not copy:
             return chunks
         ends = np.cumsum(chunks.lengths + -chunks.lengths % COPIED_ALIGNMENT)
@@ -100,18 +94,21 @@ class CpuEngine:
         return copies
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """XXH3-128 of every chunk, (n, 16); by whoever waits for it, at tens of GB/s, beside an encoding batch."""
+        """Return a call that takes the XXH3-128 of every chunk, (n, 16).
+
+        The thread that waits takes them, at tens of GB/s, while the pool encodes a batch.
+        """
         seed = self.digest_seed
         return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
-        """Begin to encode a batch."""
+        """Begin to encode a batch on the threads."""
         jobs = _encode_jobs(batch)
-        made = self._threads.start(lambda job: encode_chunk(job, self._room(job)), jobs)
-        return lambda: [HostEncoded(made())]
+        encoded = self._threads.start(lambda job: encode_chunk(job, self._buffer_for(job)), jobs)
+        return lambda: [HostEncoded(encoded())]
 
-    def _room(self, job: EncodeJob) -> Bytes:
-        """A used buffer that fits, else a new one."""
+    def _buffer_for(self, job: EncodeJob) -> Bytes:
+        """Return a used buffer that fits, else a new one."""
         needed = blob.bound(job.chunk.size, job.element_size)
         with suppress(IndexError):
             buffer = self._free.popleft()
@@ -126,41 +123,41 @@ class CpuEngine:
                 self._free.extend(b.buffer for b in e.blobs)
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Begin to rebuild a batch."""
+        """Begin to rebuild a batch on the threads."""
         return self._threads.start(self._decode_chunk, _decode_jobs(batch))
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         blob.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
 
-    def drive(self) -> None:
-        """Nothing to do: the threads go on by themselves."""
+    def poll(self) -> None:
+        """Do nothing: the threads go on by themselves."""
 
     def empty(self, nbytes: int) -> Memory:
-        """(nbytes,) uint8."""
+        """Return new memory, (nbytes,) uint8."""
         return np.empty(nbytes, np.uint8)
 
-    def moved(self, plain: Bytes) -> Bytes:
-        """The bytes themselves."""
+    def upload(self, plain: Bytes) -> Bytes:
+        """Return the bytes themselves."""
         return plain
 
     def buffer(self, nbytes: int) -> Bytes:
-        """(nbytes,) uint8."""
+        """Return new memory, (nbytes,) uint8."""
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: Bytes) -> None:
-        """Nothing to do: it is ordinary memory."""
+        """Do nothing: it is ordinary memory."""
 
     def close(self) -> None:
-        """End the threads, drop the buffers."""
+        """End the threads and drop the buffers."""
         self._threads.close()
         self._free.clear()
 
 
 class ProvingEngine(CpuEngine):
-    """Rebuilds chunks on the threads of another one, and every chunk that they build on.
+    """Rebuilds chunks and every chunk that they build on, on the threads of another CPU engine.
 
     Attributes:
-        proven: of every chunk so far, in order, the digests that the blobs of its chain give (`blob.prove_chain`).
+        proven: one list per chunk so far, in order: the digests that the blobs of its chain give (`blob.prove_chain`).
     """
 
     def __init__(self, engine: CpuEngine) -> None:
@@ -168,7 +165,7 @@ class ProvingEngine(CpuEngine):
         self.proven: list[list[bytes]] = []
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Begin to rebuild a batch; its bases must lie in it."""
+        """Begin to rebuild a batch that needs no bases from outside it."""
         wait = self._threads.start(self._prove_chunk, _decode_jobs(batch))
         return lambda: self.proven.extend(wait())
 
@@ -177,10 +174,10 @@ class ProvingEngine(CpuEngine):
 
 
 def default_threads() -> int:
-    """SNAPSTORE_THREADS, else the cores that this process may use.
+    """Return SNAPSTORE_THREADS, else the number of cores that this process may use.
 
     Raises:
-        InvalidInputError: the variable is no positive number.
+        InvalidInputError: the variable is not a number from 1 to 1024.
     """
     value = os.environ.get("SNAPSTORE_THREADS")
     if value is None:
@@ -192,15 +189,15 @@ def default_threads() -> int:
 
 def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
     columns = (batch.element_sizes, batch.layouts, batch.bases.which, batch.base_chain_bytes)
+    chunks = zip(batch.chunks.views(), batch.digests, batch.bases.views(), batch.base_digests, strict=True)
     return [
         EncodeJob(chunk, chunk_digest.tobytes(), size, layout)
         if which < 0
         else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), chain_bytes)
-        for chunk, chunk_digest, base, base_digest, size, layout, which, chain_bytes in zip(
-            batch.chunks.views(), batch.digests, batch.bases.views(), batch.base_digests,
-            *(column.tolist() for column in columns), strict=True,
+        for (chunk, chunk_digest, base, base_digest), size, layout, which, chain_bytes in zip(
+            chunks, *(column.tolist() for column in columns), strict=True
         )
-    ]  # fmt: skip
+    ]
 
 
 def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
@@ -223,7 +220,7 @@ def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
 
 
 def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Delta or full by their sampled histograms, then the blob, into `out` (see `blob.bound`)."""
+    """Encode one chunk into `out` (see `blob.bound`): as a delta or full, whichever sampled histograms favour."""
     source, base, chosen = job.chunk, None, _statistics(job.chunk, job)
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)

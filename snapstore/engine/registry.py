@@ -1,7 +1,11 @@
-"""registry."""
+"""Engines: the CPU engine and the CUDA engines of one repository, each found by the memory that it works in.
+
+In: arrays, tensors, devices. Out: their engine. CUDA engines are made when a tensor on their device is first seen.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -16,26 +20,27 @@ from ..errors import CapabilityError
 from ..format.codecs import nvcomp
 from ..state.arrays import Memory, as_memory
 from .base import Engine
-from .cpu import CpuEngine, log
+from .cpu import CpuEngine
 
 if TYPE_CHECKING:
     import torch
 
     from .cuda.engine import CudaEngine
 
+log = logging.getLogger("snapstore")
 
-#: How new blobs are coded: by standard streams that every machine reads, or by nvCOMP's ANS.
+#: How new blobs are coded: in standard streams that every machine reads, or in nvCOMP's ANS.
 CODECS = ("portable", "ans")
 
 
 @dataclass(slots=True)
 class Engines:
-    """The engines of one repository, one a memory; those of CUDA devices are made when a tensor on one is first seen.
+    """The engines of one repository: one for host memory and one per CUDA device.
 
     Args:
-        digest_seed: of the repository.
-        codec: "portable" or "ans", how engines of devices code new blobs.
-        required: whether the GPU was asked for, so that its lack is an error.
+        digest_seed: the repository's.
+        codec: "portable" or "ans": how CUDA engines code new blobs.
+        required: whether the caller asked for the GPU, so that its lack is an error.
     """
 
     digest_seed: int
@@ -52,23 +57,23 @@ class Engines:
         self.cpu = CpuEngine(self.digest_seed, self.threads)
 
     def of(self, memory: Memory) -> Engine:
-        """The engine that works where a memory lies."""
+        """Return the engine that works where a memory lies."""
         if isinstance(memory, np.ndarray):
             return self.cpu
         return self.on(memory.device)
 
     def memory_of(self, value: Any) -> Memory:
-        """An array's own bytes where they can be read as they lie, else a copy; nothing is pending on them."""
+        """Return an array's own bytes where they can be read as they lie, else a copy; no write to them is pending."""
         memory = as_memory(value, self.on_device)
         if not isinstance(memory, np.ndarray):
-            self.on(memory.device).settle()
+            self.on(memory.device).sync()
         return memory
 
     def on(self, device: torch.device) -> CudaEngine:
-        """The engine of a CUDA device.
+        """Return the engine of a CUDA device.
 
         Raises:
-            CapabilityError: CuPy or nvCOMP are not installed, or do not fit.
+            CapabilityError: CuPy or nvCOMP are not installed, or do not fit this machine.
         """
         from .cuda import engine_for
 
@@ -78,20 +83,20 @@ class Engines:
             return self._cuda[device.index]
 
     def for_ans(self) -> CudaEngine:
-        """An engine that codes in ANS, on the current CUDA device.
+        """Return an engine that codes in ANS, on the current CUDA device.
 
         Raises:
-            CapabilityError: there is none, or it lacks a library; the message says what to install.
+            CapabilityError: there is no device, or a library is missing; the message says what to install.
         """
         from .cuda import current_engine
 
         return current_engine("ans", self.cpu)
 
     def on_device(self, device: torch.device) -> bool:
-        """Whether there is an engine for a device: if not, its tensors take the way through host memory.
+        """Return whether a device has an engine; if not, its tensors go through host memory.
 
         Raises:
-            CapabilityError: there is none, and the GPU was asked for.
+            CapabilityError: it has none, and the caller asked for the GPU.
         """
         if device.type != "cuda":
             return False
@@ -111,25 +116,22 @@ class Engines:
         return False
 
     def in_background(self) -> AbstractContextManager[None]:
-        """For a thread of ours: what it does on devices ruins no CUDA graph that another one captures meanwhile."""
+        """Let this background thread work on devices while another thread captures a CUDA graph."""
         if not self._cuda:
             return nullcontext()
         from .cuda import beside_captures
 
         return beside_captures()
 
-    def rest(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
-        """A save (`saved`) or a restore is over: the engines of devices keep no device memory that nobody uses.
-
-        Whichever lent a buffer has it back.
-        """
+    def release_memory(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
+        """Release unused device memory after a save (`saved`) or a restore; each buffer goes back to its engine."""
         for engine in list(self._cuda.values()):
             for buffer in buffers:
                 engine.give_back(buffer)
-            engine.rest(saved=saved)
+            engine.release_memory(saved=saved)
 
     def close(self) -> None:
-        """Give threads and memory of all engines back."""
+        """Release threads and memory of all engines."""
         self.cpu.close()
         if os.getpid() == self._pid:  # CUDA does not survive a fork
             for engine in list(self._cuda.values()):

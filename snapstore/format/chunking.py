@@ -1,6 +1,6 @@
-"""Chunking: where a tensor is cut. A chunk is a fixed span of one tensor's bytes, aligned to the element.
+"""Chunking: where a tensor is cut. A chunk is a fixed span of one tensor's bytes.
 
-Chunk sizes are multiples of 16, the largest element (complex128), so a cut never splits an element.
+Chunk sizes are multiples of 16, the size of the largest element (complex128), so a cut never splits an element.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from ..errors import InvalidInputError
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 MIN_CHUNK_BYTES = 64
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
-#: Tensors below this lie in the manifest: a blob's header and a read of their own would cost more [bytes].
+#: Smaller tensors lie in the manifest: a blob's header and a separate read would cost more [bytes].
 INLINE_BYTES = 4 * 1024
 
 
 def check_chunk_bytes(chunk_bytes: object) -> int:
-    """`chunk_bytes` if chunks may have that size, else InvalidInputError."""
+    """Return `chunk_bytes` if chunks may have that size, else raise InvalidInputError."""
     if not isinstance(chunk_bytes, int) or chunk_bytes % 16 or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise InvalidInputError(
             f"chunk size {chunk_bytes!r}: expected a multiple of 16 from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
@@ -24,10 +24,5 @@ def check_chunk_bytes(chunk_bytes: object) -> int:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """How many chunks `nbytes` are cut into."""
+    """Return into how many chunks `nbytes` are cut."""
     return -(-nbytes // chunk_bytes)
-
-
-def spans(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(start, stop) of every chunk of a tensor of `nbytes`."""
-    return [(start, min(start + chunk_bytes, nbytes)) for start in range(0, nbytes, chunk_bytes)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bytes, Column
-from .manifest import ChunkTable
+from .chunk_table import ChunkTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ reads. A PackWriter belongs to one thread; reads may run in any.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -185,19 +185,6 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
         return PackListing(header, bytes(footer[count * ENTRY.itemsize :]).decode(), entries)
     except UnicodeDecodeError as error:
         raise FormatError(f"{key}: the part's name is no UTF-8") from error
-
-
-def scan(data: memoryview, where: str) -> Iterator[tuple[int, blob.Header]]:
-    """(offset, header) of every whole blob of a pack from its start, without the footer; ends at the first damage."""
-    at = HEADER.size
-    while at + blob.HEADER.size <= len(data):
-        try:
-            header = blob.parse(data[at:], f"{where} at {at}")
-        except (FormatError, IntegrityError):
-            return
-        yield at, header
-        at += blob.length_of(header)
-        at += -at % blob.ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

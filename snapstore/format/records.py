@@ -1,56 +1,51 @@
-"""The small objects: config, snapshot records, sessions, policies, gc marks; their envelope and their keys.
+"""Records: the small objects (config, snapshot records, sessions, policies, gc's notes) and their envelope.
 
 In: typed structs. Out: checksummed bytes, and back (docs/format.md, "Envelope"). Nothing here touches a store.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import struct
-import time
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from ..state.tree import decode_plain, encode_plain, unpack_nodes
-from .keys import NAME, manifest_key, pack_key, record_key, sha256_names
+from ..state.tree import decode_plain, unpack_nodes
+from .keys import manifest_key, pack_key, record_key, sha256_names
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
-#: Of a record's metadata, its metrics and its tags, each: every listing reads every record once, and a revision must
-#: never become one that readers refuse.
+#: The limit of a record's metadata, of its metrics and of its tags, each: every listing reads every record once, and no
+#: revision may grow into a record that readers refuse.
 MAX_FIELD_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 
-#: Names that become parts of keys and paths: a forged one is refused before anything is made of it.
+#: Names that become parts of keys and paths: decoding refuses a forged one before any use.
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Count  # a u64: msgpack has no larger integers
-#: What is counted on from: the number after it must be readable as well.
+#: The limit of numbers that the next snapshot counts on from: the number after it must be readable as well.
 MAX_COUNTED = 2**53
 Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
 
-#: The reason of a record that nothing told of.
-MADE_UP = "made up from its manifests by a repair"
+#: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
+RECONSTRUCTED = "made up from its manifests by a repair"
 COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a folder or bucket prefix a repository.
+    """The object that makes a folder or bucket prefix a repository.
 
     Attributes:
-        digest_seed: of the digests of all chunks, 64 random bits; every manifest repeats it.
+        digest_seed: 64 random bits, the seed of all chunks' digests; every manifest repeats it.
     """
 
     uuid: Id
@@ -63,17 +58,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeFor(NamedTuple):
-    """The record that a pack or manifest was written for: a revision as high explains why it lies there."""
+    """The record that a pack or manifest was written for: a revision at least as high explains why it exists."""
 
     snapshot: bytes  # (16,) its id
     revision: int
 
 
 class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
-    """One manifest of a snapshot: that of one writing rank and part.
+    """A snapshot's reference to one manifest, written by one rank for one part.
 
     Attributes:
-        header_sha256: SHA-256 of its bytes up to the end of its header, so that a header alone can be proven.
+        header_sha256: SHA-256 of its bytes up to the end of its header, so that a header can be proven alone.
     """
 
     part: str
@@ -85,22 +80,22 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The manifest's key in the store."""
+        """Return the manifest's key in the store."""
         return manifest_key(self.sha256)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One snapshot: the record that commits it, with the ruling revision's state, tags and reason.
+    """One snapshot: the record that commits it, with the state, tags and reason of its highest revision.
 
     Attributes:
         id: 32 hex digits, random.
-        run, step: the lineage it belongs to and its place there.
-        seq: order of snapshots within the run (clocks lie).
+        run, step: its lineage, and its position there.
+        seq: order of snapshots within the run, since clocks can be wrong.
         state: "committed", "aborted", "forgotten" or "swept".
         parent: id of the snapshot that this process restored or last committed, in any run.
         bases: ids of the snapshots whose packs this one uses.
         created: seconds since the epoch, by the writer's clock.
-        generation: 0, or one more than the first base's.
+        generation: 0, or the first base's generation plus one.
         depth: length of the longest delta chain.
         logical_bytes: bytes of all tensors.
         stored_bytes: pack and manifest bytes that this save added to the repository.
@@ -120,7 +115,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     manifests: list[ManifestRef] = []
     tags: list[str] = []
     metrics: dict[str, float] = {}
-    metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # read when asked for
+    metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # decoded when asked for
     created: float = 0.0
     generation: Counted = 0
     depth: int = 0
@@ -135,12 +130,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The key of this revision in the store."""
+        """Return the key of this revision in the store."""
         return record_key(self.run, self.step, self.id, self.revision)
 
     @property
     def metadata(self) -> Any:
-        """What the caller of `save` wanted kept beside it.
+        """Return the metadata that the caller of `save` gave.
 
         Raises:
             FormatError: the record holds no plain value there.
@@ -152,32 +147,34 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ref(self) -> str:
-        """How people name it: `run@step`."""
+        """Return the name that people use: `run@step`."""
         return f"{self.run}@{self.step}"
 
     @property
-    def is_made_up(self) -> bool:
-        """Whether a repair had only manifests to make this record of: `created` and what saving took are guesses."""
-        return self.reason == MADE_UP
+    def is_reconstructed(self) -> bool:
+        """Return whether a repair made this record from manifests alone: `created`, times and sizes are guesses."""
+        return self.reason == RECONSTRUCTED
 
     @property
     def ratio(self) -> float:
-        """Logical over stored bytes of this save."""
+        """Return logical over stored bytes of this save."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def revised(self, **changes: Any) -> Snapshot:
-        """The next revision with `changes`, under a new write id.
+        """Return the next revision with `changes`, under a new write id.
 
         Raises:
-            InvalidInputError: there is none; no snapstore has revised a record so often.
+            InvalidInputError: this is the last possible revision; no snapstore has revised a record so often.
         """
         if self.revision >= MAX_REVISION:
-            raise InvalidInputError(f"{self.key}: is the last revision that there can be; it stays as it is")
+            raise InvalidInputError(
+                f"{self.key}: this is the last possible revision; the record cannot change any more"
+            )
         return msgspec.structs.replace(self, revision=self.revision + 1, write_id=new_id(), **changes)
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """A save in flight, as gc sees it."""
+    """A save in progress, as gc sees it."""
 
     id: str
     key: str
@@ -196,7 +193,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gc means to delete: SHA-256 of packs and manifests, 32 bytes each, one after the other."""
+    """The candidates of a gc: SHA-256 of packs and manifests, 32 bytes each, one after the other."""
 
     id: str
     started: float
@@ -204,14 +201,14 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     manifests: bytes
 
     def keys(self) -> set[str]:
-        """The candidates' keys in the store."""
+        """Return the candidates' keys in the store."""
         return {pack_key(name) for name in sha256_names(self.packs)} | {
             manifest_key(name) for name in sha256_names(self.manifests)
         }
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The sessions that a sweep must outlive."""
+    """The sessions that must end before a sweep."""
 
     id: str
     sessions: list[str]
@@ -226,13 +223,13 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
-    """A pack that a repair has found damaged. Its key says what counts for saves and gcs.
+    """A repair's note about a damaged pack. Saves and gcs act on its key alone.
 
     Attributes:
-        found: when [s since the epoch].
-        reason: what is wrong with it, for people.
-        blobs: offsets of blobs that are as they were written and do not give their chunks.
-        id: of a note that takes the place of others; empty: it is the first.
+        found: time of the repair [s since the epoch].
+        reason: the damage, for people.
+        blobs: offsets of blobs whose bytes are as written but do not decode to their chunks.
+        id: 32 hex digits if this note replaces others; "" for the first.
     """
 
     pack: Sha256
@@ -243,16 +240,16 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The note's key in the store."""
-        return f"gc/{self.pack}{'.' * bool(self.id)}{self.id}.quarantine"
+        """Return the note's key in the store."""
+        return f"gc/{self.pack}.{self.id}.quarantine" if self.id else f"gc/{self.pack}.quarantine"
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that a repair has found to lack a manifest. Its key says what counts for policies.
+    """A repair's note about a snapshot that lacks a manifest. Policies act on its key alone.
 
     Attributes:
-        found: when [s since the epoch].
-        reason: what is wrong with it, for people.
+        found: time of the repair [s since the epoch].
+        reason: the damage, for people.
     """
 
     id: Id
@@ -261,21 +258,28 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The note's key in the store."""
+        """Return the note's key in the store."""
         return f"gc/{self.id}.lost"
 
 
 _KINDS: dict[type, int] = {
-    Config: 1, Snapshot: 2, Session: 3, Policy: 4, Mark: 5, Wait: 6, Done: 7, Quarantine: 8, Lost: 9,
-}  # fmt: skip
+    Config: 1,
+    Snapshot: 2,
+    Session: 3,
+    Policy: 4,
+    Mark: 5,
+    Wait: 6,
+    Done: 7,
+    Quarantine: 8,
+    Lost: 9,
+}
 _ENCODER = msgspec.msgpack.Encoder()
-V = TypeVar("V")
 T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost)
 SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost
 
 
 def key_of(value: SmallObject) -> str:
-    """The key in the store under which alone an object may lie."""
+    """Return the only key under which an object may lie in the store."""
     if isinstance(value, Config):
         return "config"
     if isinstance(value, Session):
@@ -288,17 +292,17 @@ def key_of(value: SmallObject) -> str:
 
 
 def encode(value: SmallObject) -> bytes:
-    """The object's bytes as stored."""
+    """Return the object's bytes as stored."""
     payload = _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
     return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
 
 
 def decode(data: bytes, kind: type[T], key: str) -> T:
-    """The object that lies under a key.
+    """Return the object that lies under a key.
 
     Raises:
-        IntegrityError: cut short or altered; or it is the object of another key.
+        IntegrityError: cut short or altered, or the object of another key.
         FormatError, UnknownFormatError: see `unpack`.
     """
     value = unpack(data, kind, key)
@@ -308,7 +312,7 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
 
 
 def unpack(data: bytes, kind: type[T], key: str) -> T:
-    """The inverse of `encode`, whatever key the object belongs to.
+    """Decode an object, whatever its key: the inverse of `encode`.
 
     Raises:
         FormatError: not this kind of object.
@@ -342,105 +346,28 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
         raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
     if isinstance(found, Snapshot):
         _check_sizes(found, key)
-        found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # or it keeps all of the bytes
+        found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # else it keeps all the bytes
     return found
 
 
 def _check_sizes(snapshot: Snapshot, key: str) -> None:
-    """Raise UnknownFormatError unless a record names each manifest once, and says how much all of them hold."""
+    """Check that a record names each manifest once, and that their sizes add up; else raise UnknownFormatError."""
     held = sum(ref.logical_bytes for ref in snapshot.manifests)
     if held != snapshot.logical_bytes:
-        raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, its manifests are said to hold {held}")
+        raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, the sum over its manifests is {held}")
     if len({(ref.part, ref.rank) for ref in snapshot.manifests}) < len(snapshot.manifests):
         raise UnknownFormatError(f"{key}: two manifests of one part and rank")
 
 
 def is_damaged(data: bytes) -> bool:
-    """Whether what cannot be decoded is damage, rather than of a version that this release does not know."""
+    """Return whether undecodable bytes are damaged, rather than of a version that this release does not know."""
     ours = data[:5] + bytes([FORMAT_VERSION]) + data[6:16]
     holds = xxhash.xxh3_64_digest(ours + data[ENVELOPE.size :])[::-1] == data[16 : ENVELOPE.size]
     if data[:4] == b"SNAP" and data[5:6] != ours[5:6]:
-        return holds  # but for that byte all is as this version has it; who knows how others check theirs
+        return holds  # then only that byte differs from a valid object; other versions may have other checksums
     return not holds
 
 
 def new_id() -> str:
-    """32 random hex digits."""
+    """Return 32 random hex digits."""
     return secrets.token_hex(16)
-
-
-def this_session(save_id: str, key: str) -> Session:
-    """A session of this process."""
-    return Session(
-        id=save_id, key=key, host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), started=time.time()
-    )
-
-
-def boot_id() -> str:
-    """Names this boot of this kernel, so that a lock that is free proves a process dead; empty where unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def check_name(what: str, name: object) -> str:
-    """`name` if it can name a run or a tag, else InvalidInputError."""
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
-        raise InvalidInputError(
-            f"{what} {shown}: expected 1 to 128 characters of A-Z a-z 0-9 . _ - that start with a letter or digit"
-        )
-    return name
-
-
-def check_step(step: object) -> int:
-    """`step` if it is a step number, else InvalidInputError."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise InvalidInputError(f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}")
-    number = int(step.__index__())
-    if not 0 <= number <= MAX_STEP:
-        raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
-    return number
-
-
-def check_tag(name: str) -> str:
-    """`name` if a tag may be called that, else InvalidInputError."""
-    check_name("tag", name)
-    if name == "latest" or name.isdecimal():
-        raise InvalidInputError(f"tag {name!r}: a reference could not tell it from a step number or 'latest'")
-    return name
-
-
-def check_tags(names: Iterable[str]) -> list[str]:
-    """`names`, sorted and each once, if a record can have them as its tags, else InvalidInputError."""
-    return _bounded("tags", sorted({check_tag(name) for name in names}), "take some off, or put them into the metadata")
-
-
-def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` as str -> float, else InvalidInputError."""
-    if not isinstance(metrics, Mapping):
-        raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
-    checked = {}
-    for name, value in metrics.items():
-        try:
-            checked[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
-    return _bounded("metrics", checked, "keep those that policies or people choose by, the others as part of the state")
-
-
-def encode_metadata(metadata: Any) -> msgspec.Raw:
-    """The packed node of plain values to be kept in a record, else InvalidInputError."""
-    return msgspec.Raw(_ENCODER.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state")))
-
-
-def _bounded(what: str, value: V, instead: str) -> V:
-    """A field of a record that is to be, if it is small enough, else InvalidInputError."""
-    try:
-        size_bytes = len(_ENCODER.encode(value))
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(f"{what}: {error.object!r}: expected names in Unicode, got a lone surrogate") from error
-    if size_bytes > MAX_FIELD_BYTES:
-        raise InvalidInputError(f"{what}: {size_bytes} bytes, expected at most {MAX_FIELD_BYTES}; {instead}")
-    return value

@@ -41,6 +41,7 @@ from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
 from .liveness import orphaned_sessions
 from .marks import marked_keys
 from .same_repository import confirmed
+from .this_process import this_session
 
 log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4
@@ -82,7 +83,7 @@ class Claim:
         self.id = records.new_id() if revision else snapshot_id
         self.written: set[str] = set()
         self._session_key = f"sessions/{self.id}"
-        self._announced = records.encode(records.this_session(self.id, key))
+        self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
         self._may_land = False  # a PUT of the record whose outcome is unknown
         self._key_taken = False  # by this process or another one

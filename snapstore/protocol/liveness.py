@@ -21,6 +21,7 @@ from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectStore
 from ..text import strip_hint
 from .revisions import create
+from .this_process import boot_id
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
@@ -48,7 +49,7 @@ def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[
     except (IntegrityError, FormatError) as error:  # it does not tell which record to create in its place
         log.warning("gc waits for a damaged session; run 'snapstore repair': %s", strip_hint(error))
         return False, None
-    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
+    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == boot_id()
     held = store.is_locked(key) if same_boot else None
     dead = session_id in orphaned_sessions or held is False
     if not dead and (held is True or store.now_s() - info.modified_s < fence_after_s):

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from ..catalog.history import View
 from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
-from ..format.records import COMMITTED, Snapshot, check_tag, check_tags
+from ..format.checks import check_tag, check_tags
+from ..format.records import COMMITTED, Snapshot
 from .revisions import retry_conflicts, revise
 
 #: After this many attempts, two processes that take a tag from each other follow one order.

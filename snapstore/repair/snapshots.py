@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -30,8 +30,9 @@ from ..chunks.uploader import put_once
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, ConflictError, IntegrityError, SnapstoreError, StorageError
 from ..format import blob, manifest
+from ..format.chunk_table import COLUMNS, MAX_CHAIN, ChunkTable
 from ..format.keys import pack_key, record_key
-from ..format.manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest, part_name
+from ..format.manifest import Manifest, part_name
 from ..format.pack import ENTRY, PackWriter
 from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from ..protocol.claim import Claim
@@ -436,12 +437,7 @@ def _chain(table: ChunkTable, names: Sequence[str], refs: range) -> Chain:
 
 def _encoded(claim: Claim, ref: ManifestRef, m: Manifest) -> tuple[ManifestRef, bytes]:
     """A manifest of this session."""
-    data = manifest.encode(
-        save_id=bytes.fromhex(claim.id), rank=m.header.rank, sequence=m.header.sequence, part=m.header.part,
-        chunk_bytes=m.header.chunk_bytes, digest_seed=m.header.digest_seed, tree=m.tree, tensors=m.tensors,
-        inline=m.inline, table=m.table, packs=m.header.pack_names, pack_sizes=m.header.pack_size_list,
-        logical_bytes=m.header.logical_bytes,
-        made_for=claim.made_for,
-    )  # fmt: skip
+    contents = manifest.ManifestContents.of(m)
+    data = manifest.encode(replace(contents, save_id=bytes.fromhex(claim.id), made_for=claim.made_for))
     manifest.decode(data, ref.key)  # what no reader would take is not published
     return manifest.ref_of(data), data

@@ -18,7 +18,8 @@ from ..context import Context
 from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
 from ..format import chunking, manifest
-from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry, part_name
+from ..format.chunk_table import ChunkTable
+from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
 from ..state.restore_plan import Target
@@ -90,7 +91,7 @@ def restore(
             _complete(target, pending, done)
         _complete(target, pending, 0)
     finally:
-        context.engines.rest()
+        context.engines.release_memory()
     return target.finish()
 
 

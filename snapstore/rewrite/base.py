@@ -36,9 +36,10 @@ from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, ConflictError, FormatError, IntegrityError, NotFoundError
 from ..format import blob, manifest, pack, records
+from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Key, Place
 from ..format.keys import pack_key, quarantined_names, record_key
-from ..format.manifest import ChunkTable, Manifest
+from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.claim import Claim
@@ -373,7 +374,7 @@ class Rewriting(ABC):
 
     def _remap(self, claim: Claim, part: Part, target: Target, places: dict[Key, Place]) -> tuple[ManifestRef, bytes]:
         """A part's manifest over its new table, every stale reference sent to its blob's place."""
-        header, table = part.manifest.header, target.table
+        table = target.table
         numbers = {name: number for number, name in enumerate(target.packs)}
         columns = {name: getattr(table, name).copy() for name in ("ref_packs", "ref_offsets", "ref_lengths")}
         moved = [places[key] for key in target.keys]
@@ -383,14 +384,15 @@ class Rewriting(ABC):
         used, columns["ref_packs"] = np.unique(columns["ref_packs"], return_inverse=True)
         names = list(numbers)
         packs = [names[number] for number in used.tolist()]
-        m = part.manifest
-        data = manifest.encode(
-            save_id=bytes.fromhex(claim.id), rank=header.rank, sequence=header.sequence, part=header.part,
-            chunk_bytes=header.chunk_bytes, digest_seed=header.digest_seed, tree=m.tree, tensors=m.tensors,
-            inline=m.inline, table=replace(table, **columns), packs=packs,
-            pack_sizes=[self.sizes[name] for name in packs], logical_bytes=header.logical_bytes,
+        contents = replace(
+            manifest.ManifestContents.of(part.manifest),
+            save_id=bytes.fromhex(claim.id),
+            table=replace(table, **columns),
+            packs=packs,
+            pack_sizes=[self.sizes[name] for name in packs],
             made_for=claim.made_for,
-        )  # fmt: skip
+        )
+        data = manifest.encode(contents)
         again, was = manifest.decode(data, part.ref.key), part.manifest
         if _said(again) != _said(was) or not np.array_equal(again.table.digests, was.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")

@@ -30,9 +30,10 @@ from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
 from ..format import planes
 from ..format.blob import XOR
+from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Chain, Link, chains_of, edge_of, table_of
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable, Manifest
+from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..protocol.quarantine import in_quarantine

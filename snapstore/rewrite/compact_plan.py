@@ -21,9 +21,10 @@ from ..catalog.read_twice import read_twice
 from ..errors import DAMAGE, FormatError
 from ..format import manifest
 from ..format.blob import ALIGNMENT, ENTRY
+from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Chain, Digests, chains_of, edge_of
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable, Manifest
+from ..format.manifest import Manifest
 from ..format.pack import HEADER, TRAILER
 from ..format.records import ManifestRef, Snapshot
 from ..storage.base import ObjectStore

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..engine.base import Engine
+from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..engine.cpu import default_threads
 from ..errors import DAMAGE, IntegrityError
 from ..format import blob, codecs
@@ -193,7 +194,7 @@ class _Recoding(Rewriting):
             return header.layout
 
         layouts = np.array(self._threads.start(decode, range(len(blobs)))(), np.uint8)
-        sources = Chunks([self.engine.moved(plain)], np.zeros(len(blobs), np.int64), starts, lengths)
+        sources = Chunks([self.engine.upload(plain)], np.zeros(len(blobs), np.int64), starts, lengths)
         digests = self.engine.start_digests(sources)()
         wrong = (entries["transform"] == blob.FULL) & (digests != digests_of(entries)).any(axis=1)
         if wrong.any():

@@ -15,7 +15,7 @@ from ..catalog.read_twice import read_twice
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch
+from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import FormatError, IntegrityError
 from ..format.blob import XOR
 from ..format.delta_chain import Chain, table_of

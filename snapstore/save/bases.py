@@ -17,8 +17,9 @@ from ..arrays import Bytes
 from ..context import Context
 from ..errors import DAMAGE, StorageError
 from ..format import manifest
+from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable, Manifest
+from ..format.manifest import Manifest
 from ..format.records import MAX_COUNTED, Snapshot
 from ..protocol.session import Session
 from ..storage.base import ObjectStore

@@ -18,7 +18,8 @@ from ..arrays import Bytes, Column
 from ..chunks.reader import ChunkReader, Wanted
 from ..chunks.uploader import PackUploader
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..engine.base import Engine
+from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from ..format import blob, chunking, delta, planes
 from ..format.pack import Encoded
@@ -141,7 +142,7 @@ class ChunkWriter:
             with suppress(Exception):
                 wait()
         self.packs.close()
-        self._engines.rest(self.packs.idle, saved=True)
+        self._engines.release_memory(self.packs.idle, saved=True)
 
     # -- chunks in
 
@@ -229,7 +230,7 @@ class ChunkWriter:
         cached = np.flatnonzero((candidates >= 0) & has_base)
         memories = [run.base if run.base is not None else run.data for run in runs]
         bases = engine.load(Chunks(memories, which[cached], starts[cached], lengths[cached]))
-        wait = engine.start_digests(chunks.and_those(bases))
+        wait = engine.start_digests(chunks.joined(bases))
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
 
     def _advance(self, hashing: int = 1) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from ..arrays import Bytes
 from ..context import Context
 from ..errors import InvalidInputError
-from ..format import records
+from ..format.checks import check_metrics, check_name, check_step, check_tags, encode_metadata
 from ..state.arrays import Held, Memory
 from ..state.flatten import Part
 from ..state.tensors import Node, TensorSpec
@@ -53,14 +53,14 @@ class SaveRequest:
     metadata_node: msgspec.Raw = field(init=False)
 
     def __post_init__(self) -> None:
-        records.check_name("run", self.run)
+        check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
             if isinstance(given, str):
                 raise InvalidInputError(f"{name} {given!r}: expected a list of str, got one str")
-        self.step = records.check_step(self.step)
-        self.tags = records.check_tags(self.tags)
-        self.metrics = records.check_metrics(self.metrics or {})
-        self.metadata_node = records.encode_metadata(self.metadata)
+        self.step = check_step(self.step)
+        self.tags = check_tags(self.tags)
+        self.metrics = check_metrics(self.metrics or {})
+        self.metadata_node = encode_metadata(self.metadata)
         self.full = self.full or bool(self.tags)
 
     def resolve(self, context: Context, lineage: Lineage) -> None:

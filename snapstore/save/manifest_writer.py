@@ -14,9 +14,10 @@ import numpy as np
 from ..arrays import Column
 from ..context import Context
 from ..format import manifest
+from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES
 from ..format.keys import pack_key
-from ..format.manifest import Box, ChunkTable, Manifest, TensorEntry
+from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.records import ManifestRef
 from ..protocol.session import Session
 from ..state.arrays import as_bytes
@@ -124,7 +125,7 @@ def _write_manifests(
     for sequence, (part, layout) in enumerate(zip(inputs, layouts, strict=True)):
         table, packs, sizes = _table(chunks, rows, layout)
         logical_bytes = sum(tensor.spec.nbytes for tensor in part.tensors)
-        data = manifest.encode(
+        contents = manifest.ManifestContents(
             save_id=bytes.fromhex(session.id),
             rank=0,
             sequence=sequence,
@@ -139,6 +140,7 @@ def _write_manifests(
             pack_sizes=sizes,
             logical_bytes=logical_bytes,
         )
+        data = manifest.encode(contents)
         ref = manifest.ref_of(data)
         puts.append(chunks.packs.start_put(ref.key, data))
         written.sizes[ref.key] = len(data)

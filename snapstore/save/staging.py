@@ -128,7 +128,7 @@ class Staging:
         """Wait until the last copies are complete; let go of those on devices if the save fails."""
         try:
             if self._devices is not None:
-                self._devices.landed(self._spare, self._base)
+                self._devices.wait_copied(self._spare, self._base)
             yield
         except BaseException:
             self._release_devices()
@@ -165,7 +165,7 @@ class Staging:
     def _release_devices(self) -> None:
         """Let go of copies on devices that nothing needs any more."""
         if self._devices is not None:
-            self._devices.settle(self._spare)
+            self._devices.release_memory(self._spare)
 
     def clear(self) -> None:
         """Give all memory back."""

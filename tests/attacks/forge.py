@@ -13,11 +13,12 @@ import torch  # noqa: F401  (before memory is measured: importing it takes much)
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
-from snapstore.format import blob, manifest, pack, planes, records
+from snapstore.format import blob, layout, manifest, pack, planes, records
 from snapstore.format import hashing as digests
+from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import manifest_key, pack_key
-from snapstore.format.manifest import Box, ChunkTable, TensorEntry
+from snapstore.format.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 
@@ -187,7 +188,7 @@ class World:
             "pack_sizes": [size for _, size in self.packs],
             "logical_bytes": n * self.size + len(changes.get("inline", b"")),
         }  # fmt: skip
-        return manifest.encode(**(fields | changes))
+        return manifest.encode(manifest.ManifestContents(**(fields | changes)))
 
     def commit(self, *manifests, **changes):
         """A committed snapshot r@0 of these manifests."""
@@ -215,7 +216,7 @@ class World:
 
 def ref_of(name, data):
     """What a record says of a manifest, however hostile it is."""
-    head = data[: manifest.PREFIX.size + int.from_bytes(data[12:16], "little")]
+    head = data[: layout.PREFIX.size + int.from_bytes(data[12:16], "little")]
     header = None
     with suppress(FormatError, IntegrityError):
         header = header_of(data)
@@ -234,7 +235,7 @@ def reheader(data, **changes):
     """A manifest with other header fields, some beyond what `encode` would write, and a checksum that holds."""
     fields = msgspec.structs.asdict(header_of(data)) | changes
     packed = msgspec.msgpack.encode(fields)
-    prefix = manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
     return prefix + packed + data[len(manifest.header_bytes(data)) :]
 
 

@@ -9,7 +9,8 @@ import zstandard
 from forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import codecs, manifest
+from snapstore.format import codecs, layout, manifest
+from snapstore.format.hashing import checksum
 
 GIB = 1024 * MIB
 
@@ -164,4 +165,4 @@ def bad_header():
     """A manifest whose part is no UTF-8."""
     data = World().manifest(part="?")
     packed = data[24 : len(manifest.header_bytes(data))].replace(b"\xa4part\xa1?", b"\xa4part\xa1\xff")
-    return manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), manifest.checksum(packed)) + packed
+    return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cuda
-from snapstore.engine.base import Chunks
+from snapstore.engine.batches import Chunks
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format import records
 from snapstore.storage.memory import MemoryStore

@@ -8,12 +8,13 @@ import pytest
 from forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit.packs import scan
 from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
-from snapstore.format import blob, codecs, manifest, pack, records
+from snapstore.format import blob, codecs, layout, manifest, pack, records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
 from snapstore.state.tree import _READERS
@@ -108,7 +109,7 @@ HEADER = len(manifest.header_bytes(MANIFEST))
 
 def mended_header(data, changes):
     packed = mutate(data[24:HEADER], changes)
-    return manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
+    return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
 
 
 def planted(data):
@@ -228,7 +229,7 @@ def test_packs(changes, mended):
     with little_memory():
         with suppress(*OURS):
             pack.read_listing(store, "packs/00/x", len(data))
-        for at, header in pack.scan(memoryview(data), "x"):
+        for at, header in scan(memoryview(data), "x"):
             assert at + blob.length_of(header) <= len(data)
 
 

@@ -13,9 +13,10 @@ from xxhash import xxh3_64_intdigest
 
 from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
-from snapstore.format import manifest, pack, records
+from snapstore.format import layout, manifest, pack, records
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
+from snapstore.protocol.this_process import boot_id
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -133,9 +134,7 @@ def test_a_forged_session_deletes_and_creates_nothing(tmp_path):
         kept = repo.save({"w": 1}, run="r", step=0)
         before = repo.store.get(kept.key)
         for i, key in enumerate(["config", "../../x", f"packs/00/{'0' * 64}", kept.key, ""]):
-            session = Session(
-                id=f"{i:032x}", key=key, host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
-            )
+            session = Session(id=f"{i:032x}", key=key, host=os.uname().nodename, boot_id=boot_id(), pid=1, started=0.0)
             repo.store.put(f"sessions/{i:032x}", records.encode(session))
         repo.gc()
         assert repo.store.get(kept.key) == before
@@ -148,9 +147,7 @@ def test_a_session_that_names_another_id_is_no_way_out(tmp_path):
     """Mitigation: whatever a session says, only keys of this store can be removed."""
     (tmp_path / "victim").write_text("x")
     with Repository.create(tmp_path / "repo") as repo:
-        session = Session(
-            id="../../victim", key="", host=os.uname().nodename, boot_id=records.boot_id(), pid=1, started=0.0
-        )
+        session = Session(id="../../victim", key="", host=os.uname().nodename, boot_id=boot_id(), pid=1, started=0.0)
         repo.store.put(f"sessions/{ID}", records.encode(session))
         with suppress(SnapstoreError):
             repo.gc()
@@ -202,7 +199,7 @@ def test_packs_and_manifests_of_a_newer_release():
     with pytest.raises(FormatError, match="pack version 2, this snapstore reads 1"):
         pack.read_listing(store, "packs/00/x", len(data))
     with pytest.raises(FormatError, match="m: manifest version 7, this snapstore reads 1"):
-        manifest.decode(manifest.PREFIX.pack(manifest.MAGIC, 7, 0, 0, 0), "m")
+        manifest.decode(layout.PREFIX.pack(layout.MAGIC, 7, 0, 0, 0), "m")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from snapstore.engine.base import Chunks, DecodeBatch, EncodeBatch
+from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, hashing, planes

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit.packs import scan
 
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
@@ -189,7 +190,7 @@ def test_pack():
     save_id = bytes(range(16))
     assert listing.header == pack.PackHeader(1, save_id, 2, records.MadeFor(save_id, 0))
     assert listing.part == "m"
-    assert [(at, header.digest) for at, header in pack.scan(memoryview(PACK), "x")] == [(64, digest(EIGHT))]
+    assert [(at, header.digest) for at, header in scan(memoryview(PACK), "x")] == [(64, digest(EIGHT))]
 
 
 def test_envelope():

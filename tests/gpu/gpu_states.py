@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from kit.packs import scan
 from torch import nn
 
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
 from snapstore.format.hashing import checksum
-from snapstore.format.pack import scan
 from snapstore.state.arrays import as_bytes
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
@@ -208,7 +208,9 @@ def codecs_of(store):
 
 def python(code, *args, gpu, timeout=110):
     """Run code in a process of its own; its last line as JSON. Without `gpu` it sees none."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     env = {**os.environ, "PYTHONPATH": path}
     if not gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""

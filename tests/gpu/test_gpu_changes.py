@@ -35,7 +35,7 @@ def _small_batches(monkeypatch):
 def watched():
     found = [(staging, name) for name in ("_gather", "copy_async", "as_memory", "copy_into", "_host_rooms")]
     found += [(staging.DeviceStaging, name) for name in ("_begin", "_address", "_copy_small", "_rooms")]
-    return found + [(engine.CudaEngine, name) for name in ("load", "start_digests", "start_encode", "settle")]
+    return found + [(engine.CudaEngine, name) for name in ("load", "start_digests", "start_encode", "sync")]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ import torch
 from gpu_states import MIB, differing, drift, facts, floats, manager, typed
 
 from snapstore import SaveOptions
-from snapstore.engine.cuda import capture
+from snapstore.engine.cuda import graph_capture
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # it imports CuPy
@@ -118,11 +118,11 @@ def test_page_locked_memory_may_be_let_go_by_who_captures():
 
 
 def test_a_thread_has_its_own_mode_again():
-    former = capture.exchange(1)
+    former = graph_capture.exchange(1)
     assert former is not None, "the driver has no cuThreadExchangeStreamCaptureMode"
     try:
-        with capture.beside_captures():
-            assert capture.exchange(capture.RELAXED) == capture.RELAXED
-        assert capture.exchange(1) == 1
+        with graph_capture.beside_captures():
+            assert graph_capture.exchange(graph_capture.RELAXED) == graph_capture.RELAXED
+        assert graph_capture.exchange(1) == 1
     finally:
-        capture.exchange(former)
+        graph_capture.exchange(former)

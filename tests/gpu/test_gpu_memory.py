@@ -178,13 +178,13 @@ FAILINGS = pytest.mark.parametrize(
 @pytest.fixture
 def fail_lanes(monkeypatch):
     def begin(**kind):
-        failing, real = Failing(**kind), streams.Lane.empty
+        failing, real = Failing(**kind), streams.WorkStream.empty
 
         def empty(self, nbytes):
             failing(nbytes)
             return real(self, nbytes)
 
-        monkeypatch.setattr(streams.Lane, "empty", empty)
+        monkeypatch.setattr(streams.WorkStream, "empty", empty)
         return failing
 
     return begin
@@ -195,14 +195,14 @@ def fail_nvcomp(monkeypatch):
     """What nvCOMP works in."""
 
     def begin(**kind):
-        failing, real = Failing(**kind), streams.Lane.room
+        failing, real = Failing(**kind), streams.WorkStream.room
 
         def room(self, name, nbytes):
             if name == "nvcomp":
                 failing(nbytes)
             return real(self, name, nbytes)
 
-        monkeypatch.setattr(streams.Lane, "room", room)
+        monkeypatch.setattr(streams.WorkStream, "room", room)
         return failing
 
     return begin

@@ -13,7 +13,7 @@ from snapstore.format.codecs import zstd
 
 if torch.cuda.is_available():
     from snapstore.engine.cuda import nvcomp
-    from snapstore.engine.cuda.streams import Lane
+    from snapstore.engine.cuda.streams import WorkStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NAMES = ["DEFLATE_MATCHES", "ZSTD", "ANS"]
@@ -22,11 +22,11 @@ LENGTHS = [1, 7, 100, 4095, 65_535, 65_536]
 
 @pytest.fixture
 def lane():
-    lane = Lane(torch.device("cuda", 0))
+    lane = WorkStream(torch.device("cuda", 0))
     with lane.current():
         yield lane
         lane.sync()
-    lane.rest()
+    lane.release_memory()
 
 
 def blocks_of(lengths, seed=0):

@@ -14,6 +14,7 @@ from snapstore.errors import SnapstoreError
 from snapstore.format import blob, pack, records
 from snapstore.format.keys import record_key
 from snapstore.format.records import Snapshot
+from snapstore.protocol.this_process import this_session
 from snapstore.storage.memory import MemoryStore
 
 
@@ -172,7 +173,7 @@ def _another(name: str, key: str) -> bytes:
     if name.startswith("policy"):
         return records.encode(records.Policy(run="another", revision=0, policies=[]))
     if name == "session":
-        return records.encode(records.this_session(records.new_id(), record_key("b", 1, records.new_id(), 0)))
+        return records.encode(this_session(records.new_id(), record_key("b", 1, records.new_id(), 0)))
     if name == "mark":
         return records.encode(records.Mark(id=records.new_id(), started=0.0, packs=b"", manifests=b""))
     if name == "wait list":

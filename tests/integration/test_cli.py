@@ -28,6 +28,7 @@ from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.protocol import tags
+from snapstore.protocol.this_process import this_session
 from snapstore.storage import cache_dir as cache_module
 from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore
@@ -806,7 +807,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
     series("forget", "exp@0")
     with Repository.open(series.url) as repository:
         key = record_key("exp", 9, "0" * 32, 0)
-        held = records.this_session("0" * 32, key)
+        held = this_session("0" * 32, key)
         repository.store.lock(f"sessions/{held.id}", records.encode(held))
         result = series("gc", "--json", code=3)
         assert json.loads(result.stdout)["waiting_for"] == [held.id]

@@ -15,6 +15,7 @@ from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.format.manifest import Box, TensorEntry
+from snapstore.protocol.this_process import this_session
 from snapstore.storage.memory import MemoryStore
 
 sys.path.append(str(Path(__file__).parents[1] / "attacks"))
@@ -126,7 +127,7 @@ def test_small_objects_of_another_version_are_kept(kind):
     value, key = {
         "policies": (records.Policy(run="a", revision=0, policies=[]), "policies/a.0"),
         "gc": (records.Mark(id=name, started=0.0, packs=b"", manifests=b""), f"gc/{name}.mark"),
-        "sessions": (records.this_session(name, record_key("a", 0, name, 0)), f"sessions/{name}"),
+        "sessions": (this_session(name, record_key("a", 0, name, 0)), f"sessions/{name}"),
     }[kind]
     data = bytearray(records.encode(value))
     data[5] = 2

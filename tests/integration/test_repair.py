@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -43,6 +44,7 @@ from snapstore import (
 from snapstore.check.scan import LEVELS, Survey
 from snapstore.format import blob, manifest, pack, records
 from snapstore.format.keys import pack_key, quarantined_names, record_key
+from snapstore.protocol.this_process import this_session
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -869,12 +871,8 @@ def test_a_manifest_of_another_repository(store):
 
 
 def encoded_as(m, **changes):
-    """A manifest's bytes, with other arguments of `manifest.encode`."""
-    names = ("save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes")
-    header = {name: getattr(m.header, name) for name in names}
-    body = {"tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table}
-    packs = {"packs": m.header.pack_names, "pack_sizes": m.header.pack_size_list}
-    return manifest.encode(**header | body | packs | changes)
+    """A manifest's bytes, with other contents."""
+    return manifest.encode(replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
 
 
 def test_nothing_is_made_up_where_there_is_no_repository():
@@ -1003,7 +1001,7 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
 
 def test_one_wrong_get_of_a_session_takes_it_from_nobody(store, monkeypatch):
     """Repair reads a session again before it removes it as damaged."""
-    sessions = [records.this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
+    sessions = [this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
     for session in sessions:
         store.put(records.key_of(session), records.encode(session))
     store.clock = lambda: time.time() + 7200  # long silent, and of another host

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from kit.packs import scan
 
 from snapstore.errors import InvalidInputError
 from snapstore.format import blob, pack, records
@@ -138,7 +139,7 @@ def test_a_blob_that_only_one_snapshot_needs(store):
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
         first, second = (repo.save({"m": {"w": w}}, run="c", step=i) for i, w in enumerate((old, new)))
     key = packs_of(store, "c@0")["m"]
-    offsets = [at for at, _ in pack.scan(memoryview(store.get(key)), key)]
+    offsets = [at for at, _ in scan(memoryview(store.get(key)), key)]
     flip(store, key, offsets[-1] + 90)
     for level in ("data", "restore"):
         result = check(store, level)

@@ -405,14 +405,9 @@ def _fails(repo, snapshot):
 
 
 def _with_manifest(store, was, m, **changes):
-    """Another writer's manifest in place of a snapshot's only one: as `m`, with some arguments of `manifest.encode`."""
-    header = m.header
-    arguments = {
-        "save_id": header.save_id, "rank": 0, "sequence": 0, "part": "", "chunk_bytes": header.chunk_bytes,
-        "digest_seed": header.digest_seed, "tree": m.tree, "tensors": m.tensors, "inline": m.inline, "table": m.table,
-        "packs": header.pack_names, "pack_sizes": header.pack_size_list, "logical_bytes": header.logical_bytes,
-    }  # fmt: skip
-    data = manifest.encode(**arguments | changes)
+    """Another writer's manifest in place of a snapshot's only one: as `m`, with some other contents."""
+    others = {"rank": 0, "sequence": 0, "part": "", "made_for": None}
+    data = manifest.encode(dataclasses.replace(manifest.ManifestContents.of(m), **others | changes))
     ref = manifest.ref_of(data)
     store.put(ref.key, data)
     revision = was.revised(manifests=[ref])

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from snapstore.engine.cuda import capture
+from snapstore.engine.cuda import graph_capture
 
 
 @pytest.fixture
@@ -13,12 +13,12 @@ def driver(monkeypatch):
     """What loads the driver is a function of the test's."""
 
     def use(load):
-        capture.driver.cache_clear()
+        graph_capture.driver.cache_clear()
         monkeypatch.setattr(ctypes, "CDLL", load)
 
     yield use
     monkeypatch.undo()
-    capture.driver.cache_clear()
+    graph_capture.driver.cache_clear()
 
 
 def test_the_mode_is_exchanged_and_put_back(driver):
@@ -35,10 +35,10 @@ def test_the_mode_is_exchanged_and_put_back(driver):
         cuThreadExchangeStreamCaptureMode = Function()  # noqa: N815
 
     driver(lambda name: Library)
-    with suppress(KeyError), capture.beside_captures():
-        assert modes[-1] == capture.RELAXED
+    with suppress(KeyError), graph_capture.beside_captures():
+        assert modes[-1] == graph_capture.RELAXED
         raise KeyError
-    assert modes == [0, capture.RELAXED, 0]
+    assert modes == [0, graph_capture.RELAXED, 0]
 
 
 @pytest.mark.parametrize("lacks", ["library", "symbol", "context"])
@@ -50,5 +50,5 @@ def test_a_driver_that_cannot_fails_no_save(driver, lacks):
         return type("Library", (), functions if lacks == "context" else {})
 
     driver(load)
-    with capture.beside_captures():
-        assert capture.exchange(capture.RELAXED) is None
+    with graph_capture.beside_captures():
+        assert graph_capture.exchange(graph_capture.RELAXED) is None

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.format import delta
+from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.delta import is_keyframe
-from snapstore.format.manifest import Box, ChunkTable, Manifest, ManifestHeader, TensorEntry
+from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.save.bases import Base, Bases
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from snapstore.engine.base import Chunks, DecodeBatch, EncodeBatch, EncodeJob
+from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, EncodeJob
 from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
 from snapstore.format import blob, hashing, planes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore.format import blob, chunking, codecs, manifest, pack, planes, records
+from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, zstd
 from snapstore.format.keys import NAME
 from snapstore.state import containers, tensors, tree
@@ -29,7 +29,7 @@ def tables(title):
     return [(rows[0], rows[2:]) for rows in split]
 
 
-def layout(title, number=0):
+def layout_table(title, number=0):
     """(offset, size) of the rows with plain numbers, and of the others as they stand."""
     columns, rows = tables(title)[number]
     assert columns == ["offset", "size", "field"]
@@ -51,7 +51,7 @@ def names_in(text):
 
 
 def test_envelope():
-    fixed, rest = layout("Envelope")
+    fixed, rest = layout_table("Envelope")
     assert fixed == offsets(records.ENVELOPE)
     assert rest == [["24", "", "payload: one msgpack map"]]
     assert records.ENVELOPE.size == 24
@@ -111,7 +111,7 @@ def test_names_and_steps():
 
 
 def test_blob():
-    fixed, rest = layout("Blob")
+    fixed, rest = layout_table("Blob")
     assert fixed == offsets(blob.HEADER)
     assert [row[:2] for row in rest] == [["80", "4n"], ["80+4n", ""]]
     assert blob.HEADER.size == 80
@@ -134,7 +134,7 @@ def test_codecs():
 
 
 def test_pack():
-    fixed, rest = layout("Pack")
+    fixed, rest = layout_table("Pack")
     assert fixed == offsets(pack.HEADER)
     assert pack.HEADER.size == 64
     assert [row[:2] for row in rest[:3]] == [["64", ""], ["f", "96n"], ["f+96n", "p"]]
@@ -151,7 +151,7 @@ def test_pack():
 
 
 def test_footer_entry():
-    fixed, rest = layout("Pack", 1)
+    fixed, rest = layout_table("Pack", 1)
     assert rest == []
     rows = {row[2]: (int(row[0]), int(row[1])) for row in tables("Pack")[1][1]}
     assert rows.pop("zero") == (18, 6)
@@ -161,12 +161,12 @@ def test_footer_entry():
 
 
 def test_manifest_prefix():
-    fixed, rest = layout("Manifest")
-    assert fixed == offsets(manifest.PREFIX)
+    fixed, rest = layout_table("Manifest")
+    assert fixed == offsets(layout.PREFIX)
     assert [row[:2] for row in rest] == [["24", "h"], ["24+h", ""]]
-    assert manifest.PREFIX.size == 24
-    assert f"magic `{manifest.MAGIC.decode()}`" in section("Manifest")
-    assert f"format version, {manifest.VERSION} " in section("Manifest")
+    assert layout.PREFIX.size == 24
+    assert f"magic `{layout.MAGIC.decode()}`" in section("Manifest")
+    assert f"format version, {layout.VERSION} " in section("Manifest")
 
 
 def test_manifest_header():
@@ -181,8 +181,8 @@ def test_sections():
     for names, contents in rows:
         for name in names_in(names):
             found[name] = contents
-    assert list(found) == ["tree", "tensors", "inline", *manifest.COLUMNS]
-    for name, (dtype, shape) in manifest.COLUMNS.items():
+    assert list(found) == ["tree", "tensors", "inline", *chunk_table.COLUMNS]
+    for name, (dtype, shape) in chunk_table.COLUMNS.items():
         of = "chunks" if name in ("digests", "ref_counts") else "refs"
         kind = np.dtype(dtype)
         described = f"({of}, {shape[0]})" if shape else f"({of},)"
@@ -228,11 +228,11 @@ def test_limits():
     for what, number in {
         "small objects 64 MiB": records.MAX_OBJECT_BYTES == 64 << 20,
         "metadata 1 MiB": records.MAX_FIELD_BYTES == 1 << 20,
-        "together by 4 times its size": manifest.MAX_COLUMNS_RATIO == 4,
-        "`inline` by 16 MiB": manifest.MAX_INLINE_BYTES == 16 << 20,
-        "each by 64 KiB or 64 times": (manifest.MAX_NODES_BYTES, manifest.MAX_NODES_RATIO) == (64 << 10, 64),
+        "together by 4 times its size": layout.MAX_COLUMNS_RATIO == 4,
+        "`inline` by 16 MiB": layout.MAX_INLINE_BYTES == 16 << 20,
+        "each by 64 KiB or 64 times": (layout.MAX_NODES_BYTES, layout.MAX_NODES_RATIO) == (64 << 10, 64),
         "chunks 64 MiB": chunking.MAX_CHUNK_BYTES == 64 << 20,
-        "chains 255 references": manifest.MAX_CHAIN == 255,
+        "chains 255 references": chunk_table.MAX_CHAIN == 255,
         "tree depth 200": containers.MAX_DEPTH == 200,
     }.items():
         assert what in text

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from kit.packs import scan
 
 from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cuda
@@ -16,7 +17,6 @@ from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.format import codecs
 from snapstore.format.hashing import checksum
-from snapstore.format.pack import scan
 from snapstore.storage.memory import MemoryStore
 
 CUDA = torch.device("cuda", 0)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kit.packs import scan
 
 from snapstore.format import blob, pack
 from snapstore.inspect.inspection import TensorDiff, group_of
@@ -266,7 +267,7 @@ def test_stats_sum_up(repo):
         listing = pack.read_listing(repo.store, info.key, info.size_bytes)
         planes_bytes += int(listing.entries["plane_bytes"].sum())
         data = memoryview(repo.store.get(info.key))
-        headers = [header for _, header in pack.scan(data, "x")]
+        headers = [header for _, header in scan(data, "x")]
         overhead += info.size_bytes - sum(header.payload_bytes for header in headers)
     assert sum(stats.codecs.values()) == planes_bytes
     packs = sum(info.size_bytes for info in repo.store.list("packs/"))

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import manifest
-from snapstore.format.manifest import COLUMNS, Box, ChunkTable, ManifestHeader, TensorEntry
+from snapstore.format import layout, manifest
+from snapstore.format.chunk_table import COLUMNS, ChunkTable
+from snapstore.format.hashing import checksum
+from snapstore.format.manifest import Box, ManifestHeader, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
@@ -44,7 +46,7 @@ def encode(table, tensors=(), inline=b"", tree=None, **changes):
         "tree": tree, "tensors": list(tensors), "inline": inline, "table": table, "packs": PACKS,
         "pack_sizes": PACK_SIZES, "logical_bytes": 123,
     }  # fmt: skip
-    return manifest.encode(**{**fields, **changes})
+    return manifest.encode(manifest.ManifestContents(**{**fields, **changes}))
 
 
 def same(a, b):
@@ -256,8 +258,8 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
 
 def test_what_hardly_compresses_below_its_bound_is_stored_as_it_is(monkeypatch):
     """A reader refuses small manifests that unpack to much; so a writer must not make any."""
-    monkeypatch.setattr(manifest, "MAX_INLINE_BYTES", 1000)
-    monkeypatch.setattr(manifest, "MAX_NODES_BYTES", 1000)
+    monkeypatch.setattr(layout, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(layout, "MAX_NODES_BYTES", 1000)
     data = encode(ChunkTable.empty(), inline=bytes(100_000), tree="x" * 5000)
     found = manifest.decode(data, "here")
     assert (found.inline, found.tree) == (bytes(100_000), "x" * 5000)
@@ -277,7 +279,7 @@ def test_unknown_sections_are_passed_over():
     header = manifest.decode_header(data, "here")
     more = msgspec.structs.replace(header, sections=[*header.sections, ("novel", 0, 1, 2**60, 9)])
     packed = msgspec.msgpack.encode(more)
-    prefix = manifest.PREFIX.pack(manifest.MAGIC, 1, 0, len(packed), manifest.checksum(packed))
+    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
     assert manifest.decode(prefix + packed + data[len(manifest.header_bytes(data)) :], "here").tree == 7
     assert isinstance(header, ManifestHeader)
 

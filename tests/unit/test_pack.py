@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.packs import scan
 
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
@@ -111,7 +112,7 @@ def test_listing_and_scan_give_what_was_appended(shapes, part):
     assert found.header == pack.PackHeader(3, SAVE, 7, MadeFor(SAVE, 0))
     assert found.part == part
     assert [(int(e["offset"]), int(e["length"])) for e in found.entries] == places
-    scanned = list(pack.scan(memoryview(data), "here"))
+    scanned = list(scan(memoryview(data), "here"))
     assert [at for at, _ in scanned] == [offset for offset, _ in places]
     for data_of, entry, (_, header) in zip(blobs, found.entries, scanned, strict=True):
         assert entry["digest"].tobytes() == header.digest
@@ -146,13 +147,13 @@ def test_a_damaged_footer_is_found_and_a_scan_still_works():
         bad[at] ^= 0x10
         with pytest.raises((FormatError, IntegrityError)):
             listing(bad)
-        assert [at for at, _ in pack.scan(memoryview(bad), "here")] == [offset for offset, _ in places]
+        assert [at for at, _ in scan(memoryview(bad), "here")] == [offset for offset, _ in places]
 
 
 def test_a_scan_ends_at_the_first_damage():
     data, places = a_pack([a_blob(100, seed=i) for i in range(4)])
     data[places[2][0] + 90] ^= 1
-    assert [at for at, _ in pack.scan(memoryview(data), "here")] == [offset for offset, _ in places[:2]]
+    assert [at for at, _ in scan(memoryview(data), "here")] == [offset for offset, _ in places[:2]]
 
 
 def test_every_truncation_is_found():

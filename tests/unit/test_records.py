@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError
 from snapstore.format import records
+from snapstore.format.checks import check_name, check_step
 from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
 from snapstore.format.records import Config, Done, ManifestRef, Mark, Policy, Session, Snapshot, Wait
+from snapstore.protocol.this_process import boot_id, this_session
 from snapstore.text import human_bytes, some
 
 ID = "0123456789abcdef" * 2
@@ -134,25 +136,25 @@ BAD_NAMES = ["", ".", "..", ".a", "-a", "_a", "a/b", "a b", "a\n", "é", "x" * 1
 
 @pytest.mark.parametrize("name", GOOD_NAMES)
 def test_good_names(name):
-    assert records.check_name("run", name) == name
+    assert check_name("run", name) == name
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_names_are_shown_short(name):
     with pytest.raises(InvalidInputError, match=r"^run .*: expected 1 to 128 characters") as caught:
-        records.check_name("run", name)
+        check_name("run", name)
     assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**12 - 1])
 def test_good_steps(step):
-    assert records.check_step(step) == step
+    assert check_step(step) == step
 
 
 @pytest.mark.parametrize("step", [-1, 10**12, 1 << 200, 1.0, "1", None, True])
 def test_bad_steps(step):
     with pytest.raises(InvalidInputError, match=r"^step "):
-        records.check_step(step)
+        check_step(step)
 
 
 @given(
@@ -203,9 +205,9 @@ def test_a_revision_has_a_write_id_of_its_own():
 
 
 def test_a_session_names_this_process():
-    session = records.this_session(ID, "snapshots/x")
+    session = this_session(ID, "snapshots/x")
     assert (session.id, session.key, session.pid) == (ID, "snapshots/x", os.getpid())
-    assert session.boot_id == records.boot_id()
+    assert session.boot_id == boot_id()
 
 
 def test_ids_are_random_hex():
@@ -229,7 +231,7 @@ def test_some_of_many_names():
 def test_a_record_whose_sizes_disagree_is_not_read():
     """So `log` does not show a size that a restore does not have."""
     snapshot = msgspec.structs.replace(OBJECTS[1], logical_bytes=1000)
-    with pytest.raises(FormatError, match="1000 bytes, its manifests are said to hold 20"):
+    with pytest.raises(FormatError, match="1000 bytes, the sum over its manifests is 20"):
         records.decode(records.encode(snapshot), Snapshot, snapshot.key)
     twice = msgspec.structs.replace(OBJECTS[1], manifests=[REF, REF], logical_bytes=40)
     with pytest.raises(FormatError, match="two manifests of one part and rank"):

@@ -1,15 +1,17 @@
-"""The GPU engine: imported only once a CUDA tensor is seen (`snapstore.engine.registry.Engines`).
+"""The GPU engine: batches of chunks to blobs and back on one CUDA device, and copies of a state that lies there.
 
-staging.py     copies of the state in device or pinned memory
-engine.py      CudaEngine: batches of chunks to blobs and back, on one device
-capture.py     beside CUDA graphs that the training captures meanwhile
-lanes.py       a stream with its memory and tables: one batch at a time runs in one
-encoding.py    the stages of a batch on its way to blobs
-decoding.py    the stages of a batch on its way back
-huffman.py     planes that are noise with a skew to zstd frames and back, by kernels of our own
-nvcomp.py      nvCOMP's codecs, whole batches of blocks
-hosted.py      nvCOMP's own codecs for readers in host memory
-kernels.py     CUDA C++ kernels, one op a .cu file, compiled by CuPy once an engine is made
+`engine.registry.Engines` imports it when a CUDA tensor is first seen. Read engine.py first.
+
+engine.py         CudaEngine: the calls of engine.base.Engine on one device
+encoding.py       the stages of a batch of chunks to blobs
+decoding.py       the stages of a batch of blobs to chunks
+streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one; pinned host memory
+huffman.py        skewed noise planes to zstd frames and back, by kernels of this package
+nvcomp.py         nvCOMP's codecs, whole batches of blocks
+nvcomp_host.py    nvCOMP's codecs for readers in host memory
+kernels.py        CUDA C++ kernels, one operation per .cu file, compiled by CuPy when an engine is made
+staging.py        copies of the state in device or pinned memory
+graph_capture.py  calls that do not break a CUDA graph which the training captures meanwhile
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CapabilityError
-from .capture import beside_captures as beside_captures
+from .graph_capture import beside_captures as beside_captures
 
 if TYPE_CHECKING:
     from ..cpu import CpuEngine
@@ -28,14 +30,15 @@ NO_DEVICE = "no CUDA device: torch sees none; run where there is a GPU and a CUD
 
 
 def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
-    """The engine of CUDA device number `device`; `cpu` does what does not fit there.
+    """Return the engine of CUDA device number `device`; `cpu` does what does not fit there.
 
     Raises:
-        CapabilityError: no CUDA device, CuPy or nvCOMP are not installed or do not fit, or kernels cannot be compiled.
+        CapabilityError: there is no CUDA device, CuPy or nvCOMP are not installed or do not fit, or kernels do not
+            compile.
     """
     require()
     try:
-        from . import kernels, nvcomp, nvcomp_host  # noqa: F401  # hosted: before there are threads (threads.py)
+        from . import kernels, nvcomp, nvcomp_host  # noqa: F401  # nvcomp_host: before there are threads (threads.py)
         from .engine import CudaEngine
 
         nvcomp.check_rooms()
@@ -43,7 +46,7 @@ def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
         return CudaEngine(device, codec, cpu)
     except CapabilityError:
         raise
-    except Exception as error:  # of CuPy without NVRTC, of its compiler, or of a library without a function
+    except Exception as error:  # CuPy without NVRTC, its compiler, or a library that lacks a function
         major, _ = _wanted()
         raise CapabilityError(
             f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; it needs a "
@@ -52,7 +55,7 @@ def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
 
 
 def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
-    """The engine of the current CUDA device; raises as `engine_for` does."""
+    """Return the engine of the current CUDA device; raises as `engine_for` does."""
     require()
     import torch
 
@@ -60,7 +63,7 @@ def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
 
 
 def require() -> None:
-    """Raise CapabilityError, saying what to install, unless the GPU engine can work here."""
+    """Check that the GPU engine can work here; else raise CapabilityError, which says what to install."""
     import torch
 
     if not torch.cuda.is_available():
@@ -79,7 +82,7 @@ def require() -> None:
 
 
 def _wanted() -> tuple[str, str]:
-    """The major of torch's CUDA, and how to install what fits it."""
+    """Return the major version of torch's CUDA, and the command that installs what fits it."""
     import torch
 
     major = (torch.version.cuda or "12").split(".")[0]
@@ -87,7 +90,7 @@ def _wanted() -> tuple[str, str]:
 
 
 def require_device(device: Any) -> None:
-    """Raise CapabilityError, saying what there is, if `device`, as torch takes it, is a CUDA device and not there."""
+    """Check that `device`, as torch takes it, exists if it is a CUDA device; else raise CapabilityError."""
     import torch
 
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

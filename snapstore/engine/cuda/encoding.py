@@ -1,4 +1,4 @@
-"""Encoding: one batch of chunks on its way to blobs, on one lane.
+"""Encoding: the stages of one batch of chunks to blobs, on one stream.
 
 sample -> delta or full, codecs (host) -> split -> Huffman, nvCOMP -> sizes (host) -> headers + gather -> seal
 """
@@ -14,14 +14,14 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...format import blob, codecs, delta
-from ..base import EncodeBatch
+from ..batches import EncodeBatch
 from . import huffman, kernels, nvcomp
-from .capture import beside_captures
+from .graph_capture import beside_captures
 from .huffman import HUFFMAN
 from .nvcomp import ANS, Coder
-from .streams import ALIGNMENT, Lane, addresses_of, copy_async, copy_stream, in_steps, ragged
+from .streams import ALIGNMENT, WorkStream, addresses_of, copy_async, copy_stream, ragged, round_up
 
-#: A plane of mostly one value is searched for matches only if that saves this share of the whole blob.
+#: The device searches a plane of mostly one value for matches only if that saves this share of the blob.
 MATCHES_SAVE = 1 / 16
 
 
@@ -40,12 +40,12 @@ class DeviceEncoded:
             return self._copy(begin, out)
 
     def _copy(self, begin: int, out: Bytes) -> Callable[[], object]:
-        self.blobs.record_stream(self.stream)  # not to be used again before the copy is done
+        self.blobs.record_stream(self.stream)  # torch must not reuse the memory before the copy is done
         copy_async(out.ctypes.data, self.blobs.data_ptr() + begin, out.size, self.stream)
         done = torch.cuda.Event()
         done.record(self.stream)
 
-        def wait() -> None:  # by the thread that puts the pack
+        def wait() -> None:  # called by the thread that puts the pack
             with beside_captures(), torch.cuda.device(self.stream.device):
                 done.synchronize()
 
@@ -53,10 +53,10 @@ class DeviceEncoded:
 
 
 class Encoding:
-    """One batch on its way from chunks to blobs."""
+    """One batch from chunks to blobs."""
 
-    def __init__(self, coders: dict[int, Coder], lane: Lane, batch: EncodeBatch) -> None:
-        self.coders, self.lane, self.batch = coders, lane, batch
+    def __init__(self, coders: dict[int, Coder], work: WorkStream, batch: EncodeBatch) -> None:
+        self.coders, self.work, self.batch = coders, work, batch
         self.count = len(batch.chunks)
         self.lengths = batch.chunks.lengths.astype(np.int64)
         self.sizes = batch.element_sizes.astype(np.int64)
@@ -65,8 +65,8 @@ class Encoding:
         self.base_addresses = addresses_of(batch.bases)
 
     def run(self) -> Generator[None, None, DeviceEncoded]:
-        """All stages, a yield where the host must wait for the device; returns DeviceEncoded, complete."""
-        statistics = self.lane.fetch(self.sample())
+        """Run all stages, with a yield where the host must wait for the device; return the complete blobs."""
+        statistics = self.work.fetch(self.sample())
         yield
         kinds, is_delta = self._choose(statistics.numpy())
         planes_at = self._split(is_delta)
@@ -78,13 +78,13 @@ class Encoding:
         return encoded
 
     def _choose(self, found: npt.NDArray[np.float64]) -> tuple[Column, Column]:
-        """What each plane is (n, 8), and which chunks are stored as deltas (n,)."""
+        """Return the kind of each plane (n, 8), and which chunks are stored as deltas (n,)."""
         full, xor = (blob.estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
         is_delta = has_base & delta.pays(xor, full, self.batch.base_chain_bytes)
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
         kinds = blob.plane_kinds(bits, top_share, self.batch.layouts[:, None])
-        # a Huffman code spends a bit a byte; what matches save beyond it must be worth their time on the device
+        # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time
         saved = self.plane_bytes[:, None] * (1 - bits) / 8
         worthwhile = saved > np.where(is_delta, xor, full)[:, None] * MATCHES_SAVE
         kinds = np.where((kinds == blob.RUNS) & ~worthwhile, blob.SKEWED, kinds)
@@ -92,33 +92,40 @@ class Encoding:
         return np.where(beyond, blob.NOISE, kinds), is_delta
 
     def sample(self) -> torch.Tensor:
-        """Begin to tell the entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""
-        statistics = torch.empty((self.count, 2, 8, 2), dtype=torch.float64, device=self.lane.device)
-        tables = self.lane.upload(
-            self.addresses, self.base_addresses, self.lengths.astype(np.uint64), self.batch.element_sizes,
+        """Begin to take entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""
+        statistics = torch.empty((self.count, 2, 8, 2), dtype=torch.float64, device=self.work.device)
+        tables = self.work.upload(
+            self.addresses,
+            self.base_addresses,
+            self.lengths.astype(np.uint64),
+            self.batch.element_sizes,
             self.batch.layouts,
-        )  # fmt: skip
-        self.lane.launch("histograms", (self.count,), *tables, statistics)
+        )
+        self.work.launch("histograms", (self.count,), *tables, statistics)
         return statistics
 
     def _split(self, is_delta: Column) -> Column:
-        """The planes in device memory; their offsets in it (n, 8)."""
+        """Begin to split chunks or deltas into planes in device memory; return their offsets in it (n, 8)."""
         strides = (self.plane_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         rooms = strides * self.sizes
         starts = np.cumsum(rooms) - rooms
-        self.planes = self.lane.room("planes", int(rooms.sum()) + 16)
-        tables = self.lane.upload(
-            self.addresses, np.where(is_delta, self.base_addresses, 0).astype(np.uint64),
-            (self.planes.data_ptr() + starts).astype(np.uint64), self.lengths.astype(np.uint64),
-            strides.astype(np.uint64), self.batch.element_sizes, self.batch.layouts,
-        )  # fmt: skip
+        self.planes = self.work.room("planes", int(rooms.sum()) + 16)
+        tables = self.work.upload(
+            self.addresses,
+            np.where(is_delta, self.base_addresses, 0).astype(np.uint64),
+            (self.planes.data_ptr() + starts).astype(np.uint64),
+            self.lengths.astype(np.uint64),
+            strides.astype(np.uint64),
+            self.batch.element_sizes,
+            self.batch.layouts,
+        )
         tiles = -(-int(self.lengths.max()) // kernels.SPLIT_TILE_BYTES)
-        self.lane.launch("split", (tiles, self.count), *tables)
+        self.work.launch("split", (tiles, self.count), *tables)
         at: Column = starts[:, None] + strides[:, None] * np.arange(8)
         return at
 
     def _begin_codecs(self, kinds: Column, planes_at: Column) -> list[_Begun]:
-        """Every plane that is no noise into its codec."""
+        """Begin to compress every plane that is not noise."""
         parts = []
         for coder in dict.fromkeys(self.coders.values()):
             of_coder = [kind for kind, c in self.coders.items() if c is coder]
@@ -126,7 +133,7 @@ class Encoding:
             counts = -(-self.plane_bytes[rows] // coder.block_bytes)
             if len(rows):
                 parts.append((coder, rows, ks, counts))
-        out = self.lane.room("compressed", sum(int(counts.sum()) * coder.room_bytes for coder, _, _, counts in parts))
+        out = self.work.room("compressed", sum(int(counts.sum()) * coder.room_bytes for coder, _, _, counts in parts))
         begun, used = [], 0
         for coder, rows, ks, counts in parts:
             size = self.plane_bytes[rows]
@@ -143,19 +150,19 @@ class Encoding:
     def _begin_codec(
         self, coder: Coder, offsets: Column, plain: Column, out: torch.Tensor, rooms: Column
     ) -> Callable[[], Column]:
-        """Begin to compress blocks, offsets in the planes, into their rooms; gives sizes once the stream is done."""
+        """Begin to compress blocks of the planes; the call it returns gives sizes once the stream is done."""
         if coder is HUFFMAN:
-            found = huffman.encode(self.lane, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+            found = huffman.encode(self.work, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
             return lambda: found.numpy().astype(np.int64)
-        begun = nvcomp.encode(self.lane, coder, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
+        begun = nvcomp.encode(self.work, coder, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
         return lambda: nvcomp.sizes_of(begun)
 
     def _compressed(self, begun: Sequence[_Begun]) -> tuple[Column, Column, Column]:
-        """What has become of every plane.
+        """Return what every plane was compressed to.
 
         Returns:
-            Per plane (n, 8) its codec and its first block; per block (address, size) (b, 2). A plane that its codec
-            does not make smaller has codec RAW.
+            Codec and first block of every plane, both (n, 8); (address, size) of every block, (b, 2). A plane that its
+            codec does not make smaller has codec RAW.
         """
         codec_of = np.full((self.count, 8), codecs.RAW, np.int64)
         first_of = np.zeros((self.count, 8), np.int64)
@@ -174,7 +181,7 @@ class Encoding:
     def _assemble(
         self, is_delta: Column, planes_at: Column, codec_of: Column, first_of: Column, blocks: Column
     ) -> DeviceEncoded:
-        """Headers, block lengths and payloads, gathered into one buffer; then the checksums."""
+        """Begin to gather headers, block lengths and payloads into one buffer, then to put the checksums in."""
         rows, ks = np.nonzero(np.arange(8) < self.sizes[:, None])  # every plane, blob after blob
         codec, plane_bytes = codec_of[rows, ks], self.plane_bytes[rows]
         is_raw = codec == codecs.RAW
@@ -205,29 +212,29 @@ class Encoding:
         entries["offset"] = offsets
 
         headers, starts = blob.headers(entries, self.batch.layouts, block_bytes, block_counts, pieces[~raw, 1])
-        out = self.lane.empty(in_steps(int(rooms.sum()))).zero_()  # padding is zero
-        (headers_at,) = self.lane.upload(headers)
+        out = self.work.empty(round_up(int(rooms.sum()))).zero_()  # padding is zero
+        (headers_at,) = self.work.upload(headers)
         before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs
         own = before - (np.cumsum(payload) - payload)[piece_row]
         places = (offsets + np.diff(starts))[piece_row] + own
-        self.lane.gather(
+        self.work.gather(
             np.concatenate([headers_at + starts[:-1], pieces[:, 0]]),
             out.data_ptr() + np.concatenate([offsets, places]),
             np.concatenate([np.diff(starts), pieces[:, 1]]),
         )
         covered = out.data_ptr() + offsets + 16
-        self.lane.seal(covered, entries["length"].astype(np.int64) - 16)
-        return DeviceEncoded(entries, out, copy_stream(self.lane.device))
+        self.work.seal(covered, entries["length"].astype(np.int64) - 16)
+        return DeviceEncoded(entries, out, copy_stream(self.work.device))
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Planes that are being compressed by one coder."""
+    """Planes that one coder compresses."""
 
     coder: Coder
     sizes: Callable[[], Column]  # (b,) stored bytes of every block
     rows: Column  # (p,) the chunk of every plane
-    ks: Column  # (p,) which of its planes
+    ks: Column  # (p,) number of the plane within its chunk
     counts: Column  # (p,) blocks
     size: Column  # (p,) plain bytes
     addresses: Column  # (b,) of every block

@@ -1,8 +1,8 @@
 """CudaEngine: batches of chunks to blobs and back on one CUDA device, in the format of the CPU engine.
 
-The stages of a batch are in encoding.py and decoding.py. What is per chunk runs on the device; the host sees columns.
-Each batch has a lane (a stream and memory) of its own, so that the device computes one while the host looks at
-another's sizes. A batch that does not fit into device memory is halved; what does not fit alone goes to the CPU engine.
+encoding.py and decoding.py hold the stages of a batch. All work on chunks runs on the device; the host sees columns.
+Each batch runs on a stream of its own, so that the device computes one batch while the host reads the sizes of another.
+A batch that does not fit into device memory is halved; a chunk that does not fit alone goes to the CPU engine.
 """
 
 from __future__ import annotations
@@ -20,142 +20,151 @@ from ...errors import InvalidInputError
 from ...format import blob
 from ...format.pack import Encoded
 from ...state.arrays import Memory
-from ..base import Chunks, DecodeBatch, EncodeBatch
+from ..batches import Chunks, DecodeBatch, EncodeBatch
 from ..cpu import CpuEngine
 from .decoding import Decoding
 from .encoding import Encoding
 from .huffman import HUFFMAN
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .staging import Pinned
-from .streams import ALIGNMENT, Lane, Lanes, PinnedBuffers, addresses_of, copy_async, let_go, out_of_memory
+from .streams import (
+    ALIGNMENT,
+    PinnedBuffers,
+    StreamPool,
+    WorkStream,
+    addresses_of,
+    copy_async,
+    out_of_memory,
+    release_cached_memory,
+)
 
 log = logging.getLogger("snapstore")
 
-#: Batches that are encoded or decoded at a time, and their size: codecs need a thousand blocks to fill the device.
-LANES = 3
+#: How many batches run at a time, and their size: codecs need a thousand blocks to fill the device.
+BATCHES_AT_ONCE = 3
 BATCH_BYTES = 192 * 1024 * 1024
 MIN_BATCH_BYTES = 8 * 1024 * 1024
-#: Compressed blocks have rooms of 145 KiB however small they are: so many plain bytes of a batch count for one chunk.
+#: A compressed block gets 145 KiB however small it is: a batch has at most one chunk per so many of its plain bytes.
 MIN_BYTES_PER_CHUNK = 256 * 1024
-#: Device memory that a save works in, as a multiple of a batch: planes, compressed blocks, blobs and nvCOMP's own.
+#: Device memory that a save works in, per byte of a batch: planes, compressed blocks, blobs, and nvCOMP's memory.
 WORK_PER_BATCH_BYTE = 20
-#: Stored and plain bytes of a batch to decode: every batch costs the host milliseconds, however small it is.
+#: Stored and plain bytes of a batch to decode: each batch costs the host milliseconds, however small it is.
 DECODE_BYTES = 512 * 1024 * 1024
-#: Buffers for reading are made in multiples of this, so that one fits the next batch as well.
+#: Buffers for reading have multiples of these sizes, so that one fits the next batch as well.
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
-#: Threads that read packs. More read faster alone, but take the cores from the one that drives the device.
+#: Threads that read packs. More threads read faster alone, but take cores from the thread that polls the device.
 READERS = 8
 #: Pinned host memory kept for the next save or restore.
 PINNED_BYTES = 1280 * 1024 * 1024
 
 _PORTABLE = {blob.SKEWED: HUFFMAN, blob.RUNS: DEFLATE_MATCHES, blob.REPEATS: DEFLATE_MATCHES}
-#: Where there is room for it, in each lane.
+#: Used where every stream has memory for it.
 _PORTABLE_WITH_ZSTD = {blob.SKEWED: HUFFMAN, blob.RUNS: ZSTD, blob.REPEATS: ZSTD}
 _ANS = {blob.SKEWED: ANS, blob.RUNS: ANS, blob.REPEATS: ANS}
 
 
 class CudaEngine:
-    """One CUDA device. See `engine.Engine` for the methods, which all take columns.
+    """The engine of one CUDA device. See `base.Engine` for the methods; all of them take columns.
 
-    Memories are torch.uint8 tensors on the device, `Pinned` host memory (uploaded when used), or, after the device ran
-    out of memory, NumPy arrays: then the CPU engine does the work.
+    Memories are torch.uint8 tensors on the device, `Pinned` host memory (uploaded when used), or NumPy arrays after the
+    device ran out of memory: the CPU engine then does the work.
     """
 
     decode_bytes = DECODE_BYTES
-    depth = LANES - 1
-    decode_depth = LANES - 1
+    depth = BATCHES_AT_ONCE - 1
+    decode_depth = BATCHES_AT_ONCE - 1
     readers = READERS
 
     def __init__(self, device: int, codec: str, cpu: CpuEngine) -> None:
         self.device = torch.device("cuda", device)
         self.digest_seed = cpu.digest_seed
         self.batch_bytes = BATCH_BYTES
-        self._limits: dict[object, int] = {}  # of the saves that run
+        self._limits: dict[object, int] = {}  # of every running save
         self._codec = codec
         self._with_zstd = self._warned = False
         self._cpu = cpu
-        self._lanes = Lanes(self.device, LANES)
-        self._front = Lane(self.device)  # uploads and digests, at once
+        self._pool = StreamPool(self.device, BATCHES_AT_ONCE)
+        self._front = WorkStream(self.device)  # uploads and digests, at once
         self._front_lock = threading.Lock()
         self._pinned = PinnedBuffers(PINNED_BYTES)
 
     # -- memory
 
-    def settle(self) -> None:
-        """Wait for what is pending on the caller's current stream: other streams may then use its tensors.
+    def sync(self) -> None:
+        """Wait for the caller's current stream: other streams may then use its tensors.
 
         Raises:
-            InvalidInputError: a CUDA graph is being captured, which a wait would ruin.
+            InvalidInputError: a CUDA graph is being captured; a wait would break it.
         """
         if torch.cuda.is_current_stream_capturing():
             raise InvalidInputError("a save or restore while a CUDA graph is being captured; call it between replays")
         torch.cuda.current_stream(self.device).synchronize()
 
-    def moved(self, plain: Bytes) -> Memory:
-        """Bytes of the host in memory of this device."""
+    def upload(self, plain: Bytes) -> Memory:
+        """Return bytes of the host in memory of this device."""
         memory = self.empty(plain.size)
         memory.copy_(torch.from_numpy(plain))
-        self.settle()
+        self.sync()
         return memory
 
     @contextmanager
-    def _at_front(self) -> Iterator[Lane]:
+    def _at_front(self) -> Iterator[WorkStream]:
         with out_of_memory(), self._front_lock, self._front.current():
             try:
                 yield self._front
             finally:
                 self._front.sync()
 
-    def drive(self) -> None:
-        """Let batches go on that the device is done with for now."""
-        self._lanes.pump()
+    def poll(self) -> None:
+        """Advance the batches that the device is done with for now."""
+        self._pool.poll()
 
     def empty(self, nbytes: int) -> Memory:
-        """(nbytes,) uint8 on the device; in host memory where that is full."""
+        """Return (nbytes,) uint8 on the device, or in host memory if the device is full."""
         try:
-            with self._at_front() as lane:
-                return lane.empty(nbytes)[:nbytes]
+            with self._at_front() as work:
+                return work.empty(nbytes)[:nbytes]
         except torch.OutOfMemoryError:
             self._shrink("a buffer")
             return np.empty(nbytes, np.uint8)
 
     def buffer(self, nbytes: int) -> Bytes:
-        """(nbytes,) uint8 or more of pinned host memory."""
+        """Return at least (nbytes,) uint8 of pinned host memory."""
         nbytes += -nbytes % (BUFFER_BYTES if nbytes > 2 * BUFFER_BYTES else SMALL_BUFFER_BYTES)
         with torch.cuda.device(self.device):
             return self._pinned.take(nbytes)
 
     def give_back(self, buffer: Bytes) -> None:
-        """Keep a pinned buffer for the next time."""
+        """Keep a pinned buffer for the next use."""
         self._pinned.give(buffer)
 
-    def rest(self, *, saved: bool = False) -> None:
-        """Keep no device memory between saves; `saved`: one is over, and the next may try whole batches again."""
-        self._lanes.rest()
+    def release_memory(self, *, saved: bool = False) -> None:
+        """Release device memory between saves; `saved`: a save is over, and the next may try full batches again."""
+        self._pool.release_memory()
         if saved:
             self._warned = False
             self._set_batches()
 
     def close(self) -> None:
-        """Give threads and memory back."""
-        with suppress(Exception):  # a device that has failed holds no memory of ours any more
-            self.rest()
+        """Release threads and memory."""
+        with suppress(Exception):  # a device that has failed holds none of this memory any more
+            self.release_memory()
         self._pinned.clear()
 
     @property
     def batch_chunks(self) -> int:
-        """How many chunks one batch should hold at most."""
+        """Return how many chunks one batch should hold at most."""
         return max(256, self.batch_bytes // MIN_BYTES_PER_CHUNK)
 
     @property
     def coders(self) -> dict[int, Coder]:
-        """How planes are coded, by what their histograms say."""
+        """Return the coder of each kind of plane (`blob.plane_kinds`)."""
         if self._codec == "ans":
             return _ANS
         return _PORTABLE_WITH_ZSTD if self._with_zstd else _PORTABLE
 
     def limit(self, saver: object, work_bytes: int | None) -> None:
-        """Let a save take about this much device memory for its work; None: it is over. Of several the least counts."""
+        """Let a save work in about this much device memory; None: it is over. The least of several limits counts."""
         if work_bytes is None:
             self._limits.pop(saver, None)
         else:
@@ -163,31 +172,34 @@ class CudaEngine:
         self._set_batches()
 
     def _set_batches(self) -> None:
-        """As large as the running saves let them be, whatever memory ran out meanwhile."""
+        """Set batches as large as the running saves allow, even if memory ran out meanwhile."""
         least = min(list(self._limits.values()), default=None)
-        self._with_zstd = least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + LANES * ZSTD_BYTES
+        self._with_zstd = (
+            least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + BATCHES_AT_ONCE * ZSTD_BYTES
+        )
         work_bytes = WORK_PER_BATCH_BYTE * BATCH_BYTES if least is None else least
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, work_bytes // WORK_PER_BATCH_BYTE)))
 
     def _shrink(self, what: str) -> None:
+        """Halve the batches and release memory, after the device ran out of it for `what`; warn once a save."""
         self.batch_bytes = max(MIN_BATCH_BYTES, self.batch_bytes // 2)
         if not self._warned:
             text = "cuda:%d: out of memory for %s; going on with smaller batches, or in host memory"
             log.warning(text, self.device.index, what)
         self._warned = True
-        self._lanes.rest()
-        let_go(self.device)
+        self._pool.release_memory()
+        release_cached_memory(self.device)
 
     # -- chunks in
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
-        """Pinned chunks as device memory; the others as they are, or all in memory of ours (`copy`)."""
-        moved = [i for i, memory in enumerate(chunks.memories) if copy or isinstance(memory, Pinned)]
-        used = np.isin(chunks.which, moved)
+        """Upload pinned chunks and return the others as they are; with `copy`, put all into new device memory."""
+        uploaded = [i for i, memory in enumerate(chunks.memories) if copy or isinstance(memory, Pinned)]
+        used = np.isin(chunks.which, uploaded)
         if not used.any():
             return chunks
         try:
-            return self._upload(chunks, np.flatnonzero(used))
+            return self._upload_chunks(chunks, np.flatnonzero(used))
         except torch.OutOfMemoryError:
             self._shrink("an upload")
             if copy:
@@ -195,20 +207,21 @@ class CudaEngine:
             memories = [memory.array if isinstance(memory, Pinned) else memory for memory in chunks.memories]
             return Chunks(memories, chunks.which, chunks.starts, chunks.lengths)
 
-    def _upload(self, chunks: Chunks, rows: Column) -> Chunks:
+    def _upload_chunks(self, chunks: Chunks, rows: Column) -> Chunks:
+        """Copy the chunks of `rows` into one new allocation on the device; return all chunks."""
         which, starts, lengths = chunks.which[rows], chunks.starts[rows], chunks.lengths[rows]
         rooms = (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         places = np.cumsum(rooms) - rooms
-        with self._at_front() as lane:
-            memory = lane.empty(int(places[-1] + rooms[-1]))
-            # neighbours in one memory, and aligned in both, go in one copy
+        with self._at_front() as work:
+            memory = work.empty(int(places[-1] + rooms[-1]))
+            # chunks that are neighbours in one memory, and aligned in both, go in one copy
             joined = (which[1:] == which[:-1]) & (starts[1:] == starts[:-1] + rooms[:-1]) & (rooms == lengths)[:-1]
             first = np.flatnonzero(np.concatenate([[True], ~joined]))
             last = np.concatenate([first[1:], [len(rows)]]) - 1
             for i, j in zip(first.tolist(), last.tolist(), strict=True):
                 source = _address_of(chunks.memories[which[i]]) + int(starts[i])
                 size = int(starts[j] + lengths[j] - starts[i])
-                copy_async(memory.data_ptr() + int(places[i]), source, size, lane.stream)
+                copy_async(memory.data_ptr() + int(places[i]), source, size, work.stream)
         moved = Chunks([*chunks.memories, memory], chunks.which.copy(), chunks.starts.copy(), chunks.lengths)
         moved.which[rows], moved.starts[rows] = len(chunks.memories), places
         return moved
@@ -218,13 +231,13 @@ class CudaEngine:
         if not len(chunks) or _any_on_host(chunks):
             return self._cpu.start_digests(_all_on_host(chunks))
 
-        def steps(lane: Lane) -> Generator[None, None, Bytes]:
-            found = lane.fetch(lane.digests(addresses_of(chunks), chunks.lengths, self.digest_seed))
+        def steps(work: WorkStream) -> Generator[None, None, Bytes]:
+            found = work.fetch(work.digests(addresses_of(chunks), chunks.lengths, self.digest_seed))
             yield
             digests: Bytes = found.numpy()
             return digests
 
-        task = self._lanes.start(steps, fast=True)
+        task = self._pool.start(steps, fast=True)
 
         def finish() -> Bytes:
             try:
@@ -239,12 +252,12 @@ class CudaEngine:
     # -- encode
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
-        """Begin to encode a batch on a lane."""
+        """Begin to encode a batch on a stream of the pool."""
         if not len(batch.chunks):
             return lambda: []
         if _any_on_host(batch.chunks) or _any_on_host(batch.bases):
             return self._cpu.start_encode(_batch_on_host(batch))
-        task = self._lanes.start(lambda lane: Encoding(self.coders, lane, batch).run())
+        task = self._pool.start(lambda work: Encoding(self.coders, work, batch).run())
 
         def finish() -> Sequence[Encoded]:
             count = len(batch.chunks)
@@ -260,32 +273,32 @@ class CudaEngine:
         return finish
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
-        """Blobs on the device go with their objects."""
+        """Pass host buffers on to the CPU engine; blobs on the device are freed with their objects."""
         self._cpu.recycle(encoded)
 
     # -- decode
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Begin to rebuild a batch on a lane."""
+        """Begin to rebuild a batch on a stream of the pool."""
         count = len(batch.counts)
         if not count:
             return lambda: None
         if _any_on_host(batch.outs) or (batch.bases is not None and _any_on_host(batch.bases)):
             return self._decode_on_host(batch)
         ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))  # the outs may have been made, and used, there
+        ready.record(torch.cuda.current_stream(self.device))  # the outs may have been made and used there
 
-        def steps(lane: Lane) -> Generator[None, None, Column]:
-            lane.stream.wait_event(ready)
-            return Decoding(lane, batch, self.digest_seed).run()
+        def steps(work: WorkStream) -> Generator[None, None, Column]:
+            work.stream.wait_event(ready)
+            return Decoding(work, batch, self.digest_seed).run()
 
-        task = self._lanes.start(steps)
+        task = self._pool.start(steps)
 
         def finish() -> None:
             try:
-                odd = task.result()
-                if len(odd):
-                    self._decode_on_host(_decode_rows(batch, odd))()
+                fallback = task.result()
+                if len(fallback):
+                    self._decode_on_host(_decode_rows(batch, fallback))()
                 return
             except torch.OutOfMemoryError:
                 self._shrink(f"a batch of {count} chunks")
@@ -298,13 +311,21 @@ class CudaEngine:
         return finish
 
     def _decode_on_host(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Rebuild chunks on the CPU, and copy those up that belong on the device."""
+        """Rebuild chunks on the CPU; upload the ones that belong on the device."""
         outs = [np.empty(n, np.uint8) for n in batch.outs.lengths.tolist()]
         bases = None if batch.bases is None else _all_on_host(batch.bases)
         wait = self._cpu.start_decode(
-            DecodeBatch(batch.stored, batch.offsets, batch.lengths, batch.counts, batch.digests, Chunks.of(outs),
-                        batch.where, bases)
-        )  # fmt: skip
+            DecodeBatch(
+                batch.stored,
+                batch.offsets,
+                batch.lengths,
+                batch.counts,
+                batch.digests,
+                Chunks.of(outs),
+                batch.where,
+                bases,
+            )
+        )
 
         def finish() -> None:
             wait()
@@ -313,7 +334,7 @@ class CudaEngine:
                     view[:] = out
                 else:
                     view.copy_(torch.from_numpy(out))
-            self.settle()
+            self.sync()
 
         return finish
 
@@ -329,7 +350,7 @@ def _any_on_host(chunks: Chunks) -> bool:
 
 
 def _all_on_host(chunks: Chunks) -> Chunks:
-    """The same chunks in host memory, each copied by itself."""
+    """Return the same chunks in host memory, each copied by itself."""
     copies = []
     for which, start, length in zip(
         chunks.which.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True
@@ -343,16 +364,26 @@ def _all_on_host(chunks: Chunks) -> Chunks:
 
 def _batch_on_host(batch: EncodeBatch) -> EncodeBatch:
     return EncodeBatch(
-        _all_on_host(batch.chunks), batch.digests, batch.element_sizes, batch.layouts, _all_on_host(batch.bases),
-        batch.base_digests, batch.base_chain_bytes,
-    )  # fmt: skip
+        _all_on_host(batch.chunks),
+        batch.digests,
+        batch.element_sizes,
+        batch.layouts,
+        _all_on_host(batch.bases),
+        batch.base_digests,
+        batch.base_chain_bytes,
+    )
 
 
 def _rows_of(batch: EncodeBatch, rows: Column) -> EncodeBatch:
     return EncodeBatch(
-        batch.chunks.take(rows), batch.digests[rows], batch.element_sizes[rows], batch.layouts[rows],
-        batch.bases.take(rows), batch.base_digests[rows], batch.base_chain_bytes[rows],
-    )  # fmt: skip
+        batch.chunks.take(rows),
+        batch.digests[rows],
+        batch.element_sizes[rows],
+        batch.layouts[rows],
+        batch.bases.take(rows),
+        batch.base_digests[rows],
+        batch.base_chain_bytes[rows],
+    )
 
 
 def _decode_rows(batch: DecodeBatch, rows: Column) -> DecodeBatch:
@@ -360,6 +391,12 @@ def _decode_rows(batch: DecodeBatch, rows: Column) -> DecodeBatch:
     refs = np.flatnonzero(np.isin(chunk_of, rows))
     bases = None if batch.bases is None else batch.bases.take(rows)
     return DecodeBatch(
-        batch.stored, batch.offsets[refs], batch.lengths[refs], batch.counts[rows], batch.digests[rows],
-        batch.outs.take(rows), lambda i: batch.where(int(refs[i])), bases,
-    )  # fmt: skip
+        batch.stored,
+        batch.offsets[refs],
+        batch.lengths[refs],
+        batch.counts[rows],
+        batch.digests[rows],
+        batch.outs.take(rows),
+        lambda i: batch.where(int(refs[i])),
+        bases,
+    )

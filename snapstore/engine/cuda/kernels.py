@@ -1,6 +1,6 @@
-"""CUDA C++ kernels, one op a .cu file beside this one, compiled by CuPy for each device that has an engine.
+"""Kernels: CUDA C++, one operation per .cu file of this folder, compiled by CuPy for each device that has an engine.
 
-In: addresses in device memory, as columns that lie there. A launch returns at once; the stream orders it.
+In: columns of addresses, in device memory. A launch returns at once; the stream orders it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ import numpy as np
 import torch
 
 THREADS = {
-    "digest": 544, "histograms": 256, "split": 256, "merge": 256, "gather": 256, "huffman_encode": 256,
+    "digest": 544,
+    "histograms": 256,
+    "split": 256,
+    "merge": 256,
+    "gather": 256,
+    "huffman_encode": 256,
     "huffman_decode": 32,
-}  # fmt: skip
+}
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
 #: Bytes that one thread block of `gather` should move.
 PIECE_BYTES = 64 * 1024
-#: `digest` gives seeded XXH3-128, XXH3-64, or puts an XXH3-64 into the 8 bytes before its input.
+#: Modes of `digest`: seeded XXH3-128; XXH3-64; XXH3-64 written into the 8 bytes before its input.
 XXH3_128, XXH3_64, SEAL = 0, 1, 2
 
 
 @cache
 def _kernel(name: str) -> Any:
-    """A kernel of this folder; CuPy compiles and loads it once a device, and keeps the binary in its cache."""
+    """Return a kernel of this folder; CuPy compiles and loads it once per device, and caches the binary."""
     folder = resources.files(__package__)
     code = (folder / "memory.cuh").read_text() + (folder / f"{name}.cu").read_text()
     return cupy.RawKernel(code, name, options=("-std=c++17",))
@@ -36,8 +41,8 @@ def _kernel(name: str) -> Any:
 
 @cache
 def _stream(pointer: int, device: int) -> Any:
-    """CuPy's name for a stream of torch's; torch never destroys those of its pool."""
-    if not pointer:  # as an ExternalStream torch would take it for another one
+    """Return CuPy's object for a stream of torch; torch never destroys the streams of its pool."""
+    if not pointer:  # torch would take an ExternalStream of it for another stream
         return cupy.cuda.Stream.null
     stream = torch.cuda.ExternalStream(pointer, torch.device("cuda", device))
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
@@ -46,14 +51,14 @@ def _stream(pointer: int, device: int) -> Any:
 
 
 def prepare(device: int) -> None:
-    """Compile all kernels, and have the driver load them: later there may be no memory on the device for that.
+    """Compile all kernels and make the driver load them: later the device may have no memory for that.
 
-    In the thread of the caller: no other may import what compiling imports (threads.py).
+    It runs in the caller's thread: no other thread may import what compiling imports (threads.py).
     """
     with cupy.cuda.Device(device):
         for name in THREADS:
             _kernel(name).compile()
-            _kernel(name).num_regs  # noqa: B018  # the driver loads what is asked for, and no sooner
+            _kernel(name).num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
 
 
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:

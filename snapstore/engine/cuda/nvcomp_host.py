@@ -1,4 +1,4 @@
-"""Blocks in host memory through a codec of the GPU: up, decode, down."""
+"""Decode blocks that lie in host memory with nvCOMP: upload, decode, download."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from ...arrays import Bytes
 from ...errors import IntegrityError
 from . import nvcomp
-from .capture import beside_captures
-from .streams import Lane
+from .graph_capture import beside_captures
+from .streams import WorkStream
 
-_lane: Lane | None = None
+_stream: WorkStream | None = None
 _lock = threading.Lock()
 
 
@@ -22,9 +22,9 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
     """Fill `out` (n,) uint8 from its blocks, on the current device.
 
     Raises:
-        IntegrityError: a block does not fill its room.
+        IntegrityError: a block does not decode to its length.
     """
-    global _lane
+    global _stream
     sizes = np.array([block.size for block in blocks])
     offsets = np.cumsum([0, *(-(-sizes // 16) * 16)])
     stored = np.zeros(int(offsets[-1]), np.uint8)
@@ -32,15 +32,15 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
         stored[offset : offset + block.size] = block
     starts = np.arange(0, out.size, block_bytes)
     lengths = np.minimum(block_bytes, out.size - starts)
-    with _lock, beside_captures():  # in a thread of a pool
-        lane = _lane = _lane or Lane(torch.device("cuda", torch.cuda.current_device()))
-        with lane.current():
+    with _lock, beside_captures():  # any thread of a pool may come here
+        work = _stream = _stream or WorkStream(torch.device("cuda", torch.cuda.current_device()))
+        with work.current():
             try:
-                up, plain = torch.from_numpy(stored).to(lane.device), lane.empty(out.size)
+                up, plain = torch.from_numpy(stored).to(work.device), work.empty(out.size)
                 places = up.data_ptr() + offsets[:-1], sizes, plain.data_ptr() + starts, lengths
-                found = nvcomp.decode(lane, codec, *places).cpu()
+                found = nvcomp.decode(work, codec, *places).cpu()
                 if (nvcomp.sizes_of(found) != lengths).any():
-                    raise IntegrityError("nvCOMP: a block does not give as many bytes as it should")
+                    raise IntegrityError("nvCOMP: a block does not decode to its length")
                 out[:] = plain[: out.size].cpu().numpy()
             finally:
-                lane.sync()
+                work.sync()

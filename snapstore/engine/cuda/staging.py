@@ -1,8 +1,8 @@
 """Copies of CUDA tensors that a save reads in the background: on the device, or in pinned host memory.
 
-A stream of our own copies every tensor, with one kernel on the device, or over the bus; the training stream waits for
-its event, so that work enqueued later may change them, and the host for nothing: `copy` returns within milliseconds,
-and `landed` waits in the background.
+A separate stream copies every tensor, with one kernel on the device, or over the bus. The training stream waits for its
+event, so that work enqueued later may change the tensors. The host does not wait: `copy` returns within milliseconds,
+and `wait_copied` waits in the background.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
 from ...state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .streams import ALIGNMENT, copy_async, let_go, out_of_memory, pinned, ragged
+from .streams import ALIGNMENT, copy_async, out_of_memory, pinned, ragged, release_cached_memory
 
 if TYPE_CHECKING:
     from ..registry import Engines
 
 log = logging.getLogger("snapstore")
-#: Device memory that a save works in at most, beside the copies, and with copies on the host.
+#: The most device memory that a save works in: besides copies on the device, and with copies on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: Copies and work together should not take more, as a multiple of the state: 2.1 with what torch's allocator keeps.
-MOST_OF_STATE = 2.05
-#: What one thread block copies.
+#: The most that copies and work may take together, as a multiple of the state: 2.1 with what torch's allocator keeps.
+MAX_OF_STATE = 2.05
+#: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies in host memory share allocations of about this size.
 ARENA_BYTES = 1024 * 1024 * 1024
-#: Copies are put together anew once this share of the state would lie better apart, or of an allocation is of no use.
+#: Copies are laid out again once this share of the state should lie apart, or of an allocation is unused.
 APART_SHARE = 0.1
-#: Of the memory that is free, what `auto` is ready to take.
+#: The share of free memory that `auto` may take.
 AUTO_SHARE = 0.9
 
-Key = Any
-Item = tuple[Key, Any, int]  # key, tensor, bytes
+TensorKey = Any
+Item = tuple[TensorKey, Any, int]  # key, tensor, bytes
+Buffers = dict[TensorKey, Memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Pinned:
 
     array: Bytes
     device: torch.device
-    arena: Bytes  # the allocation that it is a part of
+    arena: Bytes  # the allocation that contains it
 
     def __len__(self) -> int:
         return len(self.array)
@@ -61,7 +62,7 @@ class Pinned:
 class _Rooms:
     """Memory for the copies of one device's tensors.
 
-    `memories` makes one Memory a tensor; called once the copies are under way, since that takes a while as well.
+    `memories` makes one Memory per tensor. It is called once the copies are under way, since it takes time as well.
     """
 
     addresses: Column  # (n,)
@@ -70,28 +71,33 @@ class _Rooms:
 
 
 class DeviceStaging:
-    """How the tensors of one lineage of saves are copied, device by device."""
+    """Copies the tensors of one lineage of saves, device by device."""
 
     def __init__(self, engines: Engines, mode: str, *, twice: bool) -> None:
         self._engines, self._asked, self._twice = engines, mode, twice
         self._modes: dict[torch.device, str] = {}
         self._state_bytes: dict[torch.device, int] = {}
-        self._landing: list[tuple[torch.device, torch.cuda.Event]] = []
-        self._keep: list[Any] = []  # what copies in flight still read or write
+        self._copying: list[tuple[torch.device, torch.cuda.Event]] = []
+        self._keep: list[Any] = []  # memory that copies under way read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._apart: dict[torch.device, set[Key]] = {}  # tensors whose copies lie apart, since they are no bases
-        self._moved = True  # whether copies lie otherwise than at the save before
+        self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart: they become no bases
+        self._moved = True  # whether copies lie elsewhere than at the last save
 
     def copy(
-        self, items: Sequence[Item], spare: dict[Key, Memory], base: dict[Key, Memory], unpaid: Container[Key],
+        self,
+        items: Sequence[Item],
+        spare: Buffers,
+        base: Buffers,
+        delta_rejected: Container[TensorKey],
         inline_below: int,
-    ) -> list[Memory]:  # fmt: skip
-        """Begin to copy tensors; the memories, in order. Small ones go to host memory, others into their spare buffers.
-
-        Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
+    ) -> list[Memory]:
+        """Begin to copy tensors, those below `inline_below` bytes to host memory, others to their spare buffers.
 
         Args:
-            unpaid: keys of tensors that will keep no base.
+            delta_rejected: keys of tensors that will keep no base.
+
+        Returns:
+            The memories, in order. Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
 
         Raises:
             InvalidInputError: a CUDA graph is being captured.
@@ -106,14 +112,14 @@ class DeviceStaging:
             with torch.cuda.device(device), torch.no_grad():
                 small = [i for i in own if items[i][2] < inline_below]
                 large = [i for i in own if items[i][2] >= inline_below]
-                rooms = self._rooms([items[i] for i in large], device, spare, base, unpaid)
+                rooms = self._rooms([items[i] for i in large], device, spare, base, delta_rejected)
                 try:
                     with out_of_memory():
                         hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
                         copies = rooms.memories()
                 except torch.OutOfMemoryError:
-                    copies = self._without_memory([items[i] for i in large], device, spare, base, unpaid)
-                    hosted = [_carefully(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
+                    copies = self._without_memory([items[i] for i in large], device, spare, base, delta_rejected)
+                    hosted = [_copy_to_host(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
                 for i, memory in zip(large, copies, strict=True):
                     memories[i] = spare[items[i][0]] = memory
                 for i, memory in zip(small, hosted, strict=True):
@@ -121,10 +127,10 @@ class DeviceStaging:
         return memories
 
     def _begin(self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: _Rooms) -> list[Bytes]:
-        """Enqueue all copies of one device on a stream of our own, between two waits of the training stream."""
+        """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may let go of them at once
-        if not rooms.on_device:  # an interrupt may come before anybody else holds what the copies write to
+        self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may free them at once
+        if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
             self._keep.append(rooms)
         sources = np.array([self._address(value) for _, value, _ in (*small, *large)], np.int64)
         lengths = np.array([nbytes for _, _, nbytes in (*small, *large)], np.int64)
@@ -141,7 +147,7 @@ class DeviceStaging:
             done = torch.cuda.Event()
             done.record(stream)
         training.wait_event(done)
-        self._landing.append((device, done))
+        self._copying.append((device, done))
         return hosted
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -150,46 +156,44 @@ class DeviceStaging:
         return self._streams[device]
 
     def _address(self, value: torch.Tensor) -> int:
-        """Where a tensor's bytes lie in C order; a copy of a strided one is kept until the copies have landed."""
+        """Return where a tensor's bytes lie in C order; a strided one is copied first, and kept until `wait_copied`."""
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             return value.data_ptr()
         self._keep.append(as_memory(value, lambda _: True))
         return int(self._keep[-1].data_ptr())
 
-    def landed(self, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
-        """Wait for all copies; what they leave of the device's memory is what the save may work in."""
+    def wait_copied(self, spare: Buffers, base: Buffers) -> None:
+        """Wait for all copies, then let the save work in the device memory that they leave free."""
         self._wait()
         for device, mode in self._modes.items():
-            left = int(MOST_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
+            left = int(MAX_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
             work = min(left, int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 
     def _wait(self) -> None:
-        for device, event in self._landing:
+        for device, event in self._copying:
             with torch.cuda.device(device):
                 event.synchronize()
-        self._landing.clear()
+        self._copying.clear()
         self._keep.clear()
 
-    def settle(self, spare: dict[Key, Memory]) -> None:
-        """A save is over, committed or not: device memory that the next one would only overwrite is free until then."""
+    def release_memory(self, spare: Buffers) -> None:
+        """Release spare device memory after a save, committed or not: the next save would only overwrite it."""
         for device in self._modes:
             self._engines.on(device).limit(self, None)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
             del spare[key]
-        if self._moved:  # what this save took, for copies and for its large first batches, fits no later one
+        if self._moved:  # memory that this save took, for copies and its large first batches, fits no later save
             self._moved = False
             for device in self._apart:
-                let_go(device)
+                release_cached_memory(device)
 
     # -- where
 
-    def _mode(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]
-    ) -> str:
-        """Where this device's copies go; decided when it is first seen, and again when the state grows."""
+    def _mode(self, items: Sequence[Item], device: torch.device, spare: Buffers, base: Buffers) -> str:
+        """Decide where this device's copies go, when the device is first seen, and again when the state grows."""
         needed = sum(nbytes for _, _, nbytes in items)
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
             return self._modes[device]
@@ -201,58 +205,71 @@ class DeviceStaging:
             mode = "device" if wanted <= AUTO_SHARE * free else "host"
             log.info(
                 "staging=%s on %s: copies of %.1f GB of state, and work, take up to %.1f GB; %.1f GB is free",
-                mode, device, needed / 1e9, wanted / 1e9, free / 1e9,
-            )  # fmt: skip
+                mode,
+                device,
+                needed / 1e9,
+                wanted / 1e9,
+                free / 1e9,
+            )
         self._modes[device] = mode
         return mode
 
     # -- copies
 
     def _rooms(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
-        unpaid: Container[Key],
-    ) -> _Rooms:  # fmt: skip
-        """Memory for the copies: on the device, or else on the host."""
+        self,
+        items: Sequence[Item],
+        device: torch.device,
+        spare: Buffers,
+        base: Buffers,
+        delta_rejected: Container[TensorKey],
+    ) -> _Rooms:
+        """Return memory for the copies: on the device, or else on the host."""
         if items and self._mode(items, device, spare, base) == "device":
             try:
                 with out_of_memory():
-                    return self._device_rooms(items, device, spare, unpaid)
+                    return self._device_rooms(items, device, spare, delta_rejected)
             except torch.OutOfMemoryError:
-                self._give_up(device, spare, base)
-        rooms = _host_rooms(items, device, spare, base, unpaid)
+                self._stage_on_host(device, spare, base)
+        rooms = _host_rooms(items, device, spare, base, delta_rejected)
         return _Rooms(np.array([room.array.ctypes.data for room in rooms], np.int64), lambda: list(rooms), False)
 
-    def _give_up(self, device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory]) -> None:
-        """There is no room for copies on a device: none stays there."""
+    def _stage_on_host(self, device: torch.device, spare: Buffers, base: Buffers) -> None:
+        """Keep no copies on a device that has no room for them."""
         for memories in (spare, base):
             for key in [k for k, m in memories.items() if isinstance(m, torch.Tensor) and m.device == device]:
                 del memories[key]
         self._modes[device] = "host"
         log.warning("%s: out of memory for copies of the state; staging=host from here on", device)
-        let_go(device)
+        release_cached_memory(device)
 
     def _without_memory(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
-        unpaid: Container[Key],
-    ) -> list[Memory]:  # fmt: skip
-        """Copies made at once, the caller waiting, since the device has not even room for tables."""
-        self._give_up(device, spare, base)
-        if device in self._streams:  # what has begun of them writes into the same memory
+        self,
+        items: Sequence[Item],
+        device: torch.device,
+        spare: Buffers,
+        base: Buffers,
+        delta_rejected: Container[TensorKey],
+    ) -> list[Memory]:
+        """Copy to the host while the caller waits: the device has no room even for tables."""
+        self._stage_on_host(device, spare, base)
+        if device in self._streams:  # copies that have begun write into the same memory
             self._streams[device].synchronize()
-        rooms = _host_rooms(items, device, spare, base, unpaid)
+        rooms = _host_rooms(items, device, spare, base, delta_rejected)
         for (_, value, _), room in zip(items, rooms, strict=True):
-            _carefully(value, room.array)
+            _copy_to_host(value, room.array)
         return list(rooms)
 
     def _device_rooms(
-        self, items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], unpaid: Container[Key]
+        self, items: Sequence[Item], device: torch.device, spare: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
-        """Two allocations, since one a tensor would take a millisecond: for those of bases to be, and for others.
+        """Make two allocations: for copies that become bases, and for others. One per tensor would take a millisecond.
 
-        The spare buffers of the device are let go first: torch gives the same memory again. It is our stream's: out of
-        the training's, the training would take small pieces between saves, and the rest of it would fit no copy again.
+        The spare buffers of the device are released first: torch returns the same memory. It belongs to the copy
+        stream: from memory of the training stream, the training would take small pieces between saves, and the rest
+        would fit no copy again.
         """
-        lie_apart = self._lie_apart(items, device, unpaid)
+        lie_apart = self._lie_apart(items, device, delta_rejected)
         for key in [k for k, m in spare.items() if isinstance(m, torch.Tensor) and m.device == device]:
             del spare[key]
         sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
@@ -275,13 +292,15 @@ class DeviceStaging:
 
         return _Rooms(addresses, memories, True)
 
-    def _lie_apart(self, items: Sequence[Item], device: torch.device, unpaid: Container[Key]) -> set[Key]:
-        """Which copies to put apart: nearly always the same, so that the same memory fits them again."""
+    def _lie_apart(
+        self, items: Sequence[Item], device: torch.device, delta_rejected: Container[TensorKey]
+    ) -> set[TensorKey]:
+        """Return which copies to lay apart: nearly always the same, so that the same memory fits them again."""
         before = self._apart.setdefault(device, set())
-        more = {key: nbytes for key, _, nbytes in items if key in unpaid and key not in before}
+        more = {key: nbytes for key, _, nbytes in items if key in delta_rejected and key not in before}
         if sum(more.values()) > APART_SHARE * sum(nbytes for _, _, nbytes in items):
             if before:  # else the memory of the first copies fits
-                let_go(device)
+                release_cached_memory(device)
             before.update(more)
             self._moved = True
         return before
@@ -289,7 +308,7 @@ class DeviceStaging:
     def _copy_small(
         self, sources: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
     ) -> list[Bytes]:
-        """All small tensors together: gathered on the device, then one copy into pinned memory."""
+        """Begin to copy all small tensors: gathered on the device, then one copy into pinned memory."""
         if not len(sources):
             return []
         rooms = (lengths + 15) // 16 * 16
@@ -302,14 +321,17 @@ class DeviceStaging:
 
 
 def _host_rooms(
-    items: Sequence[Item], device: torch.device, spare: dict[Key, Memory], base: dict[Key, Memory],
-    unpaid: Container[Key],
-) -> list[Pinned]:  # fmt: skip
-    """Page-locked memory for every tensor: its spare one where that fits, else a part of a few new allocations.
+    items: Sequence[Item],
+    device: torch.device,
+    spare: Buffers,
+    base: Buffers,
+    delta_rejected: Container[TensorKey],
+) -> list[Pinned]:
+    """Return page-locked memory for every tensor: its spare buffer if that fits, else part of a few new allocations.
 
-    An allocation takes huge pages, a call of the driver and threads: too much for every small tensor. It lives as long
-    as any part of it, so one of which little is of use is let go of. Tensors that will keep no base lie apart: the
-    place of their base is of no use.
+    An allocation takes huge pages, a driver call and threads: too much for every small tensor. It lives as long as any
+    part of it, so an allocation of which little is used is released. Tensors that will keep no base lie apart: no base
+    would use their place.
     """
     rooms: list[Pinned | None] = []
     for key, _, nbytes in items:
@@ -322,7 +344,7 @@ def _host_rooms(
     rooms = [None if room is None or id(room.arena) in little else room for room in rooms]
     sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
     lacking = np.array([room is None for room in rooms], bool)
-    is_apart = np.array([key in unpaid for key, _, _ in items], bool)
+    is_apart = np.array([key in delta_rejected for key, _, _ in items], bool)
     for rows in (np.flatnonzero(lacking & ~is_apart), np.flatnonzero(lacking & is_apart)):
         ends = np.cumsum(sizes[rows])
         for own in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(ends // ARENA_BYTES)) + 1):
@@ -333,12 +355,12 @@ def _host_rooms(
             for row, at in zip(rows[own].tolist(), places.tolist(), strict=True):
                 rooms[row] = Pinned(arena[at : at + items[row][2]], device, arena)
     found = [room for room in rooms if room is not None]
-    spare.update(zip((key for key, _, _ in items), found, strict=True))  # though the copies fail
+    spare.update(zip((key for key, _, _ in items), found, strict=True))  # now, as the copies may fail
     return found
 
 
 def _little_used(memories: Iterable[Memory]) -> set[int]:
-    """The allocations, by id, of which these memories leave more than APART_SHARE unused."""
+    """Return the allocations, by id, of which these memories leave more than APART_SHARE unused."""
     used: dict[int, int] = defaultdict(int)
     whole: dict[int, int] = {}
     for memory in memories:
@@ -349,8 +371,8 @@ def _little_used(memories: Iterable[Memory]) -> set[int]:
     return {number for number, nbytes in used.items() if nbytes < (1 - APART_SHARE) * whole[number]}
 
 
-def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:
-    """A tensor's bytes in host memory, in pieces where the device has no room to make the whole of it contiguous."""
+def _copy_to_host(value: torch.Tensor, out: Bytes) -> Bytes:
+    """Copy a tensor to host memory, in pieces if the device has no room to make it contiguous as a whole."""
     try:
         with out_of_memory():
             copy_into(value, out)
@@ -359,14 +381,14 @@ def _carefully(value: torch.Tensor, out: Bytes) -> Bytes:
             raise
         size = len(out) // len(value)
         for i, piece in enumerate(value):
-            _carefully(piece, out[i * size : (i + 1) * size])
+            _copy_to_host(piece, out[i * size : (i + 1) * size])
     return out
 
 
 def _gather(
     sources: Column, destinations: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
 ) -> None:
-    """One kernel copies every tensor, address to address; `stream` is the current one."""
+    """Begin to copy every tensor, address to address, with one kernel; `stream` is the current one."""
     which, at, sizes = _pieces(lengths.tobytes())
     table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
     view = table.numpy()
@@ -376,9 +398,9 @@ def _gather(
     kernels.launch("gather", (len(which),), stream, [start + 8 * len(which) * i for i in range(3)])
 
 
-@lru_cache(maxsize=8)  # every save copies the same tensors: as good as always the same lengths
+@lru_cache(maxsize=8)  # every save copies the same tensors, so nearly always the same lengths
 def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
-    """Tensors of some lengths, int64, cut for the blocks of a kernel: each piece's tensor, start in it, and length."""
+    """Cut tensors of these lengths (int64) for the blocks of a kernel: each piece's tensor, start in it, and length."""
     whole = np.frombuffer(lengths, np.int64)
     which, within = ragged(-(-whole // PIECE_BYTES))
     at = within * PIECE_BYTES
@@ -386,13 +408,13 @@ def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Device memory that is free, or that torch's allocator keeps for later."""
+    """Return device memory that is free, or that torch's allocator keeps for later."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _bytes_on(device: torch.device, *buffers: dict[Key, Memory]) -> int:
-    """Device memory that some buffers take; several may lie in one allocation."""
+def _bytes_on(device: torch.device, *buffers: Buffers) -> int:
+    """Return the device memory that buffers take; several may lie in one allocation."""
     storages = {
         m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
         for memories in buffers

@@ -1,7 +1,7 @@
-"""Lane: a stream of its own, memory for it, and tables for kernels on their way to the device.
+"""Streams: CUDA streams with the memory that batches work in, a pool of them, and page-locked host memory.
 
-A lane belongs to one thread at a time. What it launches runs in order; memory that it takes is used again on its stream
-alone.
+A WorkStream belongs to one thread at a time. What it launches runs in order; memory that it takes is reused on its own
+stream only.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...threads import Threads
-from ..base import Chunks
+from ..batches import Chunks
 from . import kernels
-from .capture import beside_captures
+from .graph_capture import beside_captures
 
 log = logging.getLogger("snapstore")
 ALIGNMENT = 256
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-#: Host memory is touched in such pieces, and by so many threads, before it is page-locked.
+#: Before host memory is page-locked, so many threads touch it, in pieces of this size.
 TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
-#: Large device memory is taken in steps of at least this, and of an eighth to a sixteenth of it.
+#: Sizes of large device memory are multiples of this, or of an eighth to a sixteenth of themselves if that is more.
 STEP_BYTES = 2 * 1024 * 1024
-#: How often whoever waits looks whether the device has come further [s].
+#: How often a waiting thread polls the device [s].
 POLL_S = 20e-6
 
+Steps = Callable[["WorkStream"], Generator[None, None, Any]]
 
-class Lane:
-    """One stream and what goes with it."""
+
+class WorkStream:
+    """One CUDA stream, its memory, and the tables of its kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._tables: list[torch.Tensor] = []  # that launched kernels may still read
+        self._tables: list[torch.Tensor] = []  # launched kernels may still read them
         self._rooms: dict[str, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 on the device, for use on this stream."""
+        """Return new (nbytes,) uint8 on the device, for use on this stream."""
         return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
 
     def room(self, name: str, nbytes: int) -> torch.Tensor:
-        """The same for large memory that every batch needs: the next call with this name gives it again."""
+        """Return large memory that every batch needs; the next call with this name returns it again."""
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms.pop(name, None)
-            self._rooms[name] = self.empty(in_steps(nbytes))
+            self._rooms[name] = self.empty(round_up(nbytes))
         return self._rooms[name]
 
     def upload(self, *columns: Column) -> list[int]:
-        """Copies of columns in device memory, in one transfer; their addresses, good until the next `sync`."""
+        """Copy columns to the device in one transfer; return their addresses, valid until the next `sync`."""
         sizes = [-(-column.nbytes // 16) * 16 for column in columns]
         host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
         view, at, offsets = host.numpy(), 0, []
@@ -74,22 +76,23 @@ class Lane:
         return [table.data_ptr() + offset for offset in offsets]
 
     def launch(self, name: str, grid: tuple[int, ...], *arguments: int | torch.Tensor) -> None:
-        """Enqueue a kernel of this package."""
+        """Enqueue a kernel (kernels.py)."""
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         if all(grid):
             kernels.launch(name, grid, self.stream, addresses)
 
     def gather(self, sources: Column, destinations: Column, lengths: Column) -> None:
-        """Copy many pieces of device memory, addresses (n,) to addresses (n,)."""
+        """Begin to copy many pieces of device memory, addresses (n,) to addresses (n,)."""
         pieces = -(-lengths // kernels.PIECE_BYTES)
         which, within = ragged(pieces)
         if not len(which):
             return
         at = within * kernels.PIECE_BYTES
         tables = self.upload(
-            (sources[which] + at).astype(np.uint64), (destinations[which] + at).astype(np.uint64),
+            (sources[which] + at).astype(np.uint64),
+            (destinations[which] + at).astype(np.uint64),
             np.minimum(lengths[which] - at, kernels.PIECE_BYTES).astype(np.uint64),
-        )  # fmt: skip
+        )
         self.launch("gather", (len(which),), *tables)
 
     def digests(self, addresses: Column, lengths: Column, seed: int) -> torch.Tensor:
@@ -101,7 +104,7 @@ class Lane:
         return self._hash(addresses, lengths, kernels.XXH3_64, 8)
 
     def seal(self, addresses: Column, lengths: Column) -> None:
-        """Begin to put the XXH3-64 of spans of device memory into the 8 bytes before each."""
+        """Begin to write the XXH3-64 of spans of device memory into the 8 bytes before each."""
         self._hash(addresses, lengths, kernels.SEAL, 0)
 
     def _hash(self, addresses: Column, lengths: Column, what: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -111,9 +114,9 @@ class Lane:
         return out[: size * len(addresses)].view(len(addresses), size)
 
     def fetch(self, memory: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a little device memory into new pinned memory; there once the stream is done.
+        """Begin to copy a little device memory into new pinned memory; valid once the stream is done.
 
-        By a kernel: the device's copy engine would take it after all that is on its way to the host already.
+        A kernel copies it: the device's copy engine would do all copies first that wait on their way to the host.
         """
         host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
         self._tables.append(memory)
@@ -122,107 +125,107 @@ class Lane:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Its device and stream are the current ones."""
+        """Make its device and stream the current ones."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
     def sync(self) -> None:
-        """Wait until all of it is done."""
+        """Wait until all that was launched is done."""
         self.stream.synchronize()
-        self.settled()
+        self.release_tables()
 
-    def settled(self) -> None:
-        """All of it is done: let go of what it used."""
+    def release_tables(self) -> None:
+        """Release the tables of finished kernels."""
         self._tables.clear()
 
-    def rest(self) -> None:
-        """Give device memory back."""
+    def release_memory(self) -> None:
+        """Release all device memory."""
         with self.current():
             self.sync()
             self._rooms.clear()
 
 
 class Task:
-    """One batch on its way through a lane."""
+    """One batch, first waiting for a stream, then running on it."""
 
-    def __init__(self, lanes: Lanes, steps: Callable[[Lane], Generator[None, None, Any]], free: list[Lane]) -> None:
-        self._lanes = lanes
-        self.free = free  # where its lane comes from and goes back to
-        self.steps: Callable[[Lane], Generator[None, None, Any]] | None = steps
-        self.lane: Lane | None = None
+    def __init__(self, pool: StreamPool, steps: Steps, free: list[WorkStream]) -> None:
+        self._pool = pool
+        self.free = free  # where its stream comes from and goes back to
+        self.steps: Steps | None = steps
+        self.work: WorkStream | None = None
         self.run: Generator[None, None, Any] | None = None
-        self.event: torch.cuda.Event | None = None  # the device has come to the next yield
+        self.event: torch.cuda.Event | None = None  # the device has reached the last yield
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
 
     def result(self) -> Any:
-        """What its steps return; drives all batches of the device until then."""
-        self._lanes.drive(lambda: self.done)
+        """Return what its steps return; advance all batches of the device until then."""
+        self._pool.poll_until(lambda: self.done)
         if self.error is not None:
             raise self.error
         return self.value
 
     def advance(self) -> None:
-        """Run to the next yield."""
-        assert self.lane is not None
+        """Run the host's part up to the next yield."""
+        assert self.work is not None
         try:
-            with self.lane.current():
+            with self.work.current():
                 if self.run is None:
                     assert self.steps is not None
-                    self.run = self.steps(self.lane)
+                    self.run = self.steps(self.work)
                 next(self.run)
                 self.event = torch.cuda.Event()
-                self.event.record(self.lane.stream)
+                self.event.record(self.work.stream)
             return
         except StopIteration as stop:
             self.value = stop.value
-            self.lane.settled()
+            self.work.release_tables()
         except BaseException as error:  # noqa: BLE001  raised in `result`
-            # a new one has no frames that hold device memory
+            # a new exception has no frames that hold device memory
             self.error = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
             self.run = self.steps = None
             with suppress(Exception):  # a device that failed says so again at the next call
-                self.lane.sync()
+                self.work.sync()
         self.done, self.run, self.steps = True, None, None
 
 
-class Lanes:
-    """A few lanes of one device, and the batches that take turns on them.
+class StreamPool:
+    """A few streams of one device, and the batches that take turns on them.
 
-    Batches are generators that yield where the host must wait for the device. Whoever waits for one drives them all: a
-    thread each would spend its time waiting for the interpreter's lock (docs/design/gpu-engine.md).
+    Batches are generators that yield where the host must wait for the device. A thread that waits for one batch
+    advances them all: with a thread per batch, each would wait for the interpreter's lock (docs/design/gpu-engine.md).
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._free = [Lane(device) for _ in range(count)]
-        self._free_fast = [Lane(device)]  # for what is short and holds no memory: it waits for none of the others
+        self._free = [WorkStream(device) for _ in range(count)]
+        self._free_fast = [WorkStream(device)]  # for short batches without memory: they wait for no other batch
         self._device = device
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
         self._lock = threading.RLock()
 
-    def start(self, steps: Callable[[Lane], Generator[None, None, Any]], *, fast: bool = False) -> Task:
-        """Begin a batch, as soon as a lane is free."""
+    def start(self, steps: Steps, *, fast: bool = False) -> Task:
+        """Begin a batch as soon as a stream is free."""
         task = Task(self, steps, self._free_fast if fast else self._free)
         with self._lock:
             self._waiting.append(task)
-            self.pump()
+            self.poll()
         return task
 
-    def drive(self, until: Callable[[], bool]) -> None:
-        """Advance batches until something has come true."""
-        while not until():
-            if not self.pump():
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        """Advance batches until a condition holds."""
+        while not condition():
+            if not self.poll():
                 time.sleep(POLL_S)
 
-    def pump(self) -> bool:
-        """Advance what can go on, without waiting; whether there was anything."""
-        with self._lock, torch.cuda.device(self._device):  # else a thread of ours would make a context on device 0
-            return self._pump()
+    def poll(self) -> bool:
+        """Advance the batches that can go on, without waiting; return whether there were any."""
+        with self._lock, torch.cuda.device(self._device):  # else this thread would create a context on device 0
+            return self._poll()
 
-    def _pump(self) -> bool:
-        """Advance every batch that the device is done with for now; begin others where lanes are free."""
+    def _poll(self) -> bool:
+        """Advance every batch that the device is done with for now; begin others while streams are free."""
         ready = [task for task in self._running if task.event is not None and task.event.query()]
         for task in ready:
             self._advance(task)
@@ -230,7 +233,7 @@ class Lanes:
         for task in list(self._waiting):
             if task.free:
                 self._waiting.remove(task)
-                task.lane = task.free.pop()
+                task.work = task.free.pop()
                 self._running.append(task)
                 self._advance(task)
                 begun = True
@@ -238,29 +241,29 @@ class Lanes:
 
     def _advance(self, task: Task) -> None:
         task.advance()
-        if task.done and task.lane is not None:
+        if task.done and task.work is not None:
             self._running.remove(task)
-            task.free.append(task.lane)
-            task.lane = None
+            task.free.append(task.work)
+            task.work = None
 
-    def rest(self) -> None:
-        """Give device memory of the free lanes back."""
+    def release_memory(self) -> None:
+        """Release the device memory of the free streams."""
         with self._lock:
-            for lane in (*self._free, *self._free_fast):
-                lane.rest()
+            for work in (*self._free, *self._free_fast):
+                work.release_memory()
 
 
 class PinnedBuffers:
-    """Page-locked host memory, which the device copies into and out of at the speed of the bus; used again."""
+    """Page-locked host memory for reuse; the device copies into and out of it at the speed of the bus."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._free: list[Bytes] = []
-        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: a buffer goes back to whom it came from, once
+        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: takes back only its own buffers, each once
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Bytes:
-        """(n,) uint8, n at least `nbytes`."""
+        """Return (n,) uint8, n at least `nbytes`."""
         with self._lock:
             fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size]
             buffer = self._free.pop(min(fits, key=lambda i: self._free[i].size)) if fits else pinned(nbytes)
@@ -269,30 +272,30 @@ class PinnedBuffers:
             return buffer
 
     def give(self, buffer: Bytes) -> None:
-        """Take a buffer back, if it is ours; where that makes too much, those that were not used for longest go."""
+        """Take back a buffer that came from here; above the limit, release the buffers unused for longest."""
         with self._lock:
             lent = self._lent.pop(id(buffer), None)
             if lent is None or lent() is not buffer:
                 return
             self._free.append(buffer)
-            while sum(free.size for free in self._free) > self._most_bytes:
+            while sum(free.size for free in self._free) > self._max_bytes:
                 self._free.pop(0)
 
     def clear(self) -> None:
-        """Let go of all that is free."""
+        """Release all free buffers."""
         with self._lock:
             self._free.clear()
 
 
-def in_steps(nbytes: int) -> int:
-    """A size for long-lived memory: of few different ones, so that what was freed fits what comes next."""
+def round_up(nbytes: int) -> int:
+    """Round a size up to one of few sizes for long-lived memory, so that freed memory fits the next request."""
     return nbytes if nbytes < STEP_BYTES else nbytes + -nbytes % max(STEP_BYTES, 1 << (nbytes.bit_length() - 4))
 
 
 def pinned(nbytes: int) -> Bytes:
-    """(nbytes,) uint8 of page-locked host memory, as long as the array lives; of ordinary memory if there is none.
+    """Return (nbytes,) uint8 of host memory, page-locked while the array lives; ordinary memory if locking fails.
 
-    In huge pages where the system gives them: the driver's own allocation locks small ones, at 3 GB/s.
+    It takes huge pages where the system has them: the driver's own allocation locks small pages, at 3 GB/s.
     """
     try:
         return _locked(max(nbytes, 1))[:nbytes]
@@ -323,7 +326,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def _never_unmap() -> None:
-    """In a forked child, which has none of these pages: where they were it maps its own, and must not unmap those."""
+    """Keep a forked child, which inherits none of these pages, from unmapping its own pages at their addresses."""
     for memory in _mapped:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -336,23 +339,23 @@ def _touch(piece: Bytes) -> None:
 
 
 def _unlock(address: int, device: int) -> None:
-    # the device has failed, or this is a forked child; and whatever thread collects garbage may capture a graph
+    # the device may have failed; this may be a forked child; the thread that collects garbage may capture a graph
     with suppress(Exception), beside_captures(), torch.cuda.device(device):
         cupy.cuda.runtime.hostUnregister(address)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device is full, says who: torch's allocator; a call beneath it, as for a stream; or CuPy."""
+    """Return whether an error of torch's allocator, of a CUDA call beneath it, or of CuPy says the device is full."""
     if type(error).__name__ in ("CUDARuntimeError", "CUDADriverError"):
         return getattr(error, "status", None) == 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
-    # torch.AcceleratorError, of torch 2.8 and newer, is a RuntimeError
+    # torch.AcceleratorError (torch 2.8 and newer) is a RuntimeError
     beneath = isinstance(error, RuntimeError) and str(error).startswith("CUDA error: out of memory")
     return beneath or isinstance(error, torch.OutOfMemoryError)
 
 
 @contextmanager
 def out_of_memory() -> Iterator[None]:
-    """All that says that the device is full is a torch.OutOfMemoryError."""
+    """Turn every error which says that the device is full into a torch.OutOfMemoryError."""
     try:
         yield
     except Exception as error:
@@ -361,14 +364,14 @@ def out_of_memory() -> Iterator[None]:
         raise
 
 
-def let_go(device: torch.device) -> None:
-    """Give the device what torch's allocator keeps for later; it refuses while any thread captures a graph."""
+def release_cached_memory(device: torch.device) -> None:
+    """Return cached memory of torch's allocator to the device; torch refuses while any thread captures a graph."""
     with torch.cuda.device(device), suppress(RuntimeError):
         torch.cuda.empty_cache()
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-    """Enqueue a copy between any two memories, addresses; host memory should be page-locked."""
+    """Enqueue a copy from address to address, host or device; host memory should be page-locked."""
     cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.cuda_stream)
 
 
@@ -376,19 +379,19 @@ _copy_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which blobs leave a device."""
+    """Return the stream on which blobs leave a device."""
     if device.index not in _copy_streams:
         _copy_streams[device.index] = torch.cuda.Stream(device)
     return _copy_streams[device.index]
 
 
 def ragged(counts: Column) -> tuple[Column, Column]:
-    """Of every piece whose it is, and its number among those: for counts (2, 0, 1) it is (0, 0, 2) and (0, 1, 0)."""
+    """Expand counts per owner into (owner, position) of each piece: (2, 0, 1) gives (0, 0, 2) and (0, 1, 0)."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
-    """Device addresses of chunks, 0 where there is none."""
+    """Return device addresses of chunks, 0 where there is no chunk."""
     bases = np.array([m.data_ptr() if isinstance(m, torch.Tensor) else 0 for m in chunks.memories] or [0], np.int64)
     return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)

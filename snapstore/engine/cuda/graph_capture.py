@@ -1,7 +1,7 @@
-"""Captures of CUDA graphs by the training, beside which threads of ours work.
+"""Graph capture: background threads work while the training captures a CUDA graph.
 
-While a graph is being captured, CUDA fails calls such as cudaMalloc and cudaEventQuery of every thread, and the capture
-with them, but for threads whose own mode is relaxed: so does torch in the watchdog of NCCL.
+While a thread captures a graph, calls such as cudaMalloc and cudaEventQuery fail in every thread, and the capture fails
+with them. Threads whose capture mode is relaxed are exempt. The watchdog of NCCL in torch relaxes its mode as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @cache
 def driver() -> Any:
-    """The driver's exchange of a thread's mode, which torch's runtime and CuPy's share; None where there is none."""
+    """Return the driver's cuThreadExchangeStreamCaptureMode, which torch and CuPy share; None where it is missing."""
     try:
         swap = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
@@ -27,14 +27,14 @@ def driver() -> Any:
 
 
 def exchange(mode: int) -> int | None:
-    """Give this thread another mode; its former one, or None if nothing has changed."""
+    """Set this thread's capture mode; return the former one, or None if nothing has changed."""
     value, swap = ctypes.c_int(mode), driver()
     return value.value if swap is not None and swap(ctypes.byref(value)) == 0 else None
 
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """What this thread calls meanwhile ruins no capture of another thread, and does not fail for one."""
+    """Relax this thread's mode: its calls neither break another thread's capture nor fail because of one."""
     former = exchange(RELAXED)
     try:
         yield

@@ -1,0 +1,107 @@
+"""Batches: what engines take, as columns, a row per chunk; and one chunk's share of a batch, for engines of threads.
+
+In: memories and columns of positions in them. Out: the same, selected or joined; no byte of a chunk is copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..format import planes
+from ..state.arrays import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Spans of a few memories, as columns."""
+
+    memories: Sequence[Memory]
+    which: Column  # (n,) index of the memory; -1: no chunk
+    starts: Column  # (n,) its first byte there
+    lengths: Column  # (n,) [bytes]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def take(self, rows: Column) -> Chunks:
+        """Return the chunks of these rows."""
+        return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows])
+
+    def views(self) -> list[Memory]:
+        """Return one view per chunk, (r,) uint8; an empty one where there is no chunk."""
+        nothing = np.empty(0, np.uint8)
+        return [
+            self.memories[w][s : s + n] if w >= 0 else nothing
+            for w, s, n in zip(self.which.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True)
+        ]
+
+    def joined(self, others: Chunks) -> Chunks:
+        """Return these chunks, then the others."""
+        which = np.where(others.which >= 0, others.which + len(self.memories), -1)
+        return Chunks(
+            [*self.memories, *others.memories],
+            np.concatenate([self.which, which]),
+            np.concatenate([self.starts, others.starts]),
+            np.concatenate([self.lengths, others.lengths]),
+        )
+
+    @staticmethod
+    def of(memories: Sequence[Memory]) -> Chunks:
+        """Return each memory as one chunk."""
+        lengths = np.array([len(memory) for memory in memories], np.int64)
+        return Chunks(memories, np.arange(len(memories)), np.zeros(len(memories), np.int64), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBatch:
+    """New chunks to store, a row each."""
+
+    chunks: Chunks
+    digests: Bytes  # (n, 16)
+    element_sizes: Column  # (n,) 1, 2, 4 or 8
+    layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
+    bases: Chunks  # (n,) plain bytes of the candidate bases
+    base_digests: Bytes  # (n, 16)
+    base_chain_bytes: Column  # (n,) stored bytes of every blob that the base needs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Chunks to rebuild, a row each; their blobs lie newest first, chunk after chunk, in one buffer."""
+
+    stored: Bytes
+    offsets: Column  # (m,) of every blob
+    lengths: Column  # (m,)
+    counts: Column  # (n,) how many of the blobs belong to each chunk
+    digests: Bytes  # (n, 16)
+    outs: Chunks  # filled
+    where: Callable[[int], str]  # names a blob in an error
+    bases: Chunks | None = None  # plain bytes of the base of each last blob; None: the last blobs are full
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """One chunk's share of an EncodeBatch."""
+
+    chunk: Bytes
+    digest: bytes
+    element_size: int
+    layout: int = planes.BYTES
+    base: Bytes | None = None
+    base_digest: bytes = b""
+    base_chain_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """One chunk's share of a DecodeBatch."""
+
+    blobs: Sequence[memoryview]  # newest first
+    wheres: Sequence[str]
+    digest: bytes
+    out: Bytes  # (r,) uint8, filled
+    base: Bytes | None = None

@@ -1,0 +1,82 @@
+"""Checks of what callers give for a record: names, steps, tags, metrics, metadata.
+
+In: arguments of a save or a tag. Out: the values as records.py stores them, or InvalidInputError that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import InvalidInputError
+from ..state.tree import encode_plain
+from .keys import NAME
+from .records import MAX_FIELD_BYTES, MAX_STEP
+
+V = TypeVar("V")
+
+
+def check_name(what: str, name: object) -> str:
+    """Return `name` if it can name a run or a tag, else raise InvalidInputError."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
+        raise InvalidInputError(
+            f"{what} {shown}: expected 1 to 128 characters of A-Z a-z 0-9 . _ - that start with a letter or digit"
+        )
+    return name
+
+
+def check_step(step: object) -> int:
+    """Return `step` as an int if it is a step number, else raise InvalidInputError."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise InvalidInputError(f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}")
+    number = int(step.__index__())
+    if not 0 <= number <= MAX_STEP:
+        raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
+    return number
+
+
+def check_tag(name: str) -> str:
+    """Return `name` if it can be a tag, else raise InvalidInputError."""
+    check_name("tag", name)
+    if name == "latest" or name.isdecimal():
+        raise InvalidInputError(f"tag {name!r}: it reads as a step number or as 'latest'; choose another name")
+    return name
+
+
+def check_tags(names: Iterable[str]) -> list[str]:
+    """Return `names`, sorted, each once, if a record can have them as its tags, else raise InvalidInputError."""
+    return _bounded("tags", sorted({check_tag(name) for name in names}), "remove some, or put them into the metadata")
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `metrics` as str -> float, else raise InvalidInputError."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
+    return _bounded("metrics", checked, "keep those by which policies or people choose; save the others with the state")
+
+
+def encode_metadata(metadata: Any) -> msgspec.Raw:
+    """Return plain values as the packed node that a record keeps, else raise InvalidInputError."""
+    return msgspec.Raw(
+        msgspec.msgpack.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state"))
+    )
+
+
+def _bounded(what: str, value: V, instead: str) -> V:
+    """Return a field of a new record if it is small enough, else raise InvalidInputError."""
+    try:
+        size_bytes = len(msgspec.msgpack.encode(value))
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{what}: {error.object!r}: expected names in Unicode, got a lone surrogate") from error
+    if size_bytes > MAX_FIELD_BYTES:
+        raise InvalidInputError(f"{what}: {size_bytes} bytes, expected at most {MAX_FIELD_BYTES}; {instead}")
+    return value

@@ -1,0 +1,156 @@
+"""Chunk table: the digest and the chain of blobs of every chunk of a manifest, as columns; no object per chunk.
+
+In: columns. Out: their bytes as stored (docs/format.md, "Manifest"), and back; rows selected or joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Bytes
+from ..errors import FormatError, UnknownFormatError
+
+MAX_CHAIN = 255
+#: dtype of every column, and shape of a row, in the order in which they are stored.
+COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "digests": ("u1", (16,)),
+    "ref_counts": ("<u2", ()),
+    "ref_kinds": ("u1", ()),
+    "ref_packs": ("<u4", ()),
+    "ref_offsets": ("<u8", ()),
+    "ref_lengths": ("<u4", ()),
+    "ref_digests": ("u1", (16,)),
+    "ref_starts": ("<u4", ()),
+    "ref_sizes": ("<u4", ()),
+}
+_PER_CHUNK = ("digests", "ref_counts")
+
+
+@dataclass(slots=True)
+class ChunkTable:
+    """Columns over chunks, and one flat table of references (CSR), newest first within a chunk."""
+
+    digests: Bytes  # (n, 16) uint8
+    ref_counts: npt.NDArray[np.uint16]  # (n,)
+    ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.XOR
+    ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
+    ref_offsets: npt.NDArray[np.uint64]  # (m,)
+    ref_lengths: npt.NDArray[np.uint32]  # (m,)
+    ref_digests: Bytes  # (m, 16) uint8
+    ref_starts: npt.NDArray[np.uint32]  # (m,)
+    ref_sizes: npt.NDArray[np.uint32]  # (m,)
+    starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) first reference of every chunk
+
+    def __post_init__(self) -> None:
+        self.starts = np.zeros(len(self.ref_counts) + 1, np.int64)
+        np.cumsum(self.ref_counts, out=self.starts[1:])
+
+    @classmethod
+    def empty(cls) -> ChunkTable:
+        """Return a table of no chunks."""
+        return cls(**{name: np.empty((0, *shape), dtype) for name, (dtype, shape) in COLUMNS.items()})
+
+    @classmethod
+    def from_bytes(cls, raw: Mapping[str, bytes]) -> ChunkTable:
+        """Return the table of these columns as stored; nothing checks yet that they agree (see `check`).
+
+        Raises:
+            KeyError: a column is missing.
+            FormatError: a column does not consist of whole rows.
+        """
+        return cls(**{name: _column(raw[name], name) for name in COLUMNS})
+
+    def to_bytes(self) -> dict[str, bytes | memoryview]:
+        """Return every column as stored."""
+        raw: dict[str, bytes | memoryview] = {}
+        for name, (dtype, _) in COLUMNS.items():
+            column = np.ascontiguousarray(getattr(self, name), dtype)
+            raw[name] = column.reshape(-1).view(np.uint8).data if column.size else b""
+        return raw
+
+    def __len__(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.uint32]:
+        """Return plain bytes of every chunk, (n,)."""
+        return self.ref_sizes[self.starts[:-1]]
+
+    @property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """Return how many deltas are in every chunk's chain, (n,)."""
+        return self.ref_counts.astype(np.int64) - 1
+
+    @property
+    def chain_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the stored bytes that rebuilding every chunk reads, (n,)."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(self.ref_lengths.astype(np.int64), self.starts[:-1])
+
+    def refs_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the indices of all references of `rows`, chunk after chunk."""
+        counts = self.ref_counts[rows].astype(np.int64)
+        ends = np.cumsum(counts)
+        return np.repeat(self.starts[rows] - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> ChunkTable:
+        """Return the table of the chunks `rows`."""
+        refs = self.refs_of(rows)
+        return ChunkTable(**{name: getattr(self, name)[rows if name in _PER_CHUNK else refs] for name in COLUMNS})
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """Return one table after the other; `ref_packs` must count in one list of packs already."""
+        if not tables:
+            return cls.empty()
+        return cls(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS})
+
+    def check(self, chunks: int, chunk_bytes: int, pack_sizes: npt.NDArray[np.uint64], where: str) -> None:
+        """Check all that readers rely on, so that a damaged or hostile table cannot lead them out of bounds.
+
+        Args:
+            chunks, chunk_bytes, pack_sizes: as the manifest's header says.
+
+        Raises:
+            FormatError: the table is inconsistent.
+            UnknownFormatError: a reference is of a kind that this release does not know.
+        """
+        refs = int(self.starts[-1])
+        per_ref = (len(getattr(self, name)) for name in COLUMNS if name not in _PER_CHUNK)
+        if len(self.digests) != len(self) or len(self) != chunks or any(count != refs for count in per_ref):
+            raise FormatError(f"{where}: columns of {[len(getattr(self, f.name)) for f in fields(self)]} rows disagree")
+        if not len(self):
+            return
+        first, last = self.starts[:-1], self.starts[1:] - 1
+        if self.ref_counts.min() < 1 or self.ref_counts.max() > MAX_CHAIN:
+            raise FormatError(f"{where}: a chain of {self.ref_counts.max()} references, expected 1 to {MAX_CHAIN}")
+        if self.ref_kinds.max() > 1:
+            raise UnknownFormatError(
+                f"{where}: a reference of kind {self.ref_kinds.max()}, which this snapstore does not know; use the "
+                "release that wrote it, or a newer one"
+            )
+        if self.ref_kinds[last].any() or self.ref_kinds.sum() != refs - len(self):
+            raise FormatError(f"{where}: a chain is not xor, ..., xor, full")
+        if self.ref_packs.max() >= len(pack_sizes):
+            raise FormatError(f"{where}: a reference to a pack that the header does not name")
+        if self.ref_starts.any() or self.ref_sizes.max() > chunk_bytes or self.ref_sizes.min() < 1:
+            raise FormatError(f"{where}: a reference to part of a chunk, or beyond {chunk_bytes} bytes")
+        if (self.ref_sizes != np.repeat(self.ref_sizes[first], self.ref_counts)).any():
+            raise FormatError(f"{where}: a chain over chunks of different lengths")
+        ends = self.ref_offsets + self.ref_lengths
+        if (ends > pack_sizes[self.ref_packs]).any() or (ends < self.ref_offsets).any():
+            raise FormatError(f"{where}: a reference beyond the end of its pack")
+
+
+def _column(raw: bytes, name: str) -> npt.NDArray[Any]:
+    dtype, shape = COLUMNS[name]
+    row = np.dtype(dtype).itemsize * (16 if shape else 1)
+    if len(raw) % row:
+        raise FormatError(f"column {name!r} of {len(raw)} bytes, expected a multiple of {row}")
+    return np.frombuffer(raw, dtype).reshape(-1, *shape)

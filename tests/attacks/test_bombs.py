@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import pytest
 import zstandard
-from forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 
+from kit.forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import codecs, manifest
 

@@ -5,12 +5,12 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
+from kit.forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
+from kit.tally import EXAMPLES, tally
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
 from snapstore.format import blob, codecs, manifest, pack, records

@@ -1,8 +1,8 @@
 """Records and headers of another repository, or of another key, in an index whose seal holds: none is believed."""
 
 import pytest
-from faults import OPTIONS, check_restores, index_of, same, save, values, version_of
 
+from kit.faults import OPTIONS, check_restores, index_of, same, save, values, version_of
 from snapstore import KeepLast, Repository
 from snapstore.catalog.index import MAP_BYTES
 from snapstore.catalog.lmdb_file import Environment

@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict, defaultdict
 import msgspec
 import numpy as np
 import pytest
-from forge import World, little_time, with_section
 
+from kit.forge import World, little_time, with_section
 from snapstore.catalog import policy_store
 from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.format import manifest, records

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import OPTIONS, sampled, save
-from tally import tally
 from typer.testing import CliRunner
 
+from kit.faults import OPTIONS, sampled, save
+from kit.tally import tally
 from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli
 from snapstore.format import records
 from snapstore.format.records import Session

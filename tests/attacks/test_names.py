@@ -8,9 +8,9 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 import pytest
-from forge import World, digest, full, header_of, noise, reheader, rewrite
 from xxhash import xxh3_64_intdigest
 
+from kit.forge import World, digest, full, header_of, noise, reheader, rewrite
 from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
 from snapstore.format import manifest, pack, records

@@ -4,8 +4,21 @@ import struct
 
 import numpy as np
 import pytest
-from forge import CHUNK_BYTES, SEED, SIZE, World, digest, full, header_of, little_memory, noise, reheader, rewrite, xor
 
+from kit.forge import (
+    CHUNK_BYTES,
+    SEED,
+    SIZE,
+    World,
+    digest,
+    full,
+    header_of,
+    little_memory,
+    noise,
+    reheader,
+    rewrite,
+    xor,
+)
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, manifest, pack
 from snapstore.format.hashing import checksum

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import typer
-from faults import SEED, THOROUGH
-from forge import little_memory, little_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
+from kit.faults import SEED, THOROUGH
+from kit.forge import little_memory, little_time
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 
 VERBS = {

@@ -8,8 +8,12 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from faults import THOROUGH
-from forge import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kit.faults import THOROUGH
+from kit.forge import (
     MIB,
     World,
     budget,
@@ -24,11 +28,7 @@ from forge import (
     rewrite,
     xor,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tally import EXAMPLES, tally
-from typer.testing import CliRunner
-
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError

@@ -5,13 +5,11 @@ cuBLAS must be told to be deterministic before its first use.
 """
 
 import os
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 with warnings.catch_warnings():

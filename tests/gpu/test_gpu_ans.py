@@ -1,15 +1,14 @@
 """nvCOMP's own ANS: there and back on a GPU, refused with a way out elsewhere."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     DTYPES,
-    ROOT,
     blobs_of,
     change,
     codecs_of,
@@ -27,7 +26,7 @@ from gpu_states import (
     reseal,
     typed,
 )
-
+from kit.processes import environment
 from snapstore import CapabilityError, FormatError, IntegrityError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
 
@@ -131,7 +130,7 @@ def test_recode_by_the_shell(tmp_path):
     path = tmp_path / "repo"
     said = subprocess.run(
         [sys.executable, "-c", SHELL_RECODE, str(path)], capture_output=True, text=True, timeout=110,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=environment(),
     )  # fmt: skip
     assert said.returncode == 0, said.stderr[-3000:]
     assert len(json.loads(said.stdout)["recoded"]) == 2

@@ -1,10 +1,10 @@
-"""States on a device that are changed while they are saved (tests/changes.py)."""
+"""States on a device that are changed while they are saved (tests/kit/changes.py)."""
 
-import changes
 import pytest
 import torch
-from faults import THOROUGH, sampled
 
+from kit import changes
+from kit.faults import THOROUGH, sampled
 from snapstore import InvalidInputError
 
 if torch.cuda.is_available():  # they import CuPy

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     blobs_of,
     change,
@@ -17,7 +18,6 @@ from gpu_states import (
     reseal,
     typed,
 )
-
 from snapstore import FormatError, IntegrityError
 
 if torch.cuda.is_available():  # they import CuPy
@@ -259,7 +259,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np
 import torch
-from gpu_states import *
+from kit.gpu_states import *
 from snapstore import FormatError, IntegrityError
 
 codec = sys.argv[1]

@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from gpu_states import MIB, differing, drift, facts, floats, manager, odd_ones, python, repository, scrambled, tensors
+
+from kit.gpu_states import (
+    MIB,
+    differing,
+    drift,
+    facts,
+    floats,
+    manager,
+    odd_ones,
+    python,
+    repository,
+    scrambled,
+    tensors,
+)
 
 pytestmark = [
     pytest.mark.gpu,

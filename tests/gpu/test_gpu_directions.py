@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     codecs_of,
     differing,
@@ -19,7 +20,6 @@ from gpu_states import (
     tensors,
     typed,
 )
-
 from snapstore import Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
 
@@ -64,7 +64,7 @@ ELSEWHERE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from gpu_states import facts
+from kit.gpu_states import facts
 from test_gpu_directions import CHUNKS, save_all
 from snapstore import Repository
 assert not torch.cuda.is_available()

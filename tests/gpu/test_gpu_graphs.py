@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
-from gpu_states import MIB, differing, drift, facts, floats, manager, typed
 
+from kit.gpu_states import MIB, differing, drift, facts, floats, manager, typed
 from snapstore import SaveOptions
 from snapstore.engine.cuda import capture
 from snapstore.storage.memory import MemoryStore

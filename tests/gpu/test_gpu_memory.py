@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     OPTIONS,
     differing,
@@ -25,7 +26,6 @@ from gpu_states import (
     tensors,
     typed,
 )
-
 from snapstore import Repository, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.format.chunking import INLINE_BYTES

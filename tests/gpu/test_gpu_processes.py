@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu_states import python
+
+from kit.gpu_states import python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,7 +5,8 @@ import time
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     OPTIONS,
     differing,
@@ -17,7 +18,6 @@ from gpu_states import (
     repository,
     typed,
 )
-
 from snapstore import InvalidInputError, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 

@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from gpu_states import differing, drift, facts, floats, manager, tensors
 from torch import nn
 
+from kit.gpu_states import differing, drift, facts, floats, manager, tensors
 from snapstore import Repository, RngState, SaveOptions
 from snapstore.storage.memory import MemoryStore
 

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from machines import MACHINES
 
+from kit.machines import MACHINES
 from snapstore.format import codecs
 from snapstore.format.codecs import zstd
 

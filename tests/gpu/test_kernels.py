@@ -5,8 +5,8 @@ They run on a CUDA device where there is one, and everywhere on an emulator of t
 import numpy as np
 import pytest
 import xxhash
-from machines import MACHINES
 
+from kit.machines import MACHINES
 from snapstore.format import planes
 
 rng = np.random.default_rng(7)

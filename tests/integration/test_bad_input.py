@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from faults import OPTIONS, check_clean, check_restores, check_whole, index_of, keys_of, save
 
+from kit.faults import OPTIONS, check_clean, check_restores, check_whole, index_of, keys_of, save
 from snapstore import (
     AlreadyExistsError,
     FormatError,

@@ -1,16 +1,16 @@
-"""States that are changed while they are saved, in every way and at every moment (tests/changes.py)."""
+"""States that are changed while they are saved, in every way and at every moment (tests/kit/changes.py)."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 
-import changes
 import numpy as np
 import pytest
 import torch
-from faults import THOROUGH, sampled
 
+from kit import changes
+from kit.faults import THOROUGH, sampled
 from snapstore import InvalidInputError, Repository, SnapshotManager
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore

@@ -13,12 +13,12 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import foreign
 import pytest
 import torch
-from faults import index_of
 from typer.testing import CliRunner
 
+from kit import foreign
+from kit.faults import index_of
 from snapstore import KeepLast, NotFoundError, Repository, cli
 from snapstore.cli import app, files, maintenance, output
 from snapstore.cli.doctor import doctor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from faults import FaultStore, check_clean, committed, one_thread, opened, save
 
+from kit.faults import FaultStore, check_clean, committed, one_thread, opened, save
 from snapstore import KeepLast, Repository
 from snapstore.storage.memory import MemoryStore
 

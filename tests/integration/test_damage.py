@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 
-import damage
 import pytest
-from damage import CLASSES, PLACES, everyone, repository, restoring
-from faults import OPTIONS, one_thread, sampled, values, version_of
 from typer.testing import CliRunner
 
+from kit import damage
+from kit.damage import CLASSES, PLACES, everyone, repository, restoring
+from kit.faults import OPTIONS, one_thread, sampled, values, version_of
 from snapstore import Repository, cli
 from snapstore.check.scan import LEVELS
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import THOROUGH
 
+from kit.faults import THOROUGH
 from snapstore import KeepLast, Repository
 from snapstore.catalog import index
 

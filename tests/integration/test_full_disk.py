@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import sampled
-from tally import tally
 
+from kit.faults import sampled
+from kit.tally import tally
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
 from snapstore.storage.local import LocalStore
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from tally import EXAMPLES, tally
+
+from kit.tally import EXAMPLES, tally
 
 #: `tools/torture` asks for twenty times as many: two thousand.
 SAVES = 100 * EXAMPLES

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import OPTIONS, FaultStore, index_of, keys_of, same
 
+from kit.faults import OPTIONS, FaultStore, index_of, keys_of, same
+from kit.processes import environment
 from snapstore import (
     AlreadyExistsError,
     IntegrityError,
@@ -38,8 +39,6 @@ from snapstore.catalog.lmdb_file import Environment
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-
-TESTS = Path(__file__).parents[1]
 
 
 class GateStore(MemoryStore):
@@ -573,7 +572,6 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
 
 PRELUDE = """
 import itertools, os, signal, sys, threading, time
-sys.path.insert(0, {tests!r})
 import numpy as np
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.storage.local import LocalStore
@@ -620,13 +618,14 @@ def run(root: Path, body: str, *, kill: int | None = None, held: bool = False) -
     Args:
         held: the third pack waits though nobody kills.
     """
-    script = PRELUDE.format(tests=str(TESTS), root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
+    script = PRELUDE.format(root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=environment(),
     ) as process:
         out = ""
         if kill is not None:

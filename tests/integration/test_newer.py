@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kit.forge import SIZE, World, digest, full, noise, rewrite
 from snapstore import FormatError, IntegrityError, KeepLast, Repository, SaveOptions, SnapstoreError, UnknownFormatError
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
-
-sys.path.append(str(Path(__file__).parents[1] / "attacks"))
-from forge import SIZE, World, digest, full, noise, rewrite
 
 A = noise(1)
 

@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from faults import (
+from typer.testing import CliRunner
+
+from kit.damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
+from kit.faults import (
     OPTIONS,
     FaultStore,
     Unreadable,
@@ -26,8 +28,6 @@ from faults import (
     save,
     values,
 )
-from typer.testing import CliRunner
-
 from snapstore import (
     ConflictError,
     FormatError,

@@ -16,8 +16,8 @@ from datetime import UTC, datetime, timedelta
 from multiprocessing.pool import ThreadPool
 
 import pytest
-from hostile_s3 import HostileS3, answer, before_body, etag, first, says
 
+from kit.hostile_s3 import HostileS3, answer, before_body, etag, first, says
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage.s3 import deadline as s3_deadline
 from snapstore.storage.s3.deadline import Deadline, in_time

@@ -20,12 +20,12 @@ from itertools import product
 from pathlib import Path
 
 import boto3
-import foreign
 import pytest
-from faults import OPTIONS, THOROUGH, check_restores, check_whole, clone, keys_of, same, save, values, version_of
-from s3_stores import fresh_url, impatient, needs_server
-from tcp_proxy import Fault, Proxy, answer, lose_answer
 
+from kit import foreign
+from kit.faults import OPTIONS, THOROUGH, check_restores, check_whole, clone, keys_of, same, save, values, version_of
+from kit.s3_stores import fresh_url, impatient, needs_server
+from kit.tcp_proxy import Fault, Proxy, answer, lose_answer
 from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,

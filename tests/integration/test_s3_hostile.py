@@ -15,9 +15,9 @@ from itertools import count, product
 from multiprocessing.pool import ThreadPool
 
 import pytest
-from faults import SEED, THOROUGH
-from hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
 
+from kit.faults import SEED, THOROUGH
+from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
 from snapstore.storage.s3.store import S3Store
 

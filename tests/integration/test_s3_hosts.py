@@ -9,11 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hosts
 import pytest
-from faults import OPTIONS, check_clean, check_restores, keys_of, same, save
-from s3_stores import fresh_url, needs_server
 
+from kit import hosts
+from kit.faults import OPTIONS, check_clean, check_restores, keys_of, same, save
+from kit.processes import environment
+from kit.s3_stores import fresh_url, needs_server
 from snapstore import Repository
 from snapstore.format.records import Snapshot, encode, new_id
 from snapstore.storage.s3.store import S3Store
@@ -24,7 +25,7 @@ pytestmark = needs_server
 def process(monkeypatch, folder: Path, *args: str) -> subprocess.Popen:
     """A process of hosts.py with a cache of its own."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
-    return subprocess.Popen([sys.executable, hosts.__file__, *args])
+    return subprocess.Popen([sys.executable, "-m", hosts.__name__, *args], env=environment())
 
 
 def wait_for_passes(collector: subprocess.Popen, log: Path, count: int) -> None:

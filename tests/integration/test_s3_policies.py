@@ -9,9 +9,9 @@ from pathlib import Path
 
 import boto3
 import pytest
-from faults import OPTIONS, keys_of, same, save, values
-from s3_stores import fresh_url, needs_server
 
+from kit.faults import OPTIONS, keys_of, same, save, values
+from kit.s3_stores import fresh_url, needs_server
 from snapstore import Repository, StorageError
 from snapstore.retention import KeepLast
 from snapstore.storage.s3.store import S3Store

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3_stores  # noqa: F401 - its clients share what they load
-from faults import SEED, THOROUGH
-from hostile_s3 import HostileS3, answer, says
 from typer.testing import CliRunner
 
+from kit import s3_stores  # noqa: F401 - its clients share what they load
+from kit.faults import SEED, THOROUGH
+from kit.hostile_s3 import HostileS3, answer, says
 from snapstore import cli
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store

@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from faults import SEED
-from tally import EXAMPLES, tally
 
+from kit.faults import SEED
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository
 
 TOOLS = Path(__file__).parents[2] / "tools"

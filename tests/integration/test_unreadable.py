@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import flip, packs_of, refs, repository, three, twin, wound
-from faults import OPTIONS, FaultStore, Unreadable, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
+from kit.damage import flip, packs_of, refs, repository, three, twin, wound
+from kit.faults import OPTIONS, FaultStore, Unreadable, clone, keys_of, one_thread, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, cli
 from snapstore.errors import SnapstoreError, StorageError
 from snapstore.format import blob, records

@@ -1,7 +1,8 @@
 from collections.abc import Iterator
 
 import pytest
-from faults import Actor, one_thread
+
+from kit.faults import Actor, one_thread
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import (
+
+from kit.faults import (
     OPTIONS,
     Actor,
     check_clean,
@@ -23,7 +24,7 @@ from faults import (
     save,
     values,
 )
-from schedules import (
+from kit.schedules import (
     PER_TEST,
     SCHEDULES,
     Stage,
@@ -35,7 +36,6 @@ from schedules import (
     tagging,
     unforgetting,
 )
-
 from snapstore import KeepLast, Repository
 from snapstore.format import blob, pack
 from snapstore.storage.base import ObjectStore

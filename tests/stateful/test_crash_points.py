@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
+
+from kit import foreign
+from kit.faults import (
     CRASHES,
     FAILURES,
     OPTIONS,
@@ -36,8 +37,7 @@ from faults import (
     save,
     version_of,
 )
-from tally import tally
-
+from kit.tally import tally
 from snapstore import (
     CapabilityError,
     InvalidInputError,

@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from faults import (
+
+from kit.faults import (
     OPTIONS,
     SEED,
     THOROUGH,
@@ -26,9 +27,19 @@ from faults import (
     save,
     values,
 )
-from schedules import PER_TEST, SCHEDULES, Body, Stage, collecting, forgetting, played, saving, several, unforgetting
-from tally import tally
-
+from kit.schedules import (
+    PER_TEST,
+    SCHEDULES,
+    Body,
+    Stage,
+    collecting,
+    forgetting,
+    played,
+    saving,
+    several,
+    unforgetting,
+)
+from kit.tally import tally
 from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, Repository, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore

@@ -5,9 +5,11 @@ No store of ours tears an object, and S3 does not; a file system that loses powe
 
 from __future__ import annotations
 
-import foreign
 import pytest
-from faults import (
+from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
+
+from kit import foreign
+from kit.faults import (
     OPTIONS,
     Crash,
     FaultStore,
@@ -23,9 +25,7 @@ from faults import (
     values,
     version_of,
 )
-from stalls import Stalling, others_meanwhile
-from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
-
+from kit.stalls import Stalling, others_meanwhile
 from snapstore import KeepLast, Repository, SnapstoreError
 
 pytestmark = pytest.mark.no_cover

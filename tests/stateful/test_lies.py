@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
+from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
+
+from kit import foreign
+from kit.faults import (
     OPTIONS,
     SEED,
     THOROUGH,
@@ -33,10 +35,8 @@ from faults import (
     save,
     version_of,
 )
-from lies import LyingStore, every_lie
-from tally import tally
-from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
-
+from kit.lies import LyingStore, every_lie
+from kit.tally import tally
 from snapstore import (
     ConflictError,
     IntegrityError,

@@ -12,9 +12,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kit import foreign
+from kit.faults import (
     CRASHES,
     MODES,
     OPTIONS,
@@ -32,19 +43,8 @@ from faults import (
     values,
     version_of,
 )
-from hypothesis import HealthCheck, seed, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from schedules import saving
-from tally import tally
-
+from kit.schedules import saving
+from kit.tally import tally
 from snapstore import (
     InvalidInputError,
     KeepBest,

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tally import tally
+
+from kit.tally import tally
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 

@@ -10,13 +10,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import faults
-import foreign
-import power
 import pytest
-from faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
-from tally import tally
 
+from kit import faults, foreign, power
+from kit.faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
+from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format import pack

@@ -8,9 +8,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
+
+from kit import foreign
+from kit.faults import (
     OPTIONS,
     check_clean,
     clone,
@@ -21,7 +22,7 @@ from faults import (
     save,
     values,
 )
-from schedules import (
+from kit.schedules import (
     PER_TEST,
     SCHEDULES,
     Stage,
@@ -33,7 +34,6 @@ from schedules import (
     tagging,
     unforgetting,
 )
-
 from snapstore import Repository
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore

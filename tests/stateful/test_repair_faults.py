@@ -6,7 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from faults import (
+from test_crash_points import on_a_disk
+
+from kit.faults import (
     CRASHES,
     MODES,
     OPTIONS,
@@ -26,11 +28,9 @@ from faults import (
     values,
     version_of,
 )
-from schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
-from stalls import Stalling, others_meanwhile
-from tally import tally
-from test_crash_points import on_a_disk
-
+from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
+from kit.stalls import Stalling, others_meanwhile
+from kit.tally import tally
 from snapstore import IntegrityError, Repository, SnapstoreError, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore

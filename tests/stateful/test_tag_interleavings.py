@@ -11,10 +11,10 @@ from itertools import chain, cycle, repeat
 from random import Random
 
 import pytest
-from faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
-from schedules import Body, Stage, forgetting, saving, tagging
-from tally import tally
 
+from kit.faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
+from kit.schedules import Body, Stage, forgetting, saving, tagging
+from kit.tally import tally
 from snapstore import Repository
 from snapstore.format import records
 from snapstore.format.records import Snapshot

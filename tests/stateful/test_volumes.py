@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import (
+
+from kit.faults import (
     OPTIONS,
     FaultStore,
     check_whole,
@@ -26,8 +27,7 @@ from faults import (
     sampled,
     save,
 )
-from tally import tally
-
+from kit.tally import tally
 from snapstore import KeepLast, Repository, SnapshotManager, SnapstoreError, StorageError
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

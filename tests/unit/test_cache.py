@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import OPTIONS, check_restores, save
 
+from kit.faults import OPTIONS, check_restores, save
 from snapstore import Repository
 from snapstore.storage import cache_dir
 from snapstore.storage.cache_dir import begin_use, end_use, shrink

@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import faults
-import foreign
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import faults, foreign
 from snapstore import (
     IntegrityError,
     InvalidInputError,

@@ -3,8 +3,8 @@
 import collections
 
 import msgspec
-from states import bits
 
+from kit.states import bits
 from snapstore.state.containers import display, like, step
 
 

@@ -20,9 +20,10 @@ import lmdb
 import msgspec
 import pytest
 import xxhash
-from faults import OPTIONS, SEED, check_restores, clone, index_of, keys_of, save
-from s3_stores import fresh_url, moto_bucket, needs_server
 
+from kit.faults import OPTIONS, SEED, check_restores, clone, index_of, keys_of, save
+from kit.processes import environment
+from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError
 from snapstore.catalog import index as index_module
 from snapstore.catalog.lmdb_file import Environment
@@ -858,8 +859,7 @@ def test_an_index_that_another_process_begins_anew_is_gone_on_with(root, caplog)
     """Its seal would else be none of the file that is there: every opener would throw that away."""
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from faults import OPTIONS, save
+from kit.faults import OPTIONS, save
 from snapstore import Repository
 with Repository.open({str(root)!r}, options=OPTIONS) as repository:
     repository.view()
@@ -869,7 +869,12 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
         print("saved", flush=True)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=environment(),
     ) as other:
         assert other.stdout.readline() == "opened\n"
         for step in range(2):

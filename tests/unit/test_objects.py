@@ -7,11 +7,11 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from states import Loader, Saved, again, net, same, train
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
+from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.flatten import flatten
 

@@ -2,8 +2,6 @@
 
 import re
 
-import faults
-import foreign
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import faults, foreign
 from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
 from snapstore.engine.registry import Engines
 from snapstore.format import blob, codecs, manifest, pack, records

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from states import Loader, Saved
 
+from kit.states import Loader, Saved
 from snapstore.errors import InvalidInputError
 from snapstore.state.rng import RngState
 

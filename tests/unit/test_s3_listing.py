@@ -6,11 +6,11 @@ import random
 import re
 
 import pytest
-from faults import SEED
-from hostile_s3 import page_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.faults import SEED
+from kit.hostile_s3 import page_of
 from snapstore.storage.s3.listing import Listing, read_page
 from snapstore.storage.s3.transport import OddAnswerError
 

@@ -11,8 +11,8 @@ from botocore import auth
 from botocore import exceptions as aws
 from hypothesis import given
 from hypothesis import strategies as st
-from s3_stores import moto_bucket
 
+from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
 from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, failure_of, parse

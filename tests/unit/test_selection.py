@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import Saved, same
 
+from kit.states import Saved, same
 from snapstore.errors import InvalidInputError, NotFoundError
 from snapstore.state.restore_plan import Target
 from snapstore.state.selection import parts_needed

@@ -6,9 +6,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from states import Saved, again, same
 from torch import nn
 
+from kit.states import Saved, again, same
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.flatten import flatten
 

@@ -1,8 +1,8 @@
 """Specs of arrays: their sizes, and those that no save can have made."""
 
 import pytest
-from states import spec
 
+from kit.states import spec
 from snapstore.errors import FormatError
 from snapstore.state.tensors import StoredPart, numpy_dtype
 from snapstore.state.tree import decode

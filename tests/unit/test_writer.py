@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from faults import OPTIONS, check_restores, save
 
+from kit.faults import OPTIONS, check_restores, save
 from snapstore import AlreadyExistsError, IntegrityError, InvalidInputError, Repository, SaveOptions, StorageError
 from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine

@@ -1,8 +1,8 @@
 """A CUDA device made of this CPU, so that the host code of the GPU engine (engine/cuda) runs where there is no GPU.
 
-A plugin of pytest, for a process of its own: `pytest -p fake_cuda tests/gpu` with this folder on PYTHONPATH. Beneath
+A plugin of pytest, for a process of its own: `pytest -p kit.fake_cuda tests/gpu` with tests/ on PYTHONPATH. Beneath
 snapstore all that is the device's is replaced: torch.cuda's streams, events and allocator, tensors on the device
-(`CudaTensor`), CuPy, and nvCOMP. Kernels run on the emulator of thread blocks (tests/gpu/emulator.h).
+(`CudaTensor`), CuPy, and nvCOMP. Kernels run on the emulator of thread blocks (emulator.h).
 
 Work is done when it is enqueued, on whatever stream: a wait that is missing is not noticed. nvCOMP's sizes are the real
 ones, its bit streams those of other libraries. tests/gpu on a real device is what counts (docs/contributing.md).
@@ -20,7 +20,6 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,7 @@ import xxhash
 import zstandard
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-
-from machines import emulated
+from kit.machines import emulated
 
 DEVICE = torch.device("cuda", 0)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import queue
 import shutil
 import signal
@@ -30,12 +29,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import chaos_worker
-from chaos_worker import ALLOWED, CHURNED, KEPT, SHARED_TAG, STEPS
-from faults import check_clean, check_restores, same, version_of
-from lying_proxy import SORTS
-from tally import tally
-
+from kit import chaos_worker
+from kit.chaos_worker import ALLOWED, CHURNED, KEPT, SHARED_TAG, STEPS
+from kit.faults import check_clean, check_restores, same, version_of
+from kit.lying_proxy import SORTS
+from kit.processes import environment
+from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
 from snapstore.storage.base import ObjectStore
@@ -130,14 +129,14 @@ class Chaos:
     # -- the launcher
 
     def __enter__(self) -> Chaos:
-        command = [sys.executable, chaos_worker.__file__]
+        command = [sys.executable, "-m", chaos_worker.__name__]
         if self.mounted:
             Path(self.url).mkdir()
             command = ["unshare", "-m", "--propagation", "private", *command]
         errors = (self.folder / "output" / "launcher").open("w")
         self._launcher = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "SNAPSTORE_CACHE_DIR": str(self.folder / "cache0")},
+            env=environment(OMP_NUM_THREADS="1", SNAPSTORE_CACHE_DIR=str(self.folder / "cache0")),
         )  # fmt: skip
         errors.close()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import BinaryIO
 
-from tcp_proxy import Proxy, _fields, _head
+from kit.tcp_proxy import Proxy, _fields, _head
 
 #: An answer that comes in drops lasts so long; whoever still waits for it then hangs.
 HANGS_AFTER_S = 60.0

@@ -11,9 +11,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from faults import SEED, Actor, check_clean, clone, opened, restored, run_randomly, save
-from tally import EXAMPLES, tally
-
+from kit.faults import SEED, Actor, check_clean, clone, opened, restored, run_randomly, save
+from kit.tally import EXAMPLES, tally
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore

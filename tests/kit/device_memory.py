@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from states import Saved, again, net, random_tensor, same, train
 from torch import nn
 
+from kit.states import Saved, again, net, random_tensor, same, train
 from snapstore.errors import InvalidInputError
 from snapstore.state.arrays import as_bytes, as_memory, fill
 from snapstore.state.tensors import TORCH_DTYPES

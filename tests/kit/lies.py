@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from faults import FaultStore
-
+from kit.faults import FaultStore
 from snapstore.errors import AlreadyExistsError, IntegrityError, NotFoundError
 from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 

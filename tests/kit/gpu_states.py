@@ -4,17 +4,16 @@ import gc
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from kit.processes import environment
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
 from snapstore.format.hashing import checksum
 from snapstore.format.pack import scan
@@ -22,7 +21,6 @@ from snapstore.state.arrays import as_bytes
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
-ROOT = Path(__file__).parents[2]
 MIB = 1024 * 1024
 DTYPES = [name for name in TORCH_DTYPES if hasattr(torch, name)]
 OPTIONS = SaveOptions(threads=4)
@@ -208,10 +206,7 @@ def codecs_of(store):
 
 def python(code, *args, gpu, timeout=110):
     """Run code in a process of its own; its last line as JSON. Without `gpu` it sees none."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path}
-    if not gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
+    env = environment() if gpu else environment(CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
     )

@@ -1,6 +1,6 @@
 """What runs in the processes of chaos.py: a launcher, which forks, and its children: workers and verbs of the shell.
 
-    python tests/chaos_worker.py     one JSON request a line on stdin, one JSON event a line on stdout
+    python -m kit.chaos_worker     one JSON request a line on stdin, one JSON event a line on stdout
 
 Every child is an ordinary process: it dies with its launcher, and its death is a real one. A worker calls random verbs
 of the Python interface and writes a journal: a line before and a line behind every call. A line is one write(2), so a
@@ -26,11 +26,8 @@ from random import Random
 from typing import Any, ClassVar
 
 import botocore.session  # noqa: F401  with all that follows imported once, not in every child
-import hosts
 import safetensors.torch
 import torch
-from faults import same, version_of
-from lying_proxy import LyingProxy, Memory, Told
 
 import snapstore.cli
 import snapstore.inspect.inspection
@@ -40,6 +37,9 @@ import snapstore.repair.repair
 import snapstore.rewrite.compact
 import snapstore.rewrite.recode
 import snapstore.save.pipeline
+from kit import hosts
+from kit.faults import same, version_of
+from kit.lying_proxy import LyingProxy, Memory, Told
 from snapstore import KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from faults import FaultStore
-from schedules import collecting, forgetting
-
+from kit.faults import FaultStore
+from kit.schedules import collecting, forgetting
 from snapstore.errors import IntegrityError
 from snapstore.storage.base import ObjectStore
 

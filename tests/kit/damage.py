@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from faults import OPTIONS, Crash, FaultStore, Unreadable, clone, keys_of, opened, same, save, values, version_of
 
+from kit.faults import OPTIONS, Crash, FaultStore, Unreadable, clone, keys_of, opened, same, save, values, version_of
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
 from snapstore.format import blob, pack, records

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.faults import OPTIONS, check_restores, index_of, same, save, values, version_of
+from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, values, version_of
 from snapstore import KeepLast, Repository
 from snapstore.catalog.index import MAP_BYTES
 from snapstore.catalog.lmdb_file import Environment
@@ -42,7 +42,7 @@ def test_foreign_records_and_headers(tmp_path, how):
                 save(repository, run, step, step)
             repository.forget([KeepLast(2)], run=run)
     planted(root, other, how)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2"]
         assert repository.view().vanished == []
         restores(repository)
@@ -66,6 +66,6 @@ def test_a_header_under_the_key_of_another_manifest(tmp_path):
                 transaction.put(key, values[0][1], db=database)
         environment._seal()
         environment.release()
-    with Repository.open(tmp_path / "r", options=OPTIONS) as repository:
+    with opened(tmp_path / "r") as repository:
         assert repository.gc().deleted_objects == 0
         check_restores(repository)

@@ -18,7 +18,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kit.faults import OPTIONS, sampled, save
+from kit.repositories import OPTIONS, opened, save
+from kit.samples import sampled
 from kit.tally import tally
 from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli
 from snapstore.format import records
@@ -211,7 +212,7 @@ def test_links_to_folders_and_files_that_fit(made, tmp_path, name):
             lambda r: r.repair(apply=True),
         ):
             try:
-                with Repository.open(folder / "r", options=OPTIONS) as repository:
+                with opened(folder / "r") as repository:
                     call(repository)
             except SnapstoreError as error:
                 said.append(str(error))

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kit.faults import SEED, THOROUGH
 from kit.forge import little_memory, little_time
+from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kit.faults import THOROUGH
 from kit.forge import (
     MIB,
     World,
@@ -28,6 +27,7 @@ from kit.forge import (
     rewrite,
     xor,
 )
+from kit.samples import THOROUGH
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 from snapstore.chunks import limits

@@ -10,7 +10,6 @@ import torch
 from kit.gpu_states import (
     DTYPES,
     blobs_of,
-    change,
     codecs_of,
     differing,
     drift,
@@ -20,12 +19,12 @@ from kit.gpu_states import (
     headroom,
     manager,
     moved,
-    packs_of,
     python,
     repository,
     reseal,
     typed,
 )
+from kit.objects import change, keys_of
 from kit.processes import environment
 from snapstore import CapabilityError, FormatError, IntegrityError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
@@ -170,7 +169,7 @@ def test_refused_where_there_is_no_gpu(tmp_path):
 def test_another_major_is_refused(device):
     with repository(codec="ans") as repo:
         repo.save({"w": floats(30_000, 1, "cuda")}, run="r", step=0)
-        for key in packs_of(repo.store):
+        for key in keys_of(repo.store, "packs/"):
 
             def patch(edited):
                 for offset, header in blobs_of(edited):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kit import changes
-from kit.faults import THOROUGH, sampled
+from kit.samples import THOROUGH, sampled
 from snapstore import InvalidInputError
 
 if torch.cuda.is_available():  # they import CuPy

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from kit.chaos import KINDS, Chaos, judge, may_mount
-from kit.faults import SEED, THOROUGH
 from kit.s3_stores import fresh_url, needs_server
+from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store

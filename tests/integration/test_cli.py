@@ -18,7 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from kit import foreign
-from kit.faults import index_of
+from kit.objects import flip_file
+from kit.repositories import index_of
 from snapstore import KeepLast, NotFoundError, Repository, cli
 from snapstore.cli import app, files, maintenance, output
 from snapstore.cli.doctor import doctor
@@ -1000,15 +1001,12 @@ def test_an_error_names_a_thing_and_an_advice_once(series):
         return text
 
     record = record_of(series, 2)
-    data = bytearray(record.read_bytes())
-    data[60] ^= 1
-    record.write_bytes(data)
+    flip_file(record, 60)
     shutil.rmtree(index_of(Path(series.url)))
     wrong = r": checksum mismatch: expected [0-9a-f]{16}, got [0-9a-f]{16}: "
     for args in (["gc"], ["compact"], ["show", "exp@2"]):
         assert re.search(wrong, once(series.fails(*args, code=20), f"{record.relative_to(series.url)}"))
-    data[60] ^= 1
-    record.write_bytes(data)
+    flip_file(record, 60)
     pack = max(Path(series.url, "packs").rglob("?" * 64), key=lambda path: path.stat().st_mtime_ns)
     pack.unlink()
     key = pack.relative_to(series.url)

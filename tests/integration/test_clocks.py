@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from kit.faults import FaultStore, check_clean, committed, one_thread, opened, save
+from kit.faults import FaultStore, one_thread
+from kit.repositories import check_clean, committed, opened, save
 from snapstore import KeepLast, Repository
 from snapstore.storage.memory import MemoryStore
 

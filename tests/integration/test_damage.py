@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kit import damage
-from kit.damage import CLASSES, PLACES, everyone, repository, restoring
-from kit.faults import OPTIONS, one_thread, sampled, values, version_of
+from kit.damage import CLASSES, PLACES, everyone, refs, repository, restoring
+from kit.faults import one_thread
+from kit.repositories import OPTIONS, opened, values, version_of
+from kit.samples import sampled
 from snapstore import Repository, cli
 from snapstore.check.scan import LEVELS
 
@@ -21,12 +23,8 @@ def _fast(monkeypatch):
 
 
 def looked_at(store, level):
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         return found.check(level)
-
-
-def refs(snapshots):
-    return {s.ref for s in snapshots}
 
 
 #: What is not damage to anybody: nothing to report, nothing that suffers.
@@ -83,7 +81,7 @@ def test_repair_mends_what_it_can(name, how):
     if (kind, how) == ("record", "unreadable") and name not in NOTED:  # as above
         before = wanted.keys() - {ref for ref, s in wanted.items() if s.id in key}
     held = dict(objects._objects)
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         planned = found.repair()
         assert objects._objects == held, "a dry run has changed something"
         assert not planned.applied
@@ -104,7 +102,7 @@ def test_repair_mends_what_it_can(name, how):
     left = {p.kind for p in again.problems if not p.snapshots}
     assert left <= {"policy", "session"}, again.problems  # those wait for a person, or for an hour
     assert ("session" in left) == any("sessions/" in line for line in report.open)
-    with Repository.open(store, options=OPTIONS) as found:
+    with opened(store) as found:
         left = {a.kind for a in found.repair(apply=True).actions} - {"index"}
         # The note of a pack that is gone is needed no more once its snapshots are whole.
         released = how == "missing" and report.healed and not report.lost and kind == "pack"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.faults import THOROUGH
+from kit.samples import THOROUGH
 from snapstore import KeepLast, Repository
 from snapstore.catalog import index
 

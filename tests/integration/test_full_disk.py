@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.faults import sampled
+from kit.samples import sampled
 from kit.tally import tally
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
 from snapstore.storage.local import LocalStore

@@ -13,9 +13,9 @@ from random import Random
 import pytest
 
 from kit.chaos import KINDS, Chaos, judge
-from kit.faults import SEED, THOROUGH
 from kit.lying_proxy import DRAGGING, LIES, LyingProxy, Told
 from kit.s3_stores import fresh_url, impatient, needs_server
+from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store

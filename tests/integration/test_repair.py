@@ -13,21 +13,10 @@ import pytest
 import xxhash
 from typer.testing import CliRunner
 
-from kit.damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from kit.faults import (
-    OPTIONS,
-    FaultStore,
-    Unreadable,
-    check_restores,
-    clone,
-    index_of,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    save,
-    values,
-)
+from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
+from kit.faults import FaultStore, Unreadable, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
 from snapstore import (
     ConflictError,
     FormatError,
@@ -55,11 +44,6 @@ def _fast(monkeypatch):
 @pytest.fixture
 def store():
     return three()
-
-
-def snapshots_of(store):
-    with opened(store) as found:
-        return {s.ref: s for s in found.view().snapshots(states=("committed", "forgotten"))}
 
 
 # --- healing ---------------------------------------------------------------------------------------------------------
@@ -780,7 +764,7 @@ def test_a_save_beside_a_config_that_nothing_told_of():
         before.forget_snapshots(["a@0"], force=True)
         before.gc()
         flip(store, "config", 40)
-        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        with opened(store, damaged=True) as found:
             found.repair(apply=True)
             assert found.config.chunk_bytes != 1024
             assert found.config.digest_seed != before.config.digest_seed
@@ -800,7 +784,7 @@ def test_a_config_is_made_up(store, how):
     with pytest.raises(Exception, match="snapstore repair"):
         Repository.open(store)
     seed = records.decode(old, records.Config, "config").digest_seed
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         for level in LEVELS:  # every digest is verified as before
             result = found.check(level)
             assert [p.kind for p in result.problems] == ["config"]
@@ -828,7 +812,7 @@ def test_a_config_of_another_repository(store):
         assert "another seed" in found.recode().failed[0][1]
         assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
         found.gc()  # goes by names: it needs no digest
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         (problem,) = found.check("restore").problems
         assert (problem.kind, problem.command) == ("config", "snapstore repair")
         assert "it is another repository's" in problem.message
@@ -857,7 +841,7 @@ def test_a_manifest_of_another_repository(store):
         with pytest.raises(FormatError, match=r"base other@0: manifests/.* another seed than config says"):
             save(found, "a", 3, 3, bases=["other@0"])
         save(found, "a", 3, 3)
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         assert found.config.digest_seed == manifests[0].header.digest_seed, "most manifests say so"
         result = found.check("restore")
         assert {p.kind for p in result.problems} == {"manifest"}
@@ -1035,7 +1019,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
     with opened(store) as found:
         config = found.config
     with_config(store, config, digest_seed=config.digest_seed ^ 1)
-    with Repository.open(store, options=OPTIONS) as found, pytest.raises(FormatError, match="another seed"):
+    with opened(store) as found, pytest.raises(FormatError, match="another seed"):
         save(found, "new", 0, 0)
     with_config(store, config)
     with opened(store) as found:

@@ -18,6 +18,7 @@ from multiprocessing.pool import ThreadPool
 import pytest
 
 from kit.hostile_s3 import HostileS3, answer, before_body, etag, first, says
+from kit.socket_server import SocketServer
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage.s3 import deadline as s3_deadline
 from snapstore.storage.s3.deadline import Deadline, in_time
@@ -53,29 +54,14 @@ def patient() -> S3Store:
 @contextmanager
 def listener(speak):
     """Something that listens, and speaks to each that connects."""
-    over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def talk(sock: socket.socket) -> None:
-            with sock:
-                speak(sock, over)
+    class Listener(SocketServer):
+        def serve(self, client: socket.socket) -> None:
+            with self.connected(client):
+                speak(client, self.over)
 
-        def accept() -> None:
-            while not over.is_set():
-                try:
-                    sock, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=talk, args=(sock,), daemon=True).start()
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            over.set()
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with Listener() as server:
+        yield server.port
 
 
 def stalls(sock, over):

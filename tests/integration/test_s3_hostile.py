@@ -16,8 +16,8 @@ from multiprocessing.pool import ThreadPool
 
 import pytest
 
-from kit.faults import SEED, THOROUGH
 from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
+from kit.samples import SEED, THOROUGH
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
 from snapstore.storage.s3.store import S3Store
 

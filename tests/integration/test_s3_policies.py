@@ -10,7 +10,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from kit.faults import OPTIONS, keys_of, same, save, values
+from kit.objects import keys_of
+from kit.repositories import OPTIONS, same, save, values
 from kit.s3_stores import fresh_url, needs_server
 from snapstore import Repository, StorageError
 from snapstore.retention import KeepLast

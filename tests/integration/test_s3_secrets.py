@@ -19,8 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kit import s3_stores  # noqa: F401 - its clients share what they load
-from kit.faults import SEED, THOROUGH
 from kit.hostile_s3 import HostileS3, answer, says
+from kit.samples import SEED, THOROUGH
 from snapstore import cli
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store

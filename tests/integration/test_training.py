@@ -18,7 +18,7 @@ from random import Random
 
 import pytest
 
-from kit.faults import SEED
+from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository
 

@@ -5,7 +5,11 @@ kit get it from `kit.processes.environment`.
 
 | module | it gives | take it when |
 |---|---|---|
-| `faults` | `FaultStore`, which fails at its k-th operation; actors in turns; `values(run, version)`; `check_clean` and `check_whole` | a store fails or a process dies, and every snapshot must be right afterwards |
+| `repositories` | small repositories whose every version is known; `save`, `opened`, `check_whole`, `check_clean` | a test saves and restores, and the content does not matter |
+| `objects` | the keys of a store, a copy of it, `flip` and `replace` | a test looks at stored bytes or changes them |
+| `samples` | `SEED`, `THOROUGH`, `sampled` | a harness has more cases than a run of the tests can try |
+| `faults` | `FaultStore`, which fails at its k-th operation; `one_thread` | a store fails or a process dies inside an operation |
+| `actors` | threads that take turns, one store operation at a time | the order of two processes' operations matters |
 | `schedules` | verbs as functions of a store, run at the same time in a random or a given order | several processes work on one repository |
 | `stalls` | a store whose k-th operation takes long, and work that others do meanwhile | a process sleeps inside an operation |
 | `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
@@ -17,6 +21,7 @@ kit get it from `kit.processes.environment`.
 | `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
 | `s3_stores` | moto, and the real server of `tools/s3-server` | a test needs S3 |
+| `socket_server` | a server over raw sockets, and the parts of an HTTP head | a test needs a server that speaks no proper HTTP |
 | `tcp_proxy` | a proxy that cuts, stalls and damages the requests to a real S3 server | the network fails |
 | `lying_proxy` | a proxy that answers one request to a real S3 server wrongly | a server or its proxy lies to whole processes |
 | `hostile_s3` | an S3 server over raw sockets that answers by a table of lies | a single answer is malformed, slow or wrong |

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
+from kit.repositories import OPTIONS
+from snapstore import InvalidInputError, Repository, SnapshotManager
 from snapstore.chunks.uploader import Packs
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
@@ -30,7 +31,6 @@ from snapstore.state import flatten as flattening
 from snapstore.storage.memory import MemoryStore
 
 State = dict[str, Any]
-OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
 CHUNK_BYTES, BATCH_BYTES = 1024, 8192
 #: Rows and columns: several batches; one chunk; inline in the manifest.
 LARGE, MIDDLE, SMALL = 100, 33, 10

@@ -31,9 +31,9 @@ from typing import Any
 
 from kit import chaos_worker
 from kit.chaos_worker import ALLOWED, CHURNED, KEPT, SHARED_TAG, STEPS
-from kit.faults import check_clean, check_restores, same, version_of
 from kit.lying_proxy import SORTS
 from kit.processes import environment
+from kit.repositories import check_clean, check_restores, same, version_of
 from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError

@@ -38,8 +38,8 @@ import snapstore.rewrite.compact
 import snapstore.rewrite.recode
 import snapstore.save.pipeline
 from kit import hosts
-from kit.faults import same, version_of
 from kit.lying_proxy import LyingProxy, Memory, Told
+from kit.repositories import same, version_of
 from snapstore import KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kit.faults import OPTIONS, Crash, FaultStore, Unreadable, clone, keys_of, opened, same, save, values, version_of
+from kit.faults import Crash, FaultStore, Unreadable
+from kit.objects import clone, flip, keys_of
+from kit.repositories import created, opened, same, save, snapshots_of, values, version_of
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
 from snapstore.format import blob, pack, records
@@ -28,8 +30,7 @@ def repository() -> MemoryStore:
 
     Two revisions of policies, a session of a dead save, and a mark with its wait list of a dead gc.
     """
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as found:
         for step in range(4):
             save(found, "a", step, step)
@@ -55,17 +56,14 @@ def repository() -> MemoryStore:
     return store
 
 
-@cache
-def everyone(store: MemoryStore) -> dict[str, Snapshot]:
-    """ref -> snapshot, of all that a whole repository restores."""
-    with opened(store) as found:
-        return {s.ref: s for s in found.view().snapshots(states=("committed", "forgotten"))}
+#: ref -> snapshot, of all that the undamaged repository restores.
+everyone = cache(snapshots_of)
 
 
 def restoring(store: Any, wanted: dict[str, Snapshot]) -> set[str]:
     """The truth: references of those snapshots that restore bit by bit."""
     whole = set()
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         for ref, snapshot in wanted.items():
             try:
                 state = found.restore(f"id:{snapshot.id}")
@@ -166,8 +164,7 @@ def damaged(name: str, how: str) -> tuple[MemoryStore, Any, str]:
 def _another(name: str, key: str) -> bytes:
     """A valid object of the same class."""
     if name == "config":
-        other = MemoryStore()
-        Repository.create(other, chunk_bytes=2048, options=OPTIONS).close()
+        other = created(2048)
         return other.get("config")
     if name.startswith("policy"):
         return records.encode(records.Policy(run="another", revision=0, policies=[]))
@@ -185,24 +182,15 @@ def _another(name: str, key: str) -> bytes:
 
 def three() -> MemoryStore:
     """a@0 to a@2 on each other."""
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    made = created()
     with opened(made) as found:
         for step in range(3):
             save(found, "a", step, step)
     return made
 
 
-def flip(store: Any, key: str, at: int) -> None:
-    """A bit of an object."""
-    data = bytearray(store.get(key))
-    data[at] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
-
-
 def refs(snapshots: Any) -> set[str]:
-    """What to call them."""
+    """Return the references of snapshots."""
     return {s.ref for s in snapshots}
 
 

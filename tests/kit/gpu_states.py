@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from kit.objects import keys_of
 from kit.processes import environment
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
 from snapstore.format.hashing import checksum
@@ -169,19 +170,6 @@ def manager(staging="device", chunk_bytes=4096, store=None, run="r", **options):
     return SnapshotManager(store, run=run, staging=staging, **{"options": OPTIONS, **options})
 
 
-def packs_of(store):
-    return [info.key for info in store.list("packs/")]
-
-
-def change(store, key, edit):
-    """Let `edit` change an object's bytes, a bytearray, where it lies."""
-    data, info = store._objects[key]
-    edited = bytearray(data)
-    edit(edited)
-    assert len(edited) == len(data)
-    store._objects[key] = bytes(edited), info
-
-
 def blobs_of(data):
     """(offset, header) of every blob in a pack's bytes."""
     return list(scan(memoryview(bytes(data)), "pack"))
@@ -195,7 +183,7 @@ def reseal(data, offset, length):
 def codecs_of(store):
     """The codecs of all planes in all packs."""
     found = set()
-    for key in packs_of(store):
+    for key in keys_of(store, "packs/"):
         for _, header in blobs_of(store.get(key)):
             found.update(header.codecs[: header.element_size])
     return found

@@ -20,8 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from typing import BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from kit.socket_server import SocketServer, fields_of, read_head
 
 PAGE = 3  # keys a page of a listing
 SLOW_S = 0.2  # between two bytes of a trickle
@@ -94,21 +97,16 @@ class _Rule:
 
 
 @dataclass
-class HostileS3:
+class HostileS3(SocketServer):
     """Attributes: objects, by bucket/name; touched, how often each was copied onto itself; seen, (method, target)."""
 
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     touched: dict[str, int] = field(default_factory=dict)
     seen: list[tuple[str, str]] = field(default_factory=list)
-    connections: int = 0
 
     def __post_init__(self) -> None:
+        super().__init__()
         self._rules: list[_Rule] = []
-        self._lock = threading.RLock()
-        self._over = threading.Event()
-        self._sockets: set[socket.socket] = set()
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def lie(self, part: str, lie: Lie, *, times: int = 10**9, method: str = "", stored: bool = False) -> _Rule:
         """Answer so, to the next so many requests whose target has `part`; `stored`: after having done them."""
@@ -122,55 +120,24 @@ class HostileS3:
         with self._lock:
             self._rules = [rule for rule in self._rules if rule.part != part]
 
-    def __enter__(self) -> HostileS3:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
+    def serve(self, client: socket.socket) -> None:
+        """Answer requests until one side has had enough."""
+        with self.connected(client), client.makefile("rb") as file:
+            while self._one(client, file):
+                pass
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        with suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        with self._lock:
-            for one in self._sockets:
-                with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                sock, _ = self.listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.add(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            with suppress(OSError, ValueError), sock, sock.makefile("rb") as file:
-                while self._one(sock, file):
-                    pass
-        finally:
-            with self._lock:
-                self._sockets.discard(sock)
-
-    def _one(self, sock: socket.socket, file) -> bool:
-        first = file.readline().decode("latin-1").split()
-        if len(first) < 3:
+    def _one(self, sock: socket.socket, file: BinaryIO) -> bool:
+        head = read_head(file)
+        line = head.partition(b"\r\n")[0].decode("latin-1").split()
+        if len(line) < 3:
             return False
-        fields = {}
-        while line := file.readline().decode("latin-1").strip():
-            name, _, value = line.partition(":")
-            fields[name.lower()] = value.strip()
-        request = Request(first[0], first[1], fields, b"")
+        fields = fields_of(head)
+        request = Request(line[0], line[1], fields, b"")
         with self._lock:
             self.seen.append((request.method, request.target))
             rule = self._rule_of(request)
         if rule is not None and getattr(rule.lie, "before_body", False):
-            return bool(rule.lie(Wire(sock, self._over, request), b"")) and "expect" in fields
+            return bool(rule.lie(Wire(sock, self.over, request), b"")) and "expect" in fields
         if "expect" in fields:
             sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.body = file.read(int(fields.get("content-length", 0)))
@@ -180,7 +147,7 @@ class HostileS3:
             sock.sendall(self.answer_to(request))
             return True
         honest = self.answer_to(request) if rule.stored or request.method in ("GET", "HEAD") else error(500, "Told")
-        return bool(rule.lie(Wire(sock, self._over, request), honest))
+        return bool(rule.lie(Wire(sock, self.over, request), honest))
 
     def _rule_of(self, request: Request) -> _Rule | None:
         text = unquote(request.target) + "\n" + request.fields.get("x-lie", "")

@@ -1,6 +1,6 @@
 """What runs on the hosts of test_s3_hosts.py, each a process: `python -m kit.hosts writer URL RUN`. Without torch.
 
-States are numpy arrays and a pure function of (run, version), as those of faults.py are.
+States are numpy arrays and a pure function of (run, version), as those of repositories.py are.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import BinaryIO
 
-from kit.tcp_proxy import Proxy, _fields, _head
+from kit.socket_server import fields_of, read_head
+from kit.tcp_proxy import Proxy
 
 #: An answer that comes in drops lasts so long; whoever still waits for it then hangs.
 HANGS_AFTER_S = 60.0
@@ -226,7 +227,7 @@ def _is_read(talk: Talk) -> bool:
 
 def other_length(talk: Talk) -> Answer | None:
     """HEAD: of another size."""
-    length = int(_fields(talk.real.head).get("content-length", 0))
+    length = int(fields_of(talk.real.head).get("content-length", 0))
     return talk.real.holding(b"", length=length // 2) if talk.real.status == 200 and length else None
 
 
@@ -489,11 +490,11 @@ class LyingProxy(Proxy):
             self._wait = None
 
     def _relay(self, client: socket.socket, server: socket.socket, requests: BinaryIO, answers: BinaryIO) -> bool:
-        head = _head(requests)
+        head = read_head(requests)
         if not head:
             return False
         method, target = (word.decode() for word in head.split(b" ", 2)[:2])
-        fields = _fields(head)
+        fields = fields_of(head)
         if fields.get("expect"):
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:")]
@@ -563,12 +564,12 @@ class LyingProxy(Proxy):
 
 def _read_answer(answers: BinaryIO, method: str) -> Answer:
     """A whole one; chunks are joined."""
-    head = _head(answers)
+    head = read_head(answers)
     while head.split(b" ", 2)[1:2] == [b"100"]:
-        head = _head(answers)
+        head = read_head(answers)
     if not head:
         raise ConnectionResetError("the server has closed the connection")
-    fields = _fields(head)
+    fields = fields_of(head)
     if method == "HEAD" or head.split(b" ", 2)[1] in (b"204", b"304"):
         return Answer(head, b"")
     if fields.get("transfer-encoding") != "chunked":

@@ -11,7 +11,10 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from kit.faults import SEED, Actor, check_clean, clone, opened, restored, run_randomly, save
+from kit.actors import Actor, run_randomly
+from kit.objects import clone
+from kit.repositories import check_clean, opened, restored, save
+from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
 from snapstore.storage.base import ObjectStore
@@ -74,6 +77,14 @@ def tagging(ref: str, name: str) -> Body:
     def body(store: ObjectStore) -> Any:
         with opened(store) as repository:
             return repository.tag(ref, name)
+
+    return body
+
+
+def repairing(**options: Any) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.repair(apply=True, **options)
 
     return body
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
+
+from kit.socket_server import SocketServer, fields_of, read_head
 
 How = Literal["reset", "close", "stall"]
 Match = Callable[[str, str], bool]
@@ -54,22 +55,17 @@ class _Rule:
 
 
 @dataclass
-class Proxy:
-    """Attributes: requests, (method, target) of all that came; connections, how many there were."""
+class Proxy(SocketServer):
+    """Attributes: requests, (method, target) of all that came."""
 
     upstream: str
     requests: list[tuple[str, str]] = field(default_factory=list)
-    connections: int = 0
 
     def __post_init__(self) -> None:
+        super().__init__()
         host, port = self.upstream.rsplit(":", 1)
         self._address = host, int(port)
         self._rules: list[_Rule] = []
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._sockets: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def fault(self, match: Match, fault: Fault, *, times: int = 1) -> _Rule:
         """From now on `fault` befalls the next so many requests that match."""
@@ -83,30 +79,6 @@ class Proxy:
         with self._lock:
             self._rules.clear()
 
-    def __enter__(self) -> Proxy:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        with suppress(OSError):  # wakes accept
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            for one in self._sockets:
-                with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self.connections += 1
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
     def _decide(self, method: str, target: str) -> Fault:
         with self._lock:
             self.requests.append((method, target))
@@ -117,23 +89,18 @@ class Proxy:
                     return rule.fault
         return Fault()
 
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError, ValueError), client, socket.create_connection(self._address) as server:
-            for one in (client, server):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._sockets |= {client, server}
-            try:
-                with client.makefile("rb") as requests, server.makefile("rb") as answers:
-                    while self._relay(client, server, requests, answers):
-                        pass
-            finally:
-                with self._lock:
-                    self._sockets -= {client, server}
+    def serve(self, client: socket.socket) -> None:
+        """Relay requests until one side has had enough."""
+        with (
+            suppress(OSError), client, socket.create_connection(self._address) as server,
+            self.connected(client, server), client.makefile("rb") as requests, server.makefile("rb") as answers,
+        ):  # fmt: skip
+            while self._relay(client, server, requests, answers):
+                pass
 
     def _relay(self, client: socket.socket, server: socket.socket, requests: BinaryIO, answers: BinaryIO) -> bool:
         """One request and its answer; whether the connection goes on."""
-        head = _head(requests)
+        head = read_head(requests)
         if not head:
             return False
         method, target = head.split(b" ", 2)[:2]
@@ -143,7 +110,7 @@ class Proxy:
             return False
         if fault.before is not None:
             fault.before()
-        fields = _fields(head)
+        fields = fields_of(head)
         if fields.pop("expect", ""):
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:")]
@@ -151,13 +118,13 @@ class Proxy:
         server.sendall(head)
         if not self._copy(requests, server, int(fields.get("content-length", 0)), fault.request_bytes):
             return self._end(client, fault.how)
-        head = _head(answers)
+        head = read_head(answers)
         if fault.response_bytes == -1:
             return self._end(client, fault.how)
         client.sendall(head.replace(*fault.replace) if fault.replace[0] else head)
         if method == b"HEAD" or head.split(b" ", 2)[1] in (b"204", b"304"):
             return bool(head)
-        fields = _fields(head)
+        fields = fields_of(head)
         if fields.get("transfer-encoding") == "chunked":
             return self._copy_chunks(answers, client, fault)
         if not self._copy(answers, client, int(fields.get("content-length", 0)), fault.response_bytes):
@@ -190,24 +157,10 @@ class Proxy:
 
     def _end(self, client: socket.socket, how: How) -> bool:
         if how == "stall":
-            self._over.wait()
+            self.over.wait()
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         else:
             client.shutdown(socket.SHUT_RDWR)
         client.close()
         return False
-
-
-def _head(file: BinaryIO) -> bytes:
-    lines = []
-    while line := file.readline():
-        lines.append(line)
-        if line == b"\r\n":
-            break
-    return b"".join(lines)
-
-
-def _fields(head: bytes) -> dict[str, str]:
-    lines = (line.decode("latin-1").split(":", 1) for line in head.split(b"\r\n")[1:] if b":" in line)
-    return {name.strip().lower(): value.strip() for name, value in lines}

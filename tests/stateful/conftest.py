@@ -2,7 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kit.faults import Actor, one_thread
+from kit.actors import Actor
+from kit.faults import one_thread
 
 
 @pytest.fixture

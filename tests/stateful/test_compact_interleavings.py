@@ -12,18 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit.faults import (
-    OPTIONS,
-    Actor,
-    check_clean,
-    check_restores,
-    clone,
-    keys_of,
-    opened,
-    same,
-    save,
-    values,
-)
+from kit.actors import Actor
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values
 from kit.schedules import (
     PER_TEST,
     SCHEDULES,
@@ -31,6 +22,7 @@ from kit.schedules import (
     collecting,
     forgetting,
     played,
+    repairing,
     saving,
     several,
     tagging,
@@ -45,8 +37,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@7 to a@9, which hang on what was collected, and b@0, forked from what is gone; a@6 is forgotten."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(10):
             save(repository, "a", step, step)
@@ -233,24 +224,13 @@ def test_a_restore_reads_on_while_its_snapshot_is_compacted_and_collected(stage)
         assert same(reader.finish(), values("a", 8)), steps
 
 
-def repairing(**options: Any) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.repair(apply=True, **options)
-
-    return body
-
-
 def test_a_repair_looks_at_what_a_compact_has_published(stage):
     """Its new manifests refer to the damaged pack as the old ones did."""
     with opened(stage.store) as repository:
         newest = repository.snapshot("a@9").id
     keys = keys_of(stage.store, "packs/")
     key = next(key for key in keys if pack.read_header(stage.store, key).save_id.hex() == newest)
-    data = bytearray(stage.store.get(key))
-    data[pack.HEADER.size + 100] ^= 1
-    stage.store.delete([key])
-    stage.store.put(key, bytes(data))
+    flip(stage.store, key, pack.HEADER.size + 100)
     repair = stage.enter("R", repairing()).until("hold")
     assert "a@9" in {s.ref for s in compacting()(stage.store).rewritten}
     report = repair.finish()

@@ -19,24 +19,10 @@ from typing import Any
 import pytest
 
 from kit import foreign
-from kit.faults import (
-    CRASHES,
-    FAILURES,
-    OPTIONS,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_whole,
-    clone,
-    committed,
-    index_in_place,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-    version_of,
-)
+from kit.faults import CRASHES, FAILURES, Crash, FaultStore, index_in_place, one_thread
+from kit.objects import clone, keys_of
+from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
+from kit.samples import sampled
 from kit.tally import tally
 from snapstore import (
     CapabilityError,
@@ -67,16 +53,9 @@ def _readable(monkeypatch):
 
 
 @cache
-def empty() -> MemoryStore:
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
-    return store
-
-
-@cache
 def history() -> MemoryStore:
     """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1; policies of run a."""
-    store = clone(empty())
+    store = created()
     with opened(store) as repository:
         repository.set_policies("a", [KeepLast(3)])
         for step in range(4):
@@ -121,7 +100,7 @@ def unmarked() -> MemoryStore:
 @cache
 def abroad() -> MemoryStore:
     """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable upon them; a@1 is forgotten, a@2 recoded."""
-    store = clone(empty())
+    store = created()
     with pytest.MonkeyPatch.context() as patch, opened(store) as repository:
         foreign.readable(patch)
         with foreign.written():
@@ -143,7 +122,7 @@ def abroad_marked() -> MemoryStore:
 @cache
 def hollow() -> MemoryStore:
     """a@7 to a@9, which hang on what was forgotten and collected, and b@0, whose base is gone."""
-    store = clone(empty())
+    store = created()
     with opened(store) as repository:
         for step in range(10):
             save(repository, "a", step, step)
@@ -187,7 +166,7 @@ def _tag(repository: Repository) -> None:
 
 
 VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] = {
-    "first save": (empty, lambda r: save(r, "a", 0, 0)),
+    "first save": (created, lambda r: save(r, "a", 0, 0)),
     "delta save": (history, lambda r: save(r, "a", 4, 4)),
     "step again": (history, lambda r: save(r, "a", 2, 12)),
     "tagged": (history, lambda r: save(r, "a", 4, 4, tags=("best",))),

@@ -14,19 +14,10 @@ from typing import Any
 
 import pytest
 
-from kit.faults import (
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    check_clean,
-    clone,
-    keys_of,
-    opened,
-    restored,
-    save,
-    values,
-)
+from kit.actors import Actor
+from kit.objects import clone, keys_of
+from kit.repositories import check_clean, created, opened, restored, save, values
+from kit.samples import SEED, THOROUGH
 from kit.schedules import (
     PER_TEST,
     SCHEDULES,
@@ -40,7 +31,7 @@ from kit.schedules import (
     unforgetting,
 )
 from kit.tally import tally
-from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, Repository, StorageError
+from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -49,8 +40,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@0 to a@2 of which a@1 is forgotten, b@0 that was forked from a@1."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(3):
             save(repository, "a", step, step)

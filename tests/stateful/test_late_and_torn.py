@@ -9,22 +9,10 @@ import pytest
 from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
 
 from kit import foreign
-from kit.faults import (
-    OPTIONS,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_whole,
-    clone,
-    committed,
-    one_thread,
-    opened,
-    same,
-    sampled,
-    save,
-    values,
-    version_of,
-)
+from kit.faults import Crash, FaultStore, one_thread
+from kit.objects import clone
+from kit.repositories import OPTIONS, check_clean, check_whole, committed, opened, same, save, values, version_of
+from kit.samples import sampled
 from kit.stalls import Stalling, others_meanwhile
 from snapstore import KeepLast, Repository, SnapstoreError
 

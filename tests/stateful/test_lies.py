@@ -18,24 +18,12 @@ import pytest
 from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
 
 from kit import foreign
-from kit.faults import (
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    Crash,
-    FaultStore,
-    check_whole,
-    clone,
-    committed,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-    version_of,
-)
+from kit.actors import Actor
+from kit.faults import Crash, FaultStore, one_thread
 from kit.lies import LyingStore, every_lie
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_whole, committed, created, opened, save, version_of
+from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
 from snapstore import (
     ConflictError,
@@ -204,7 +192,7 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "gc, half swept": (half_swept, verb(lambda r: r.gc())),
     "gc, unmarked": (unmarked, verb(lambda r: r.gc())),
     "gc, warm": (forgotten, warm(lambda r: r.gc())),
-    "first save": (lambda: _empty(), verb(lambda r: save(r, "a", 0, 0))),
+    "first save": (created, verb(lambda r: save(r, "a", 0, 0))),
     "save": (history, verb(lambda r: save(r, "a", 4, 4))),
     "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
     "save, marked": (marked, verb(lambda r: save(r, "a", 4, 4))),
@@ -221,13 +209,6 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "compact and gc": (hollow, verb(lambda r: (r.compact(), r.gc()))),
     "repair": (forgotten, verb(lambda r: r.repair(apply=True))),
 }  # fmt: skip
-
-
-@cache
-def _empty() -> MemoryStore:
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
-    return store
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------
@@ -460,10 +441,7 @@ def test_a_damaged_header_of_what_nobody_needs_stops_no_gc(monkeypatch, kind, at
         with pytest.raises(Crash):
             save(repository, "a", 7, 7)
     key = next(key for key in keys_of(store, kind) if key not in keys_of(history(), kind))
-    data = bytearray(store.get(key))
-    data[at] ^= 0x55
-    store.delete([key])
-    store.put(key, data)
+    flip(store, key, at, 0x55)
     check_whole(store)
 
 
@@ -504,7 +482,7 @@ def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
     store = Hiding(inner)
     store.hidden = revision.key
     before = keys_of(inner)
-    with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageError, match="does not show it"):
+    with opened(store) as repository, pytest.raises(StorageError, match="does not show it"):
         {
             "gc": repository.gc,
             "forget": lambda: repository.forget([KeepLast(1)], run="a"),
@@ -536,7 +514,7 @@ def test_a_full_store_that_does_not_delete_leaves_the_session():
             save(repository, "a", 0, 0)
         store = Full(inner)
         store.kept = kept
-        with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageFullError):
+        with opened(store) as repository, pytest.raises(StorageFullError):
             save(repository, "a", 1, 1)
         assert bool(keys_of(inner, "sessions/")) == kept
         with opened(inner) as repository:

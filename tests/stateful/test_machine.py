@@ -25,24 +25,11 @@ from hypothesis.stateful import (
 )
 
 from kit import foreign
-from kit.faults import (
-    CRASHES,
-    MODES,
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    Crash,
-    FaultStore,
-    check_clean,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    save,
-    values,
-    version_of,
-)
+from kit.actors import Actor
+from kit.faults import CRASHES, MODES, Crash, FaultStore, one_thread
+from kit.objects import keys_of
+from kit.repositories import OPTIONS, check_clean, opened, same, save, values, version_of
+from kit.samples import SEED, THOROUGH
 from kit.schedules import saving
 from kit.tally import tally
 from snapstore import (
@@ -167,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         if process < 2:
             yield self.at(process)
         else:
-            with Repository.open(self.store, options=OPTIONS, damaged=True) as repository:
+            with opened(self.store, damaged=True) as repository:
                 yield repository
 
     # -- the model

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from kit import faults, foreign, power
-from kit.faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
+from kit import foreign, power
+from kit.faults import one_thread
+from kit.objects import flip, keys_of
+from kit.repositories import OPTIONS, check_whole, lasting, opened, save, values
+from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.catalog.lmdb_file import Environment
@@ -100,10 +103,7 @@ def _damage(repository):
     store, wanted = repository.store, repository.snapshot("a@4").id
     heads = {key: pack.read_header(store, key) for key in keys_of(store, "packs/")}
     key = min((head.sequence, key) for key, head in heads.items() if head.save_id.hex() == wanted)[1]
-    data = bytearray(store.get(key))
-    data[pack.HEADER.size + 50] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
+    flip(store, key, pack.HEADER.size + 50)
 
 
 #: In these somebody has to repair, whatever the power loss has done.
@@ -179,7 +179,7 @@ def check(which, moment, disk, choose, about, store=None):
     for name, data in disk.left(choose).items():
         if is_key(name) and not name.startswith("tmp/"):
             store.put(name, data)
-    if "config" not in set(faults.keys_of(store)):
+    if "config" not in set(keys_of(store)):
         assert verb == "create", about
         return
     with opened(store) as repository:
@@ -216,8 +216,8 @@ def test_at_random(monkeypatch, which):
     total = len(history(which).events)
     one_thread(monkeypatch, index=False)
     for moment, disk in disks(which, sampled(total, 24)):
-        for seed in range(8 if faults.THOROUGH else 1):
-            seed += 1000 * moment + faults.SEED
+        for seed in range(8 if THOROUGH else 1):
+            seed += 1000 * moment + SEED
             check(which, moment, disk, power.at_random(seed), f"seed {seed}")
 
 
@@ -227,7 +227,7 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
     total = len(history(which).events)
     one_thread(monkeypatch)
     for moment, disk in disks(which, sampled(total, 90)):
-        random = Random(1000 * moment + faults.SEED)
+        random = Random(1000 * moment + SEED)
         store = LocalStore(tmp_path / str(moment), create=True)
         sealed = [(data, seal) for number, data, seal in history(which).index if number <= moment]
         if sealed:

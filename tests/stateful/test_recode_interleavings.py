@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 
 from kit import foreign
-from kit.faults import (
-    OPTIONS,
-    check_clean,
-    clone,
-    keys_of,
-    opened,
-    restored,
-    same,
-    save,
-    values,
-)
+from kit.objects import clone, keys_of
+from kit.repositories import check_clean, created, opened, restored, same, save, values
 from kit.schedules import (
     PER_TEST,
     SCHEDULES,
@@ -34,7 +25,6 @@ from kit.schedules import (
     tagging,
     unforgetting,
 )
-from snapstore import Repository
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
@@ -42,8 +32,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@0 to a@2 in codec 70, of which a@1 is forgotten, b@0 that was forked from a@1, a@3 portable."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         with foreign.written():
             for step in range(3):

@@ -8,27 +8,12 @@ from typing import Any
 import pytest
 from test_crash_points import on_a_disk
 
-from kit.faults import (
-    CRASHES,
-    MODES,
-    OPTIONS,
-    Actor,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_restores,
-    clone,
-    index_in_place,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    sampled,
-    save,
-    values,
-    version_of,
-)
-from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
+from kit.actors import Actor
+from kit.faults import CRASHES, MODES, Crash, FaultStore, index_in_place, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values, version_of
+from kit.samples import sampled
+from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, repairing, saving, several, unforgetting
 from kit.stalls import Stalling, others_meanwhile
 from kit.tally import tally
 from snapstore import IntegrityError, Repository, SnapstoreError, StorageError
@@ -44,8 +29,7 @@ def wounded() -> MemoryStore:
 
     A record of a@2 cannot be read either: it was tagged.
     """
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(4):
             save(repository, "a", step, step)
@@ -59,10 +43,7 @@ def wounded() -> MemoryStore:
         if (head := pack.read_header(store, key)).save_id.hex() == first and head.sequence == 0
     )
     for damaged, at in ((key, pack.HEADER.size + 200), (tagged.key, 60)):
-        data = bytearray(store.get(damaged))
-        data[at] ^= 1
-        store.delete([damaged])
-        store.put(damaged, bytes(data))
+        flip(store, damaged, at)
     return store
 
 
@@ -78,14 +59,6 @@ def whole(store: ObjectStore) -> set[str]:
             assert same(state, values(*version_of(snapshot))), snapshot.ref
             found.add(snapshot.id)
     return found
-
-
-def repairing(**options: Any) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.repair(apply=True, **options)
-
-    return body
 
 
 def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5, level: str = "data") -> None:

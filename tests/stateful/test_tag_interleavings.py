@@ -12,10 +12,11 @@ from random import Random
 
 import pytest
 
-from kit.faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
+from kit.actors import Actor
+from kit.repositories import created, opened, save
+from kit.samples import SEED, THOROUGH
 from kit.schedules import Body, Stage, forgetting, saving, tagging
 from kit.tally import tally
-from snapstore import Repository
 from snapstore.format import records
 from snapstore.format.records import Snapshot
 from snapstore.storage.memory import MemoryStore
@@ -35,8 +36,7 @@ BRANCHES = 14
 @cache
 def history(first: str) -> MemoryStore:
     """a@0 to a@2, of which one has the tag."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(3):
             save(repository, "a", step, step, full=True)

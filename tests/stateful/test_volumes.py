@@ -17,16 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from kit.faults import (
-    OPTIONS,
-    FaultStore,
-    check_whole,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-)
+from kit.faults import FaultStore, one_thread
+from kit.objects import flip, keys_of
+from kit.repositories import OPTIONS, check_whole, opened, save
+from kit.samples import sampled
 from kit.tally import tally
 from snapstore import KeepLast, Repository, SnapshotManager, SnapstoreError, StorageError
 from snapstore.storage.local import LocalStore
@@ -332,17 +326,16 @@ def test_a_config_that_is_not_as_it_was_stops_no_training(how, caplog):
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
-        data = bytearray(store.get("config"))
-        data[40] ^= 1
-        store.delete(["config"])
-        if how != "lost":
-            store.put("config", bytes(data))
+        if how == "lost":
+            store.delete(["config"])
+        else:
+            flip(store, "config", 40)
         if how == "repaired":
-            with Repository.open(store, options=OPTIONS, damaged=True) as found:
+            with opened(store, damaged=True) as found:
                 found.repair(apply=True)
         save(repository, "a", 1, 1)
         repository.gc()
         assert {"lost": "has no config", "damaged": "is damaged", "repaired": "another uuid"}[how] in caplog.text
-        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        with opened(store, damaged=True) as found:
             found.repair(apply=True)
     check_whole(store)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.faults import OPTIONS, check_restores, save
+from kit.repositories import OPTIONS, check_restores, opened, save
 from snapstore import Repository
 from snapstore.storage import cache_dir
 from snapstore.storage.cache_dir import begin_use, end_use, shrink
@@ -166,7 +166,7 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
             for step in range(2):
                 save(repository, "a", step, n + step)
     monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
-    with Repository.open(roots[0], options=OPTIONS) as first:
+    with opened(roots[0]) as first:
         with Repository.open(roots[1]) as second:
             assert names(folder) == {first._index.folder.name, second._index.folder.name}
             assert len(check_restores(second)) == 2

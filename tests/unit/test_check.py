@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kit.objects import flip, keys_of, replace
 from snapstore.errors import InvalidInputError
 from snapstore.format import blob, pack, records
 from snapstore.format.keys import parse_record_key
@@ -38,22 +39,6 @@ def check(store, level, **options):
 
 def names(snapshots):
     return [s.ref for s in snapshots]
-
-
-def keys_of(store, prefix):
-    return sorted(info.key for info in store.list(prefix))
-
-
-def replace(store, key, data):
-    store.delete([key])
-    if data is not None:
-        store.put(key, bytes(data))
-
-
-def flip(store, key, at, mask=1):
-    data = bytearray(store.get(key))
-    data[at] ^= mask
-    replace(store, key, data)
 
 
 def packs_of(store, ref):
@@ -150,14 +135,14 @@ def test_a_blob_that_only_one_snapshot_needs(store):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_missing_pack(store, level):
     key = packs_of(store, "a@1")["model"]
-    replace(store, key, None)
+    store.delete([key])
     found(check(store, level), "pack", key, ["a@1"])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_missing_shared_pack(store, level):
     key = packs_of(store, "a@0")["frozen"]
-    replace(store, key, None)
+    store.delete([key])
     found(check(store, level), "pack", key, ["a@0", "a@1"])
 
 
@@ -281,7 +266,7 @@ def test_a_tree_that_does_not_fit_its_parts(store):
 
 def test_two_damages_are_both_found(store):
     flip(store, packs_of(store, "b@0")["other"], 400)
-    replace(store, manifest_of(store, "a@1", "model"), None)
+    store.delete([manifest_of(store, "a@1", "model")])
     result = check(store, "data")
     assert sorted(p.kind for p in result.problems) == ["manifest", "pack"]
     assert names(result.restorable) == ["a@0"]

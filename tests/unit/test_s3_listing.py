@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.faults import SEED
 from kit.hostile_s3 import page_of
+from kit.samples import SEED
 from snapstore.storage.s3.listing import Listing, read_page
 from snapstore.storage.s3.transport import OddAnswerError
 

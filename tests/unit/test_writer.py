@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kit.faults import OPTIONS, check_restores, save
+from kit.repositories import OPTIONS, check_restores, save
 from snapstore import AlreadyExistsError, IntegrityError, InvalidInputError, Repository, SaveOptions, StorageError
 from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine

@@ -15,11 +15,9 @@ RECORDS = ROOT / "docs" / "benchmarks"
 def tools(monkeypatch):
     """The benches' modules."""
     monkeypatch.syspath_prepend(ROOT / "tools")
-    import bench_gpu
-    import bench_gpu_page
-    import bench_page
+    from benchmarks import gpu, gpu_page, page
 
-    return SimpleNamespace(page=bench_page, gpu_page=bench_gpu_page, gpu=bench_gpu)
+    return SimpleNamespace(page=page, gpu_page=gpu_page, gpu=gpu)
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkey
     whole = page.read_text()
     tools.page.place("gpu", "stale\n")
     assert page.read_text() != whole
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--page"])
+    monkeypatch.setattr(sys, "argv", ["tools/bench gpu", "--page"])
     tools.gpu.main()
     assert page.read_text() == whole
     page.write_text(whole.replace("<!-- end of gpu -->", ""))
@@ -77,7 +75,7 @@ def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch
 
 def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
     """What the page is after a bench whose sections do nothing."""
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *(a.format(tmp_path) for a in arguments)])
+    monkeypatch.setattr(sys, "argv", ["tools/bench gpu", *(a.format(tmp_path) for a in arguments)])
     monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
     monkeypatch.setattr(tools.gpu, "run", lambda *_: None)
     monkeypatch.setattr(tools.gpu.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -7,15 +7,27 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import snapstore
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MET = {True: "yes", False: "**no**", None: ""}
 Row = dict[str, Any]
+
+
+@dataclass
+class Figure:
+    """One measured number against its goal; `met` is None where there is none."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    met: bool | None = None
 
 
 def row(name: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> Row:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import zstandard
-from bench_data import tensors_of
+
+from benchmarks.data import tensors_of
 
 THREADS = 2
 Tree = dict[str, Any]

@@ -31,19 +31,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import bench_gpu_engine
-import bench_gpu_limits as limits
-import bench_gpu_page as page
-import bench_gpu_peers as peers
 import torch
-from bench_gpu_limits import GiB, MiB, seconds, synchronize
-from bench_gpu_page import GOALS, sustained_ratio, to_host_ratio
-from bench_gpu_train import FULL, GAPS, REGIMES, TINY, State, Trainer, nbytes, same_bits, tensors
 
 import snapstore
+from benchmarks import gpu_engine
+from benchmarks import gpu_limits as limits
+from benchmarks import gpu_page as page
+from benchmarks import gpu_peers as peers
+from benchmarks.gpu_limits import GiB, MiB, seconds, synchronize
+from benchmarks.gpu_page import GOALS, sustained_ratio, to_host_ratio
+from benchmarks.gpu_train import FULL, GAPS, REGIMES, TINY, State, Trainer, nbytes, same_bits, tensors
 from snapstore import Repository, SaveOptions, SnapshotManager
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CODECS = ("portable", "ans")
 STALL_SAVES, WARM_SAVES = 7, 2  # stalls are medians over what comes after the warm ones
 STEPS_BETWEEN = 5  # training steps between two saves whose stall is measured
@@ -176,7 +176,7 @@ def head(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["tools/bench", "gpu", *sys.argv[1:]]),
         "machine": {
             "device": torch.cuda.get_device_name(device) if cuda else "CPU",
             "device_memory_GiB": round(torch.cuda.mem_get_info(device)[1] / GiB, 1) if cuda else 0,
@@ -243,7 +243,7 @@ def section_train(bench: Bench) -> dict[str, Any]:
 def section_engine(bench: Bench) -> dict[str, Any]:
     """Stages of the engine, without files."""
     states = bench.states("pretrain")
-    found = bench_gpu_engine.figures(states[10], states[0])
+    found = gpu_engine.figures(states[10], states[0])
     for codec in CODECS:  # "over all device time of a save": with the host's waits between them it is encode_*_wall
         found[f"encode_{codec}_wall_GBps"] = found[f"encode_{codec}_GBps"]
         found[f"encode_{codec}_GBps"] = found.get(f"encode_{codec}_busy_GBps", found[f"encode_{codec}_wall_GBps"])
@@ -622,7 +622,3 @@ def main() -> None:
             page.write()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from bench_gpu_limits import MiB, fsync_tree, seconds, synchronize
-from bench_gpu_train import State, tensors
+
+from benchmarks.gpu_limits import MiB, fsync_tree, seconds, synchronize
+from benchmarks.gpu_train import State, tensors
 
 CORES = os.cpu_count() or 1
 DCP_THREADS = min(8, CORES)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from bench_gpu_peers import better_recipes
-from bench_page import MET, ROOT, place, table
+from benchmarks.gpu_peers import better_recipes
+from benchmarks.page import MET, ROOT, place, table
 
 RECORDS = ("gpu", "gpu-slower-host")
 Record = Mapping[str, Any]

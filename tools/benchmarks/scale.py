@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_page import ROOT, Row, publish, row
 
+from benchmarks.page import ROOT, Row, publish, row
 from snapstore import Repository
 from snapstore.format import manifest, pack, records
 from snapstore.format.blob import ALIGNMENT
@@ -189,7 +189,3 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=args.quick)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 from collections.abc import Iterator
@@ -92,13 +91,3 @@ def logical_bytes(tree: Any) -> int:
 
 
 SERIES = {"gpt": gpt_series, "minilm": minilm_series}
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
-    parser.add_argument("what", choices=["cpu", "memory-child"])
-    parser.add_argument("mode", nargs="?", default="")
-    parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
-    parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory, scale")
-    return parser.parse_args()

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from bench_gpu_train import State, tensors
+
+from benchmarks.gpu_train import State, tensors
 
 MiB, GiB = 1024**2, 1024**3
 PIECE_BYTES = 16 * MiB

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,15 @@ import boto3
 import numpy as np
 import torch
 
+from benchmarks.page import Figure
 from snapstore import Repository, SnapshotManager
 from snapstore.format import manifest
 from snapstore.format.records import Snapshot, encode, new_id
 from snapstore.storage.s3.store import S3Store
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
 TENSORS = 32  # of each kind
-
-
-@dataclass
-class Figure:
-    """One measured number against its goal; `met` is None where there is none."""
-
-    name: str
-    value: float
-    unit: str
-    goal: str = ""
-    met: bool | None = None
 
 
 class Traffic:
@@ -224,7 +214,3 @@ def main() -> None:
         print(f"{f.name:62} {f.value:9.3f} {f.unit:4} {f.goal:7} {met}")
     if not args.quick:
         (ROOT / "docs" / "benchmarks" / "s3.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

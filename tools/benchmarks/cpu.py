@@ -7,6 +7,7 @@ fsynced in theirs; the peers' times without that are reported beside them.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,30 +28,20 @@ from typing import Any
 
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
-import bench_page
 import numpy as np
 import torch
-from bench_data import SERIES, logical_bytes, parse, plain, tensors_of
-from bench_peers import THREADS, Peer, peers, stored_bytes
 
 import snapstore
+from benchmarks import page
+from benchmarks.data import SERIES, logical_bytes, plain, tensors_of
+from benchmarks.page import Figure
+from benchmarks.peers import THREADS, Peer, peers, stored_bytes
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.format import blob, pack, planes
 from snapstore.format.records import Snapshot
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
-
-
-@dataclass
-class Figure:
-    """One measured number against its goal; `met` is None where there is none."""
-
-    name: str
-    value: float
-    unit: str
-    goal: str = ""
-    met: bool | None = None
 
 
 @contextmanager
@@ -251,7 +242,7 @@ def memory() -> list[Figure]:
     figures = []
     for mode, states in (("async", 2), ("sync", 1), ("restore", 0)):
         done = subprocess.run(
-            [sys.executable, __file__, "memory-child", mode], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "benchmarks.cpu", mode], capture_output=True, text=True, check=True
         )
         extra, size = map(int, done.stdout.split())
         over = (extra - states * size) / MiB
@@ -312,11 +303,11 @@ def _reset_peak() -> None:
 
 def main() -> None:
     """Run what was asked for."""
-    args = parse()
+    parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
+    parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
+    parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory")
+    args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    if args.what == "memory-child":
-        memory_child(args.mode)
-        return
     chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory"}
     figures: list[Figure] = []
     rows: list[dict[str, Any]] = []
@@ -348,21 +339,22 @@ def main() -> None:
         folder = ROOT / "docs" / "benchmarks"
         folder.mkdir(exist_ok=True)
         (folder / "cpu.json").write_text(json.dumps(report, indent=1) + "\n")
-        bench_page.place("cpu", text)
+        page.place("cpu", text)
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The tables of docs/benchmarks.md."""
     text = f"\nsnapstore {snapstore.__version__}, {report['machine']}, {report['threads']} threads, "
     text += ", ".join(f"{k} {v}" for k, v in report["versions"].items()) + "\n"
-    text += bench_page.figures(report["figures"])
+    text += page.figures(report["figures"])
     columns = ("series", "who", "logical / stored", "stored MB", "save MB/s", "restore MB/s")
     rows = [
         (r["series"], r["who"], f"{r['ratio']:.3f}", r["stored_MB"], r["save_MBps"], r["restore_MBps"])
         for r in report["peers"]
     ]
-    return text + (bench_page.table(columns, rows) + "\n" if rows else "")
+    return text + (page.table(columns, rows) + "\n" if rows else "")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # one measurement of `memory`, in a process of its own
+    torch.set_num_threads(THREADS)
+    memory_child(sys.argv[1])

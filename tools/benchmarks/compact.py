@@ -19,9 +19,9 @@ from typing import Any
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
 import torch
-from bench_data import gpt_series, tensors_of
-from bench_page import ROOT, Row, publish, row
 
+from benchmarks.data import gpt_series, tensors_of
+from benchmarks.page import ROOT, Row, publish, row
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.retention import Policy
 from snapstore.state.arrays import as_bytes
@@ -118,7 +118,3 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     publish("compact", rows, began, ("torch", "numpy", "zstandard"), quick=args.quick)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_gpu_train import State, nbytes, tensors
 
+from benchmarks.gpu_train import State, nbytes, tensors
 from snapstore.arrays import Column
 from snapstore.engine.base import Chunks, EncodeBatch
 from snapstore.engine.registry import Engines

@@ -1,4 +1,4 @@
-"""Small objects that would unpack to much: refused before anything of that size is allocated."""
+"""A small object that declares a huge content is refused before that much memory is allocated."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""Two states whose chunks have one XXH3-128, written down without any search, where the seed is known.
+"""Two states whose chunks have the same XXH3-128 both restore, because each repository has a random seed.
 
 XXH3 XORs its input with a secret, and multiplies the two halves of each 64-bit lane: where one half is the secret's
 own, the product is zero whatever the other half is. That other half counts once more, in a sum to which all stripes of

@@ -1,4 +1,4 @@
-"""Fuzz: mutated objects of every kind, with and without their checksums mended; only our own errors come out."""
+"""A mutated object raises one of our own errors or restores the right bytes, also with valid checksums."""
 
 import struct
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Records of any numbers, times and names, in every verb of the shell: an answer or an error, soon, and never a bug."""
+"""Every verb of the shell ends soon, with an answer or an error, on records with any numbers, times and names."""
 
 import contextlib
 import shutil

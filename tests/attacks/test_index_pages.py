@@ -1,4 +1,4 @@
-"""Records and headers of another repository, or of another key, in an index whose seal holds: none is believed."""
+"""The index rejects records and headers that belong to another repository or another key, also under a valid seal."""
 
 import pytest
 

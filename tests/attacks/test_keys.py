@@ -1,4 +1,4 @@
-"""Keys of one hash: dicts, sets and msgpack's maps that would take the square of their size to build."""
+"""Keys with equal hashes do not make a dict, a set or a map of msgpack take quadratic time."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Symbolic links, hard links, pipes and devices at every name that a repository can have, and then every verb.
+"""No verb follows a symbolic link, a hard link, a pipe or a device out of the repository.
 
 As an unpacked archive may hold them. Whatever lies outside is as it was, byte for byte and to the time of its last
 change, nothing is made there, and every verb ends.

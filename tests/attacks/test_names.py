@@ -1,4 +1,4 @@
-"""Names that would leave the repository, objects in each other's places, and things that only a newer release knows."""
+"""Names that leave the repository, swapped objects and unknown features of newer releases are refused."""
 
 import hashlib
 import os

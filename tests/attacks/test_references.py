@@ -1,4 +1,4 @@
-"""Manifests and packs that point where they must not: huge counts, ranges outside, endless chains, swapped blobs."""
+"""Manifests and packs with huge counts, ranges out of bounds, endless chains or swapped blobs are refused."""
 
 import struct
 

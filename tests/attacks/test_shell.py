@@ -1,4 +1,4 @@
-"""Fuzz of the shell's arguments: whatever is typed costs an error, never a traceback, and never a tagged snapshot."""
+"""Any arguments of the shell cost at most an error: never a traceback, and never a tagged snapshot."""
 
 import os
 import shutil

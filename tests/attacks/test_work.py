@@ -1,4 +1,4 @@
-"""Small inputs, long or large work: declared sizes, shared chains, many names for few bytes. Every verb ends soon."""
+"""Every verb ends soon on small objects that ask for much work: declared sizes, shared chains, many names."""
 
 import functools
 import os

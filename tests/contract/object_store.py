@@ -1,4 +1,4 @@
-"""What every object store must do. One suite; a store of yours runs through it by subclassing `ObjectStoreContract`.
+"""Every object store keeps this contract. A store of yours runs through it by subclassing `ObjectStoreContract`.
 
 Override the `store` fixture with one that gives an empty store, and `reopened` if another handle can reach the same
 objects. Stores that know who holds an object also override `held_elsewhere`. This file needs snapstore, pytest and

@@ -1,4 +1,4 @@
-"""What every engine must do. One suite: the CPU engine runs through it anywhere, the CUDA engine where there is a GPU.
+"""Every engine keeps one contract: the CPU engine is tested everywhere, the CUDA engine where there is a GPU.
 
 What one engine has encoded, the other must decode.
 """

@@ -1,4 +1,4 @@
-"""The stores of snapstore, each through the suite in `object_store.py`."""
+"""Each store of snapstore passes the suite in `object_store.py`."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""The format is frozen: a committed repository of every version is read to the bit, and tiny objects to the byte."""
+"""The format is frozen: a committed repository of every version restores to the bit, tiny objects to the byte."""
 
 import json
 import shutil

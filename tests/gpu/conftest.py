@@ -1,4 +1,4 @@
-"""What the tests of the GPU engine share.
+"""Prepares pytest for the GPU engine: warnings, a deterministic cuBLAS, warm kernels.
 
 CuPy and nvCOMP are imported here, with what they warn of at import, because pytest makes every warning an error. And
 cuBLAS must be told to be deterministic before its first use.

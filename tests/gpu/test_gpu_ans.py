@@ -1,4 +1,4 @@
-"""nvCOMP's own ANS: there and back on a GPU, refused with a way out elsewhere."""
+"""nvCOMP's ANS round-trips on a GPU; without one, a restore is refused with a hint to recode."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""States on a device that are changed while they are saved (tests/kit/changes.py)."""
+"""A change to a state on a device while it is saved never commits mixed values (tests/kit/changes.py)."""
 
 import pytest
 import torch

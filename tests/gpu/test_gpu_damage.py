@@ -1,4 +1,4 @@
-"""Damage on the GPU: in what was encoded, found before the commit; in what was stored, found by every restore."""
+"""Damage in encoded bytes is found before the commit; damage in stored bytes is found by every restore."""
 
 import pytest
 import torch

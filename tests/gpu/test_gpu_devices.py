@@ -1,4 +1,4 @@
-"""Several GPUs in one process."""
+"""A state on several GPUs of one process saves and restores to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Both directions between the engines: what one has saved the other restores to the bit, in one process and in two."""
+"""Each engine restores to the bit what the other one saved, in one process and in two."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""CUDA graphs that are captured while a save runs in the background: the capture succeeds, and so does the save."""
+"""A capture of a CUDA graph and a background save do not disturb each other."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""A tensor of more elements than an int32 counts."""
+"""A tensor with more elements than an int32 counts saves and restores to the bit."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Device memory that runs out, on purpose: the training goes on, the snapshot is right; and nothing is kept."""
+"""When device memory runs out, training goes on, the snapshot is right, and no memory stays allocated."""
 
 import gc
 import logging

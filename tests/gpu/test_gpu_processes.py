@@ -1,4 +1,4 @@
-"""What a process pays for the GPU: nothing before the first CUDA tensor, nothing on devices that it does not use."""
+"""A process pays nothing for the GPU before its first CUDA tensor, and nothing on devices it does not use."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Copies of CUDA tensors: a snapshot has what they held when `save` was called, whatever runs on the device."""
+"""A snapshot holds the values that CUDA tensors had when `save` was called, whatever runs on the device."""
 
 import logging
 import time

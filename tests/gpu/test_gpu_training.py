@@ -1,4 +1,4 @@
-"""Training that goes on from a snapshot computes the very same numbers: eagerly, by graphs, and compiled."""
+"""Training resumed from a snapshot computes the same numbers: eager, with CUDA graphs, and compiled."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""Frames of huffman_encode against zstd's decoder; huffman_decode against both encoders' frames and hostile bytes."""
+"""zstd decodes the frames of huffman_encode; huffman_decode reads both encoders' frames and rejects hostile bytes."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Kernels against plain references: odd sizes, every element size, any alignment; nothing is written out of bounds.
+"""Kernels match plain references at odd sizes, every element size and any alignment, and stay within bounds.
 
 They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
 

@@ -1,4 +1,4 @@
-"""Restores and saves through the memory of CUDA devices."""
+"""A state restores into, and saves from, the memory of CUDA devices to the bit."""
 
 import pytest
 import torch

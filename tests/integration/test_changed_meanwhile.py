@@ -1,4 +1,4 @@
-"""States that are changed while they are saved, in every way and at every moment (tests/kit/changes.py)."""
+"""A save never commits mixed values, whatever changes its state at whatever moment (tests/kit/changes.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell: every verb, every JSON shape, every exit code, and what bad input gets."""
+"""The shell keeps its output, its JSON and its exit codes, for every verb and for bad input."""
 
 import errno
 import json

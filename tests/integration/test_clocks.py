@@ -1,4 +1,4 @@
-"""Hosts whose clocks are an hour or a year off: nothing is lost, and nobody who lives is given up."""
+"""Hosts whose clocks differ by an hour or a year lose nothing, and no live session is expired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every class of object damaged in every way: check tells the truth, repair mends what it can and harms nothing."""
+"""check finds every damage to every class of object; repair restores what it can and harms nothing."""
 
 from __future__ import annotations
 

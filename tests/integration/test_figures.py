@@ -1,4 +1,4 @@
-"""The figures that docs/reliability.md and docs/benchmarks.md state of compact and of scale, in their short forms.
+"""The figures of compact and scale in docs/reliability.md and docs/benchmarks.md hold, in a short form.
 
 What the benches measure at full size takes an hour; a change that loses what they show is seen here.
 """

@@ -1,4 +1,4 @@
-"""A file system with no room left, at whatever file of a save: training goes on, nothing is lost, gc makes room."""
+"""When the disk is full at any file of a save, training goes on, nothing is lost, and gc frees space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hundreds of saves in one process leave nothing behind: memory, threads, files, LMDB's readers stay as they were."""
+"""Hundreds of saves in one process leave memory, threads, files and LMDB's readers as they were."""
 
 from __future__ import annotations
 

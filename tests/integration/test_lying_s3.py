@@ -1,4 +1,4 @@
-"""An S3 server that answers one request of an operation wrongly, once (tests/kit/lying_proxy.py has the table of lies).
+"""An S3 server that answers one request wrongly costs no committed snapshot (lies: tests/kit/lying_proxy.py).
 
 Workers save, forget, collect, compact, check and repair through proxies that lie; then an honest client, straight at
 the server, must find every snapshot that was called committed. `SNAPSTORE_TEST_EXAMPLES` multiplies the seconds.

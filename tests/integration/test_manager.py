@@ -1,4 +1,4 @@
-"""SnapshotManager: what the training loop may rely on, in one process and at the end of one."""
+"""SnapshotManager keeps its promises to the training loop, while the process runs and when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that are intact and that only another release reads: no damage, so check says so, and nothing takes them."""
+"""check reports intact objects of a newer release as such, not as damage, and no verb deletes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks of one job: none saves the run of another without a word."""
+"""No rank of a distributed job saves over the run of another rank without `ranks=False`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""repair from end to end: what a later save brings back, what the index knows, what an operator asks for."""
+"""repair recovers what a later save brings back, keeps the index right, and does what its options ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wait of a store in a bucket ends, and nothing that goes on at a bearable rate is cut.
+"""Every wait for a bucket ends, and no transfer at a bearable rate is cut.
 
 Limits judge hangs: those of the store are under a second, those of the tests a minute.
 """

@@ -1,4 +1,4 @@
-"""What networks, servers and administrators do to a repository on S3: the real server, and a proxy that misbehaves.
+"""A fault of the network, the server or its administrator costs no committed snapshot on S3.
 
 Each fault ends in a committed snapshot or in a clear error, in time; whatever was committed before restores, and the
 next save works once the fault is over. `SNAPSTORE_TEST_THOROUGH=1` runs every combination.

@@ -1,4 +1,4 @@
-"""Every verb of a store against every lie of a hostile server (hostile_s3.py): once, or always.
+"""Every verb of a store survives every lie of a hostile S3 server, told once or always (tests/kit/hostile_s3.py).
 
 Whatever comes, a call ends in time, with the truth or with an error of ours, and the next honest request gets its own
 answer. `SNAPSTORE_TEST_THOROUGH=1` tells every lie to every verb in every way; in CI a part of them, another each run.

@@ -1,4 +1,4 @@
-"""Several hosts at one repository on S3: processes with caches of their own, which stand for machines."""
+"""Several hosts work at one repository on S3; processes with their own caches stand for the hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No secret leaves the configuration: not in messages, not in chains of errors, not in logs or output.
+"""No secret of the configuration appears in a message, a chain of errors, a log or the shell's output.
 
 Each kind of secret stands in each place where it can be, well and badly formed; then every verb of a store and two of
 the shell run, and everything they print, log or raise is searched for it.

@@ -1,4 +1,4 @@
-"""A training run killed again and again: its losses and snapshots stay, bit for bit, those of the run left alone.
+"""A training run that is killed again and again ends with the losses and snapshots of an undisturbed run.
 
 `tools/train_gpt.py` runs in processes of their own, with a smaller model. The launcher imports torch once and forks one
 child per start, which saves three seconds each; a child is an ordinary process, and its death is a real one.

@@ -1,4 +1,4 @@
-"""What cannot be read, for a moment or for good: who goes on, who stops, and that every report is true."""
+"""An object that cannot be read, for a moment or for good, stops only the verbs that need it; reports stay true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is encoded is decoded before the commit, all of it or a sample: an encoder that is wrong commits nothing."""
+"""A save decodes what it encoded before it commits, all of it or a sample: a wrong encoder commits nothing."""
 
 import dataclasses
 

@@ -1,3 +1,5 @@
+"""Gives the stateful tests one thread and actors that are stopped at the end."""
+
 from collections.abc import Iterator
 
 import pytest

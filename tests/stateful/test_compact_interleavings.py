@@ -1,4 +1,4 @@
-"""Compacts that take turns with saves, forgets, gcs, recodes and each other: no snapshot dangles, and nothing is lost.
+"""Compacts that run beside saves, forgets, gcs, recodes and each other lose nothing; no snapshot dangles.
 
 Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Rewriting", is what saves the day.
 """

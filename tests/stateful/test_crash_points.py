@@ -1,4 +1,4 @@
-"""Every operation of every verb, in every way to fail: what was committed restores, and space comes back.
+"""After a crash or failure at any operation of any verb, committed snapshots restore and gc frees the rest.
 
 For each k the verb runs on a copy of a prepared store whose k-th operation crashes, fails or loses its response. Then
 "the process" either has died, and a fresh one with an empty index looks at what is left; or it lives on, and goes on

@@ -1,4 +1,4 @@
-"""Saves, forgets, un-forgets and gcs that take turns at every store operation: no committed snapshot ever dangles.
+"""No committed snapshot dangles when saves, forgets, un-forgets and gcs take turns at every store operation.
 
 Random schedules first, then all that stop few actors few times, then the counter-examples that the models of the
 protocol print when one of its rules is dropped, each driven by hand.

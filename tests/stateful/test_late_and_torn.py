@@ -1,4 +1,4 @@
-"""Requests that are done after they have failed, or stall and then succeed, and objects of which half is there.
+"""Requests that take effect late, stall, or leave half an object cost no committed snapshot.
 
 No store of ours tears an object, and S3 does not; a file system that loses power, or is copied, may.
 """

@@ -1,4 +1,4 @@
-"""One wrong answer of a store costs no snapshot: every operation of every verb, every lie that fits it (faults.md, 43).
+"""One wrong answer of a store, to any operation of any verb, costs no committed snapshot.
 
 Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave;
 then once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was

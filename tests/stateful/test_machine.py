@@ -1,4 +1,4 @@
-"""A hypothesis state machine over one repository and the dict that it ought to be.
+"""A repository behaves as a dict does under random programs of all verbs (a state machine of hypothesis).
 
 `SNAPSTORE_TEST_THOROUGH=1` runs many more and longer programs (a nightly job).
 """

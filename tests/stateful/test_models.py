@@ -1,4 +1,4 @@
-"""The models of rewriting, quarantine and wrong answers: their rules keep what they promise; none can be spared."""
+"""The protocol's rules are sufficient and necessary in its models: rewriting, quarantine and wrong answers."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Power lost after every system call of every verb on a local disk: what a save had returned is there, bit by bit."""
+"""A power loss after any system call on a local disk loses no snapshot whose save had returned."""
 
 from __future__ import annotations
 

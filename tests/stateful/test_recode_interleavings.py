@@ -1,4 +1,4 @@
-"""Recodes that take turns with saves, forgets, gcs and each other: no snapshot ever dangles, and none goes back.
+"""Recodes that run beside saves, forgets, gcs and each other undo nothing; no snapshot dangles.
 
 Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Recode", is what saves the day.
 """

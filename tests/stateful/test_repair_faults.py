@@ -1,4 +1,4 @@
-"""repair that dies, fails or takes turns with saves, forgets and gcs: nothing gets worse, and the next one finishes."""
+"""A repair that dies, fails or runs beside saves, forgets and gcs makes nothing worse, and the next one finishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tag that two give to two snapshots at once, maybe by their saves: it is on one in the end, and never on none.
+"""A tag that two processes give to two snapshots at once ends on exactly one of them.
 
 All schedules of two, one operation on the records at a time; else a sample of them.
 """

@@ -1,4 +1,4 @@
-"""The volume of a repository goes away, or another takes its place, at every store operation of every verb.
+"""A volume that goes away, or is replaced, at any store operation loses nothing and nothing is written elsewhere.
 
 Two ways: folders are renamed, and volumes are really unmounted and mounted over. Whatever is done: nothing lies in what
 took the place, every snapshot that was called committed is in the repository once it is back, and life goes on there.

@@ -1,4 +1,4 @@
-"""Bytes of arrays: every dtype, layout and kind comes back to the bit."""
+"""The bytes of an array of every dtype, layout and kind come back to the bit."""
 
 import random
 

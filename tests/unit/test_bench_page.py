@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what the records beside it say, in every section that a bench writes."""
+"""The tables of docs/benchmarks.md match the records beside it."""
 
 import json
 import sys

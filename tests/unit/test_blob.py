@@ -1,4 +1,4 @@
-"""Blobs: chains of every shape round-trip, nothing grows, and no flipped byte passes."""
+"""Blobs round-trip in chains of every shape, none grows, and every flipped byte is found."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The cache is bounded: what was used longest ago goes, what is in use stays, and nothing else is touched."""
+"""The cache stays within its bound: it evicts the longest unused index, never one in use, and nothing else."""
 
 from __future__ import annotations
 

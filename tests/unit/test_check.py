@@ -1,4 +1,4 @@
-"""check: finds each class of damage at the level that can see it, and names exactly the snapshots that suffer."""
+"""check finds each class of damage at the level that can see it, and names exactly the affected snapshots."""
 
 import numpy as np
 import pytest
@@ -169,11 +169,12 @@ def test_an_extended_pack(store, level):
 def test_a_damaged_manifest(store, level, how):
     key = manifest_of(store, "a@0", "frozen")
     data = store.get(key)
-    changed = {"truncate": data[:-1], "extend": data + b"x", "remove": None}
     if how == "flip":
         flip(store, key, len(data) // 2)
+    elif how == "remove":
+        store.delete([key])
     else:
-        replace(store, key, changed[how])
+        replace(store, key, {"truncate": data[:-1], "extend": data + b"x"}[how])
     found(check(store, level), "manifest", key, ["a@0"])
 
 

@@ -1,4 +1,4 @@
-"""compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
+"""compact keeps every state bit for bit, never increases what gc leaves, and drops dead chunks."""
 
 import dataclasses
 

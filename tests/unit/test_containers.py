@@ -1,4 +1,4 @@
-"""Containers: paths in them, and copies of their kind."""
+"""Paths lead into containers of every kind, and copies of a container keep its kind."""
 
 import collections
 

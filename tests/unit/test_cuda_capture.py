@@ -1,4 +1,4 @@
-"""Beside captures of CUDA graphs: what needs no driver."""
+"""The parts of CUDA graph capture that need no driver work without one."""
 
 import ctypes
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Delta: which chunk is known, which is the base, and when a difference pays."""
+"""Delta finds known chunks, chooses a base, and stores a difference only where it pays."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""The pages a user reads hold what they show: code runs, links lead somewhere, the picture looks alike everywhere."""
+"""The pages for users are right: their code runs, their links lead somewhere, their picture needs no font."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""docs/format.md says what the code does: every table and every list of keys is compared with it."""
+"""docs/format.md matches the code: every table and every list of keys is compared."""
 
 import re
 import struct

@@ -1,4 +1,4 @@
-"""Without a GPU, or without the packages for it: what still works, and what is said of the rest."""
+"""Without a GPU or its packages everything else works, and errors name what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of the GPU engine on a CPU that plays a GPU (tests/kit/fake_cuda.py): its host code runs in CI as well."""
+"""The host code of the GPU engine passes its tests on a CPU that plays a GPU (tests/kit/fake_cuda.py)."""
 
 import shutil
 import subprocess

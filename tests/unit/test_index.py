@@ -1,4 +1,4 @@
-"""The index is never the truth: whatever happens to its folder costs time, and nothing else."""
+"""The index is only a cache: whatever happens to its folder costs time, and nothing else."""
 
 from __future__ import annotations
 

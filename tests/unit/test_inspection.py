@@ -1,4 +1,4 @@
-"""Inspection: exact numbers of a diff on known tensors, and stats that sum up."""
+"""diff gives exact numbers on known tensors, and the figures of stats add up."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Limits: how much memory there is, by machines, control groups and resource limits that were made up."""
+"""The memory limit follows the machine, its control groups and its resource limits."""
 
 import resource
 

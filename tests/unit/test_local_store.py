@@ -1,4 +1,4 @@
-"""What a local store does when the disk, the kernel or the other processes misbehave."""
+"""A local store loses nothing when the disk, the kernel or other processes misbehave."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Manifests: exact round trips, a million chunks in a second, and no damage that passes."""
+"""Manifests round-trip exactly, hold a million chunks in a second, and every damage is found."""
 
 import hashlib
 import time

@@ -1,4 +1,4 @@
-"""Objects with state_dict and load_state_dict: torch's own, loaders, and those that misbehave."""
+"""Objects with state_dict and load_state_dict restore: torch's own, data loaders, and misbehaving ones."""
 
 import collections
 import copy

@@ -1,4 +1,4 @@
-"""Packs: what is written is listed, scanned and read back, in few long reads."""
+"""Packs can be listed, scanned and read back in a few long reads."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""recode: every state stays bit for bit, each blob is rewritten once, nothing is lost by damage or a bad encoder."""
+"""recode keeps every state bit for bit and rewrites each blob once, despite damage or a wrong encoder."""
 
 import re
 

@@ -1,3 +1,5 @@
+"""Each retention policy keeps exactly the snapshots that its definition names."""
+
 import datetime as dt
 import math
 import random

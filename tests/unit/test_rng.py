@@ -1,4 +1,4 @@
-"""RngState: the same draws again, after all else was loaded, and never with other CUDA devices."""
+"""RngState restores the same draws, after everything else is loaded, and never with other CUDA devices."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Pages of a listing: what contradicts itself, or an earlier page, is refused, whatever botocore makes of it."""
+"""A page of a listing that contradicts itself or an earlier page is refused, whatever botocore makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3Store without a real server: URLs, plans of ranges, bodies, the words of errors; requests go to moto at most."""
+"""S3Store handles URLs, ranges, bodies and errors without a real server; requests go to moto at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keys`: what a pattern selects, with and without `into`, and which parts are read for it."""
+"""`keys` selects what its pattern says, with and without `into`, and reads only the parts it needs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Staging: what is held between saves, and for how long a tensor whose deltas never pay goes without a base."""
+"""Staging holds bases between saves, and drops for a while the base of a tensor whose deltas do not pay."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""States to parts: which parts there are, which arrays are tied, and what must be refused."""
+"""flatten cuts a state into the right parts, finds tied arrays, and refuses what cannot be stored."""
 
 import random
 import warnings

@@ -1,4 +1,4 @@
-"""Parts to states: any state comes back, `into` is filled in place, and every difference is named first."""
+"""A state restores from its parts, `into` is filled in place, and every difference is named before any write."""
 
 import collections
 

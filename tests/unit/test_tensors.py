@@ -1,4 +1,4 @@
-"""Specs of arrays: their sizes, and those that no save can have made."""
+"""Specs of arrays give the right sizes, and a spec that no save could have written is refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The typed tree: exact round trips, honest refusals, and hostile nodes."""
+"""The typed tree round-trips exactly, refuses values it cannot hold, and rejects hostile nodes."""
 
 import collections
 import enum

@@ -1,4 +1,4 @@
-"""What a type checker and `help()` make of the public API: mypy --strict over right uses and over wrong ones."""
+"""mypy --strict accepts right uses of the public API and rejects wrong ones; `help()` shows its types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a writer puts, and how much of it is in memory at a time; whole saves are in tests/integration."""
+"""A writer puts the right objects and holds a bounded amount of memory; whole saves are in tests/integration."""
 
 from __future__ import annotations
 

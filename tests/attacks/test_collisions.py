@@ -116,7 +116,7 @@ def test_they_collide_under_the_seed_that_they_were_made_for(seed):
         assert xxhash.xxh3_128_digest(a, other) != xxhash.xxh3_128_digest(b, other)
 
 
-def test_nobody_would_see_it_in_the_weights():
+def test_the_weights_look_ordinary():
     first, second = long_pair(0)
     assert np.isfinite(first).all()
     assert np.abs(first).max() < 0.1
@@ -156,7 +156,7 @@ def test_a_manager_saves_both(device, async_save):
 
 
 @pytest.mark.parametrize("known", [0, None], ids=["none", "read in the config"])
-def test_who_knows_the_seed_still_can(device, known):
+def test_a_collision_is_possible_where_the_seed_is_known(device, known):
     """Not mitigated (docs/reliability.md): so a config is as confidential as what it protects is precious."""
     with repository(known) as repo:
         first, second = (state.to(device) for state in states(repo.config.digest_seed))

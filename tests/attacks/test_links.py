@@ -291,7 +291,7 @@ def test_only_temporary_files_of_ours_are_cleaned(store, tmp_path):
         store.clean()
 
 
-def test_what_is_no_file_takes_no_objects_name(store):
+def test_an_entry_that_is_no_file_takes_no_objects_name(store):
     os.mkfifo(store.root / "p" / "pipe")
     (store.root / "p" / "folder").mkdir()
     for name in ("pipe", "folder"):

@@ -144,7 +144,7 @@ def test_a_forged_session_deletes_and_creates_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["repo"]
 
 
-def test_a_session_that_names_another_id_is_no_way_out(tmp_path):
+def test_a_session_that_names_another_id_does_not_bypass_the_check(tmp_path):
     """Mitigation: whatever a session says, only keys of this store can be removed."""
     (tmp_path / "victim").write_text("x")
     with Repository.create(tmp_path / "repo") as repo:

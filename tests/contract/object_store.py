@@ -397,7 +397,7 @@ class ObjectStoreContract:
         store.release("a")
         assert keys_of(store) == []
 
-    def test_hold_of_a_name_that_somebody_else_deleted(self, store):
+    def test_hold_of_a_name_that_another_process_deleted(self, store):
         store.hold("sessions/a", b"1")
         store.delete(["sessions/a"])
         assert not store.is_held("sessions/a")

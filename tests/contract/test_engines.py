@@ -285,7 +285,7 @@ def test_no_chunks(engine):
     assert decode(engine, [], []) == []
 
 
-def test_what_compresses_is_small(engine):
+def test_compressible_data_is_small(engine):
     for kind, limit in (("constant", 0.01), ("sparse", 0.2), ("floats", 0.9), ("noise", 1.001)):
         _, (data,) = encode(engine, [content(kind, MIB)], 4, planes.ROTATED)
         assert len(data) < limit * MIB, kind

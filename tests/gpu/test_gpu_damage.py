@@ -136,7 +136,7 @@ def test_the_last_of_many_blobs_is_verified(monkeypatch):
 
 
 @FLIPS
-def test_what_nobody_verified_is_found_by_the_restore(monkeypatch, flip):
+def test_a_chunk_that_was_not_verified_is_found_by_the_restore(monkeypatch, flip):
     state = state_of()
     with repository(chunk_bytes=65_536, verify_writes="off") as repo:
         with monkeypatch.context() as patch:

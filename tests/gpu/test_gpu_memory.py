@@ -273,7 +273,7 @@ def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
 
 
 @pytest.mark.parametrize("says", FULL)
-def test_whoever_says_that_memory_ran_out(fail_lanes, caplog, says):
+def test_memory_that_runs_out_at_any_level(fail_lanes, caplog, says):
     with repository(chunk_bytes=65_536) as repo:
         failing = fail_lanes(first=3, error=FULL[says])
         check_saves(repo)

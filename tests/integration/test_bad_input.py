@@ -300,7 +300,7 @@ def test_places_that_are_no_repository(tmp_path):
         Repository.open("ftp://x/y")
 
 
-def test_a_folder_with_a_tmp_of_somebody_else_is_not_taken(tmp_path):
+def test_a_folder_with_a_tmp_of_another_program_is_not_taken(tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "thesis.tex").write_text("years of work")
     with pytest.raises(InvalidInputError, match="not empty"):

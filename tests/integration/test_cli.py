@@ -359,7 +359,7 @@ def test_safetensors_of_a_training_state(sh):
     assert set(safetensors.torch.load_file(out)) == {"m.w", "m.t.0", "m.tied"}
 
 
-def test_what_safetensors_cannot_hold(sh):
+def test_states_that_safetensors_cannot_hold(sh):
     import numpy as np
 
     out = sh.folder / "o.safetensors"
@@ -556,7 +556,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     record.write_bytes(data)
 
 
-def test_what_a_repair_has_made_up_is_marked(series):
+def test_reconstructed_records_are_marked(series):
     record = record_of(series, 1)
     record.write_bytes(b"SNAP and no more")
     shutil.rmtree(index_of(Path(series.url)))
@@ -1191,7 +1191,7 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     assert r"[bold]a[/]\x1b[31m" in terminal.text
 
 
-def test_times_of_mad_clocks(monkeypatch):
+def test_times_of_clocks_far_off(monkeypatch):
     monkeypatch.setenv("TZ", "EAST-14")
     time.tzset()
     try:
@@ -1206,7 +1206,7 @@ def test_times_of_mad_clocks(monkeypatch):
         assert output.local(mad)
 
 
-def test_what_json_has_no_form_for():
+def test_values_that_json_has_no_form_for():
     assert output.plain({1: (b"x", True, None, float("inf"))}) == {"1": ["b'x'", True, None, "Infinity"]}
 
 

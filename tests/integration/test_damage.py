@@ -73,7 +73,7 @@ def test_check_tells_the_truth(name, how):
 
 
 @pytest.mark.parametrize(("name", "how"), damage.cases())
-def test_repair_mends_what_it_can(name, how):
+def test_repair_restores_what_it_can(name, how):
     wanted = everyone(repository())
     objects, store, key = damage.damaged(name, how)
     kind, _ = CLASSES[name]
@@ -200,7 +200,7 @@ class Operator:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_check_prints_leads_to_the_end(name, monkeypatch):
+def test_the_commands_that_check_prints_lead_to_the_end(name, monkeypatch):
     """Some rounds of check and of what it says that helps; nobody is lost of whom it was not said."""
     choices = CHOICES if name.startswith(("manifest", "pack")) else CHOICES[:1]  # none is offered elsewhere
     cases = list(itertools.product([how for of, how in damage.cases() if of == name], choices))

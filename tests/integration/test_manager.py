@@ -481,7 +481,7 @@ def test_a_corrupted_base_in_memory_costs_nothing_but_time(store):
         assert same(snapshots.restore(1), big(1))
 
 
-def test_a_corrupted_base_in_the_store_is_not_built_upon(store):
+def test_a_corrupted_base_in_the_store_is_not_used(store):
     with manager(store, keep_base=False) as snapshots:
         first = snapshots.save(0, big(0)).result(30)
         for key in keys_of(store, "packs/"):
@@ -495,7 +495,7 @@ def test_a_corrupted_base_in_the_store_is_not_built_upon(store):
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut"])
-def test_a_base_that_lacks_a_pack_is_not_built_upon(store, how):
+def test_a_base_that_lacks_a_pack_is_not_used(store, how):
     """Known chunks are referenced unread: without this every later snapshot would be lost with the pack."""
     with manager(store) as snapshots:
         snapshots.save(0, big(0)).result(30)
@@ -780,7 +780,7 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
             assert 2 in snapshots.all_steps(), struck
 
 
-def test_what_ends_the_program_ends_it_in_retention_too(tmp_path, monkeypatch):
+def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monkeypatch):
     """A handler of SIGTERM that calls sys.exit, or Ctrl-C, while a synchronous save forgets."""
     with manager(tmp_path / "repo", async_save=False, keep=[KeepLast(1)]) as snapshots:
         monkeypatch.setattr(snapshots.repository, "forget", lambda *a, **k: sys.exit(3))
@@ -1078,7 +1078,7 @@ def test_a_forced_save_waits_where_others_are_skipped():
         assert manager.all_steps() == [1, 3]
 
 
-def test_whatever_breaks_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
+def test_an_error_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
     with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(1)], options=OPTIONS) as manager:
         monkeypatch.setattr(
             manager.repository, "forget", lambda *a, **k: (_ for _ in ()).throw(MemoryError("none left"))

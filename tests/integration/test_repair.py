@@ -49,7 +49,7 @@ def store():
 # --- healing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_later_save_heals(store):
+def test_a_later_save_repairs(store):
     """Nothing holds the lost chunk until the state is saved again, upon the damaged snapshots: they are whole then."""
     key = wound(store)
     wanted = snapshots_of(store)
@@ -79,7 +79,7 @@ def _needed(found, snapshot):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_saves_inherit_damage_only_while_nobody_knows(store, known):
+def test_saves_inherit_damage_only_until_it_is_known(store, known):
     key = wound(store, number=-1)
     with opened(store) as found:
         if known:
@@ -135,7 +135,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
     assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
 
 
-def test_quarantine_stays_until_somebody_says_so(store):
+def test_quarantine_stays_until_it_is_lifted(store):
     key = wound(store, "a@2", -1)
     with opened(store) as found:
         found.save(values("a", 2), run="twin", step=2, metadata=["a", 2])
@@ -347,7 +347,7 @@ def noted(store):
     return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes(store)]
 
 
-def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
+def test_a_note_does_not_condemn_what_a_copy_of_the_pack_repairs(misbuilt):
     """An altered blob beside a wrong one was named as wrong for good too, and `--drop` forgot who needed it alone."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
@@ -366,7 +366,7 @@ def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
 
 
 @pytest.mark.parametrize("which", ["says less", "is damaged"])
-def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
+def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
     """A pack in quarantine turns out to hold a wrong blob, too. No save may begin while none of its notes is there."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
@@ -420,7 +420,7 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
 
 
-def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):
+def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypatch):
     """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
@@ -513,7 +513,7 @@ def test_records_that_were_never_revised_come_back_in_their_order(store):
         assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until somebody has looked"
 
 
-def test_a_record_that_somebody_removed_is_put_back(store):
+def test_a_record_that_was_removed_is_put_back(store):
     with opened(store) as found:
         record = found.snapshot("a@2")
         store.delete([record.key])
@@ -585,7 +585,7 @@ def accepted(found, wanted):
 
 
 @pytest.mark.parametrize("tagged", [True, False])
-def test_what_a_backup_brings_back_is_not_swept_again(store, tagged):
+def test_snapshots_of_a_restored_backup_are_not_swept_again(store, tagged):
     with opened(store) as found:
         backup = clone(store)
         found.forget_snapshots(["a@0", "a@1"])
@@ -598,7 +598,7 @@ def test_what_a_backup_brings_back_is_not_swept_again(store, tagged):
         assert found.snapshot("a@0").tags == ["good"] * tagged
 
 
-def test_what_was_only_forgotten_in_a_backup_is_not_swept(store):
+def test_snapshots_only_forgotten_in_a_backup_are_not_swept(store):
     """The index knows that it was; all that it needs is there again, and somebody may un-forget it."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
@@ -626,7 +626,7 @@ def test_a_backup_from_before_a_compact_is_not_lost(store, swept):
         accepted(found, {"a@1", "a@2"})
 
 
-def test_of_a_backup_that_is_damaged_nothing_is_given_up_for_what_is_gone(store):
+def test_a_damaged_backup_costs_no_snapshot_for_what_is_gone(store):
     """Neither revision is whole; the one in the backup is healed once it is accepted."""
     with opened(store) as found:
         twin(found, "twin", 1)
@@ -687,7 +687,7 @@ def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read
         assert same(found.restore("a@0"), values("a", 0))
 
 
-def test_of_an_aborted_save_nothing_comes_back(store):
+def test_an_aborted_save_does_not_come_back(store):
     """Its record says so, its manifests are gone: given up for good, if somebody asks for that."""
     key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"SNAP and no more")
@@ -755,7 +755,7 @@ def test_a_save_beside_a_config_of_another_chunk_size():
             check_restores(after)
 
 
-def test_a_save_beside_a_config_that_nothing_told_of():
+def test_a_save_beside_an_unexpected_config():
     """No manifest is left that tells size and seed: another process's saves would be unreadable, and end."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=1024).close()
@@ -778,7 +778,7 @@ def test_a_save_beside_a_config_that_nothing_told_of():
 
 
 @pytest.mark.parametrize("how", ["flip", "missing"])
-def test_a_config_is_made_up(store, how):
+def test_a_config_is_reconstructed(store, how):
     old = store.get("config")
     flip(store, "config", 5) if how == "flip" else store.delete(["config"])
     with pytest.raises(Exception, match="snapstore repair"):
@@ -861,7 +861,7 @@ def encoded_as(m, **changes):
     return manifest.encode(**header | body | packs | changes)
 
 
-def test_nothing_is_made_up_where_there_is_no_repository():
+def test_nothing_is_reconstructed_where_there_is_no_repository():
     with pytest.raises(KeyError, match="no snapstore repository"):
         Repository.open(MemoryStore(), damaged=True)
 
@@ -963,7 +963,7 @@ def test_the_shell_says_what_stays_lost(shell, disk):
     assert "lost, and forgotten: a@3" in out
 
 
-def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
+def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
     """Others revise the snapshot all the time: the next repair heals it."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=4096) as repository:
@@ -985,7 +985,7 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
         assert "heal" in {action.kind for action in report.actions}
 
 
-def test_one_wrong_get_of_a_session_takes_it_from_nobody(store, monkeypatch):
+def test_one_wrong_get_of_a_session_takes_no_session_away(store, monkeypatch):
     """Repair reads a session again before it removes it as damaged."""
     sessions = [records.this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
     for session in sessions:

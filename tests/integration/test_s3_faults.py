@@ -430,7 +430,7 @@ def test_a_get_of_another_range_than_asked_for(world):
     world.check([0, 1])
 
 
-def test_nobody_answers(world, monkeypatch):
+def test_no_server_answers(world, monkeypatch):
     with socket.socket() as taken:  # bound, not listening
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{taken.getsockname()[1]}")

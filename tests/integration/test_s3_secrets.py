@@ -231,7 +231,7 @@ def test_no_secret_is_repeated(quick, server, monkeypatch, tmp_path, caplog, cap
 
 
 @pytest.mark.parametrize(("setting", "name"), [(token, "newline"), (endpoint, "plain"), (query, "plain")])
-def test_what_was_once_repeated(quick, server, monkeypatch, tmp_path, caplog, capfd, setting, name):
+def test_settings_that_once_leaked(quick, server, monkeypatch, tmp_path, caplog, capfd, setting, name):
     search(setting, name, server, monkeypatch, tmp_path, caplog, capfd)
 
 

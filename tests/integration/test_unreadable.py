@@ -100,7 +100,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
 # --- 3: a copy that hides a record is called healed ------------------------------------------------------------------
 
 
-def test_a_copy_that_hides_a_record_is_not_called_healed(store):
+def test_a_copy_that_hides_a_record_is_not_called_repaired(store):
     with opened(store) as found:
         record = found.snapshot("a@2")
     copy = record_key(record.run, record.step, record.id, 1)
@@ -174,7 +174,7 @@ def no_failed_read_drops_anybody(store, healed):
     assert not bad, (len(bad), len(reads), bad[:3])
 
 
-def test_an_outage_while_healing_drops_nobody(store):
+def test_an_outage_during_a_repair_drops_no_snapshot(store):
     """The twin holds what was lost; reading it fails for a moment."""
     with opened(store) as found:
         twin(found, "twin", 0)
@@ -182,7 +182,7 @@ def test_an_outage_while_healing_drops_nobody(store):
     no_failed_read_drops_anybody(store, {"a@0", "a@1", "a@2"})
 
 
-def test_one_failed_read_of_an_intact_blob_drops_nobody(store):
+def test_one_failed_read_of_an_intact_blob_drops_no_snapshot(store):
     """Only the twin of a@0 is lost; what else the damaged pack holds is intact and lies nowhere else."""
     with opened(store) as found:
         data = np.random.default_rng(3).integers(0, 255, 8 * 1024, np.uint8)
@@ -388,7 +388,7 @@ def test_eio_of_a_record_and_of_what_would_tell_of_it(store, beside, times):
         assert same(found.restore("a@2"), values("a", 2))
 
 
-def test_a_config_is_made_up_beside_a_manifest_that_cannot_be_read(store):
+def test_a_config_is_reconstructed_beside_an_unreadable_manifest(store):
     flip(store, "config", 30)
     first = next(iter(store.list("manifests/"))).key
     with opened(Unreadable(store, first), damaged=True) as found:
@@ -419,7 +419,7 @@ def _unless_failed(store, prefix):
 # --- 7: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
-def test_a_damaged_record_of_a_healed_snapshot(store):
+def test_a_damaged_record_of_a_repaired_snapshot(store):
     """The ruling revision is a rewrite; the one before refers to what gc has deleted. No index."""
     with opened(store) as found:
         twin(found, "twin", 0)
@@ -526,7 +526,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
 # --- 11: more of latest and of a running job -------------------------------------------------------------------------
 
 
-def test_a_job_does_not_begin_anew_because_its_only_record_is_damaged(store):
+def test_a_job_does_not_restart_because_its_only_record_is_damaged(store):
     with opened(store) as found:
         key = save(found, "b", 7, 7).key
     flip(store, key, 60)
@@ -572,7 +572,7 @@ def test_a_config_that_could_not_be_read_once_stays(store):
     assert store.get("config") == before
 
 
-def test_a_forgotten_revision_that_vanished_hurts_nobody(tmp_path, monkeypatch):
+def test_a_forgotten_revision_that_vanished_harms_no_snapshot(tmp_path, monkeypatch):
     """The revision before reads: the snapshot is restorable, only that it was forgotten is lost."""
     repository()
     monkeypatch.undo()
@@ -610,7 +610,7 @@ def test_no_older_step_takes_the_place_of_a_record_that_vanished(store, ref):
         assert found.snapshot(asked).step == (3 if ref == "a@latest" else 2)
 
 
-def test_what_vanished_and_cannot_answer_stops_nobody(store):
+def test_a_vanished_object_that_cannot_answer_stops_no_verb(store):
     """An older snapshot, history, a revision of what is still committed, and one that a gc has collected."""
     with opened(store) as found:
         latest = found.snapshot("a@2")

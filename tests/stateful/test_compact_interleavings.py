@@ -130,7 +130,7 @@ def test_forgotten_and_collected_meanwhile(stage, stand, victim):
 
 
 @pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/"])
-def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
+def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
     """a@8 would be rebuilt over what was made for a@7, which is forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("hold")
@@ -142,7 +142,7 @@ def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stan
     stage.check()
 
 
-def test_what_a_mark_names_is_not_built_upon(stage):
+def test_a_chunk_that_a_mark_names_is_not_used(stage):
     """a@7 was compacted; forgotten when a gc marked, back when a@8's turn comes, forgotten again at the sweep."""
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("hold")
     forgetting("a@7")(stage.store)
@@ -155,7 +155,7 @@ def test_what_a_mark_names_is_not_built_upon(stage):
     stage.check()
 
 
-def test_a_base_that_became_a_delta_and_is_gone_is_not_built_upon(actors):
+def test_a_base_that_became_a_delta_and_is_gone_is_not_used(actors):
     """a@1, full, becomes a delta to a@0; it is collected before the turn of a@2, whose chains end in its old blobs."""
     store, states = MemoryStore(), []
     drift = np.random.default_rng(0).standard_normal(8192).astype(np.float32)

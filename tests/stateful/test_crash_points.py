@@ -578,7 +578,7 @@ def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["forget", "gc"])
-def test_a_listing_is_settled_before_it_is_acted_upon(verb, monkeypatch):
+def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
     """Listed, then made durable: settled first, a record that appears in between could still be lost to a power cut."""
     one_thread(monkeypatch)
     prepare, act = VERBS[verb]

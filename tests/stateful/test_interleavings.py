@@ -352,7 +352,7 @@ def test_another_gc_completes_the_mark_of_one_that_stalls(stage, stand):
     assert {"a@3", "a@4"} <= stage.check().keys()
 
 
-def test_a_mark_that_was_completed_is_not_acted_upon(stage):
+def test_a_completed_mark_is_not_used(stage):
     """A has recomputed and stalls before it looks for its mark; what it would delete is alive again by then."""
     with opened(stage.store) as repository:
         repository.forget([KeepLast(1)], run="a")

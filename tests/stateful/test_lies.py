@@ -364,7 +364,7 @@ def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(mon
 # --- what a save asks ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
+def test_requests_of_a_save_beside_packs_and_manifests(monkeypatch):
     """On S3 each is a request: `tools/bench s3` counts them."""
     one_thread(monkeypatch, index=False)
     store = LyingStore(clone(history()))
@@ -431,7 +431,7 @@ def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
 
 @pytest.mark.parametrize("at", [0, 8, 40, 56])
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
-def test_a_damaged_header_of_what_nobody_needs_stops_no_gc(monkeypatch, kind, at):
+def test_a_damaged_header_that_no_snapshot_needs_stops_no_gc(monkeypatch, kind, at):
     """What a dead save has left, altered in its magic, its version, or the record that it was made for."""
     one_thread(monkeypatch, index=False)
     store = clone(history())
@@ -468,7 +468,7 @@ class Hiding(FaultStore):
 
 
 @pytest.mark.parametrize("verb", ["gc", "forget", "forget_snapshots"])
-def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
+def test_a_revision_that_no_listing_shows_keeps_no_snapshot_for_ever(verb):
     inner = MemoryStore()
     with Repository.create(inner, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):

@@ -129,7 +129,7 @@ def test_a_fence_between_the_revision_and_reading_it_back(stage):
     assert stage.check()["a@0"].revision == 1
 
 
-def test_a_fence_after_somebody_else_has_taken_the_revision(stage):
+def test_a_fence_after_another_process_has_taken_the_revision(stage):
     """The key is taken: nothing is to be created, and nothing is published by the one that was given up."""
     recode = stage.enter("R", recoding("a@0")).until("put", "snapshots/")
     tagging("a@0", "t")(stage.store)
@@ -196,7 +196,7 @@ def test_two_recodes_at_once(stage):
     assert {s.revision for ref, s in stage.check().items() if ref != "a@3"} == {1}
 
 
-def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
+def test_a_duplicate_that_a_mark_names_is_not_used(stage):
     """a@0 was recoded; forgotten when a gc marked, back when the recode of a@2 looks, forgotten again at the sweep."""
     recoding("a@0")(stage.store)
     forgetting("a@0")(stage.store)
@@ -210,7 +210,7 @@ def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
 
 
 @pytest.mark.parametrize("stand", ["hold", "list gc/", "list snapshots/"])
-def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
+def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
     """The recode of a@2 would share what it made for a@0, which was forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("hold")

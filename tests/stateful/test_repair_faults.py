@@ -229,7 +229,7 @@ STANDS = ["hold", "list gc/", "list snapshots/", "get_ranges packs/", "put packs
 
 @pytest.mark.parametrize("stand", STANDS)
 @pytest.mark.parametrize("marked", [False, True])
-def test_what_heals_is_forgotten_and_collected_meanwhile(stand, marked, actors):
+def test_the_source_of_a_repair_is_forgotten_and_collected_meanwhile(stand, marked, actors):
     """The chains that were found go away under the repair: what it calls healed is, and the rest is as it was."""
     store = clone(wounded())
     with opened(store) as repository:

@@ -112,7 +112,7 @@ def test_two_that_take_turns_to_take_it_back_come_to_an_end(actors):
     assert len(made) < 40
 
 
-def test_who_gives_it_on_purpose_is_not_undone_by_one_who_revises_the_old_holder(actors):
+def test_a_deliberate_tag_is_not_undone_by_a_revision_of_the_old_holder(actors):
     """The newer of the two had it before: nobody gives it both at once."""
     stage = Stage(history("a@2"), actors)
     mover = stage.enter("M", tagging("a@1", "t")).until("put", "snapshots/a/000000000001-")

@@ -36,7 +36,7 @@ def record(name):
 
 
 @pytest.mark.parametrize("bench", ["cpu", "compact", "scale"])
-def test_the_figures_of_the_page_are_those_of_the_record(tools, bench):
+def test_the_figures_of_the_page_match_the_record(tools, bench):
     assert tools.page.figures(record(bench)["figures"]) in tools.page.placed(bench)
 
 

@@ -211,7 +211,7 @@ def check_headers(blobs, layouts):
 
 @settings(deadline=None)
 @given(shapes)
-def test_headers_of_many_are_those_of_each(drawn):
+def test_headers_of_many_equal_the_single_ones(drawn):
     check_headers(encode_all(drawn), np.array([layout for _, _, layout, _, _ in drawn], np.uint8))
 
 
@@ -289,7 +289,7 @@ def test_read_headers_of_what_is_too_short():
         max_size=20,
     )
 )
-def test_estimates_of_many_are_those_of_each(drawn):
+def test_estimates_of_many_equal_the_single_ones(drawn):
     bits = np.array([b for b, _, _ in drawn], np.float64).reshape(-1, 8)
     sizes, lengths = (np.array([d[i] for d in drawn], np.int64) for i in (1, 2))
     found = blob.estimates(bits, sizes.astype(np.uint8), lengths)

@@ -62,7 +62,7 @@ def test_a_sparse_map_counts_by_what_it_takes(folder):
     assert names(folder) == {path.name}
 
 
-def test_what_is_no_index_of_ours_is_left_alone(folder):
+def test_a_folder_that_is_no_index_of_ours_is_left_alone(folder):
     path = index_of(folder, 1)
     others = ["held", "0" * 32, f"{'0' * 32}-{'0' * 31}", f"{'0' * 32}-{'0' * 32}.bak", "photos", f"x{path.name}"]
     for name in others:
@@ -85,7 +85,7 @@ sys.stdin.read()
 """
 
 
-def test_what_is_in_use_stays_however_old_it_is(folder):
+def test_an_index_in_use_stays_however_old_it_is(folder):
     mine, theirs, nobodys = (index_of(folder, n, used_s=1000 + n) for n in range(3))
     use = begin_use(mine)
     os.utime(mine / "used", (1, 1))
@@ -104,7 +104,7 @@ def test_what_is_in_use_stays_however_old_it_is(folder):
     assert names(folder) == set()
 
 
-def test_users_beside_those_who_remove(folder):
+def test_users_beside_removers(folder):
     """A folder in use is there and whole, however often others remove it; six threads, each with locks of its own."""
     path = folder / f"{'a' * 32}-{'b' * 32}"
     begun_s, failures, removed = time.monotonic(), [], []

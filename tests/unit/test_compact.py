@@ -97,7 +97,7 @@ def test_all_of_it(repo):
     check_clean(repo.store)
 
 
-def test_what_is_dead_is_little_afterwards(repo):
+def test_little_is_dead_afterwards(repo):
     repo.compact()
     repo.gc()
     live = {}
@@ -466,7 +466,7 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
 
 @pytest.mark.parametrize("verb", ["compact", "recode"])
 @pytest.mark.parametrize("what", ["pack", "manifest"])
-def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other(what, verb, monkeypatch):
+def test_an_unreadable_object_fails_only_the_snapshots_that_need_it(what, verb, monkeypatch):
     """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
     foreign.readable(monkeypatch)
     store = created()
@@ -547,7 +547,7 @@ def test_a_store_that_fails_ends_it(in_memory, monkeypatch):
     check_clean(repo.store)
 
 
-def test_blobs_that_only_a_gpu_decodes_move_and_are_not_encoded_anew(monkeypatch):
+def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
     """nvCOMP's ANS without nvCOMP: chains stay, packs are left all the same."""
     store = created()
     with opened(store) as repo:
@@ -636,7 +636,7 @@ def _any_history(draw):
 
 
 @pytest.mark.parametrize("verb", ["recode", "compact, encoding", "compact, moving"])
-def test_a_blob_is_not_taken_for_its_twin_by_its_name(verb, monkeypatch):
+def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
     """a@0 was damaged before it was encoded: its blob has the right label, the right checksum, and the wrong bytes."""
     foreign.readable(monkeypatch)
     rng, real = np.random.default_rng(0), blob.encode

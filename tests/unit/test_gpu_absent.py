@@ -238,7 +238,7 @@ def test_the_decoder_says_where_it_can_be_read():
         codecs.decoder(ANS, "here")([memoryview(b"abc")], np.empty(10, np.uint8), 64)
 
 
-def test_a_restore_is_refused_with_a_way_out(store):
+def test_a_restore_is_refused_with_advice(store):
     with_codec(store, ANS)
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
         with pytest.raises(CapabilityError, match="snapstore recode"):
@@ -269,7 +269,7 @@ def test_a_base_that_cannot_be_read_here_is_none(store, codec):
 
 
 @pytest.mark.parametrize("codec", [ANS, 71, 9])
-def test_what_cannot_be_read_here_is_not_damaged(store, codec):
+def test_an_object_that_cannot_be_read_here_is_not_damaged(store, codec):
     """A check goes on, and says that it could not tell; a repair drops nothing, and heals the others."""
     with_codec(store, codec)  # the packs' names no longer fit, so a repair wants to move their blobs, which are intact
     before = set(keys_of(store, "packs/"))

@@ -299,7 +299,7 @@ def test_a_network_file_system_is_known(root, monkeypatch):
     assert not cache_module.on_network(root)
 
 
-def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
+def test_a_new_repository_in_the_place_of_an_open_one(root):
     """As when a notebook's cell removes it and runs again: the old one's records must not be looked for in the new."""
     with opened(root) as old:
         old.view()
@@ -756,7 +756,7 @@ def test_a_record_under_another_name(root):
             repository.gc()
 
 
-def test_rebuild_reads_everything_anew(root):
+def test_rebuild_reads_everything_again(root):
     with opened(root) as repository:
         before = repository.view().snapshots(states=None)
         assert repository.rebuild_index() == len(before)
@@ -780,7 +780,7 @@ def test_lineage(root):
         assert {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)} == before
 
 
-def test_an_index_that_does_not_fit_is_begun_anew(tmp_path, caplog):
+def test_an_index_that_does_not_fit_is_rebuilt(tmp_path, caplog):
     """What rules is kept; a limit that is too small for that even costs time, and nothing else."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
@@ -855,7 +855,7 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
             index._store_all(b"manifests", {"a": b"b"})
 
 
-def test_an_index_that_another_process_begins_anew_is_gone_on_with(root, caplog):
+def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):
     """Its seal would else be none of the file that is there: every opener would throw that away."""
     script = f"""
 import sys

@@ -127,7 +127,7 @@ def test_a_nan_that_keeps_its_bits_is_the_same(repo):
     assert diff(repo, {"x": x}, {"x": x.clone()}).tensors == [TensorDiff("x", "same")]
 
 
-def test_what_has_no_numbers(repo):
+def test_diffs_without_numbers(repo):
     words = np.array(["abc", "hello"] * 1000)  # 20 bytes an element: chunks of 1 KiB cut through them
     other = words.copy()
     other[:500] = "x"

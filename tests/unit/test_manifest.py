@@ -254,7 +254,7 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
             manifest.decode(encode(table), "here")
 
 
-def test_what_hardly_compresses_below_its_bound_is_stored_as_it_is(monkeypatch):
+def test_a_plane_that_hardly_compresses_is_stored_raw(monkeypatch):
     """A reader refuses small manifests that unpack to much; so a writer must not make any."""
     monkeypatch.setattr(manifest, "MAX_INLINE_BYTES", 1000)
     monkeypatch.setattr(manifest, "MAX_NODES_BYTES", 1000)

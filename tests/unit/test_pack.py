@@ -84,7 +84,7 @@ class Late:
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8), st.data())
-def test_blobs_added_in_several_goes_are_those_of_one(shapes, data):
+def test_blobs_added_in_several_calls_equal_those_of_one_call(shapes, data):
     blobs = [a_blob(size, e, i) for i, (size, e) in enumerate(shapes)]
     whole, places = a_pack(blobs)
     for make in (encoded, Late):

@@ -352,7 +352,7 @@ def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
     assert all(re.search("digest mismatch", message) for _, message in failed)
 
 
-def test_a_twin_that_is_damaged_is_not_used(repo):
+def test_a_damaged_duplicate_is_not_used(repo):
     repo.recode(["a@0"])
     old = {identity(h) for h in stale(blobs(repo, ["a@1"])).values()}
     place = next(place for place, h in blobs(repo, ["a@0"]).items() if identity(h) in old)

@@ -175,7 +175,7 @@ def test_the_storage_class_is_of_packs(store):
     assert wanted.url == store.url
 
 
-def test_names_that_are_no_keys_are_somebody_elses(store):
+def test_names_that_are_no_keys_belong_to_others(store):
     for name in ("p/", "p/folder/", "p/.hidden", "p/a b", "p/index/x", "p2/x", "x"):
         store._client.put_object(Bucket="moto", Key=name, Body=b"")
     store.put("ours", b"x")
@@ -240,7 +240,7 @@ def test_a_named_body_is_not_hashed_again(store, monkeypatch):
     assert [sha.decode() for sha in signed] == [name, name]
 
 
-def test_what_a_trial_left_behind_is_no_content(store):
+def test_leftovers_of_a_sandbox_are_no_content(store):
     """Where nobody may delete, or where an `init` was killed."""
     store._client.put_object(Bucket="moto", Key=f"p/.trial-{'0' * 16}/twice", Body=b"x")
     store.prepare()

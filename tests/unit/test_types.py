@@ -311,7 +311,7 @@ def test_the_types_are_shipped():
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["snapstore"]
 
 
-def test_the_lazy_names_are_those_that_a_checker_sees():
+def test_the_lazy_names_match_what_a_checker_sees():
     source = Path(inspect.getfile(snapstore)).read_text()
     block = textwrap.dedent(source.split("if TYPE_CHECKING:\n")[1].split("\n_HOME")[0])
     imports = re.findall(r"from \.([\w.]+) import (?:\(([^)]*)\)|(.*))", block)

@@ -144,7 +144,7 @@ def test_both_states_restore_as_themselves(device):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_manager_saves_both(device, async_save):
-    """What the last save holds as a base is compared by digests as well, on its device."""
+    """The base that the last save holds is compared by digests as well, on its device."""
     one, other = (state.to(device) for state in states())
     with repository() as repo, SnapshotManager(repo, run="r", async_save=async_save) as snapshots:
         for step in range(6):

@@ -9,7 +9,7 @@ from snapstore.catalog.lmdb_file import Environment
 
 
 def planted(root, other, how):
-    """What the index of `other` caches, as it lies there, into that of `root`: beside its own, or under its keys."""
+    """Copy the entries of `other`'s index into that of `root`: beside its own, or under its keys."""
     found = []
     for place in (other, root):
         with Repository.open(place) as repository:

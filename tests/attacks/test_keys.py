@@ -71,7 +71,7 @@ def test_as_many_as_may_be(kind):
 
 
 def test_keys_that_people_have():
-    """What shares hashes by its nature is far from the limit; the largest of these are the powers of two, 246."""
+    """Keys that naturally share a hash are far from the limit; the most are the powers of two, 246."""
     rng = random.Random(1)
     for keys in (
         range(50_000),

@@ -24,7 +24,7 @@ VERBS = {
     if name not in ("demo", "doctor")  # that train, and measure the machine
 }
 CODES = {0, 1, 2, 3, 10, 11, 20}
-#: What an argument may be: all that some verb takes, in every verb's place.
+#: Arguments: all that some verb takes, in every verb's place.
 TYPED = st.sampled_from(
     [
         *("r@0", "r@1", "r@latest", "r@kept", "r@-1", "r@999999999999999999999", "r", "@", "r@", "@0", "id:", "id:z"),

@@ -315,7 +315,7 @@ def test_older_snapshots_are_proven_by_newer_ones_only_where_they_are_good():
 
 
 def test_one_blob_in_two_chains_of_which_one_is_broken():
-    """What a newest blob is good for depends on all that lies below it."""
+    """The newest blob of a chain is as good as all that lies below it."""
     world = World()
     a, b = noise(1), noise(2)
     pb, pa, bad = world.pack(xor(b, a), full(a), full(b))

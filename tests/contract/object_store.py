@@ -244,7 +244,7 @@ class ObjectStoreContract:
             store.settle(prefix)
 
     def test_list_beside_writers(self, store):
-        """What was there before and stays is in every listing, once; the rest is whole or absent."""
+        """A listing has each object that was there before and stays, once; any other is whole or absent."""
         staying = sorted(f"p/{i % 4}/stay{i}" for i in range(40))
         for key in staying:
             store.put(key, b"whole")

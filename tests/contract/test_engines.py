@@ -1,6 +1,6 @@
 """Every engine keeps one contract: the CPU engine is tested everywhere, the CUDA engine where there is a GPU.
 
-What one engine has encoded, the other must decode.
+Each engine decodes what the other has encoded.
 """
 
 import dataclasses
@@ -382,7 +382,7 @@ def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):
 
 
 def failure(engine, chains, arrays, bases=None):
-    """What decoding raises; None if it raises nothing, and then the bytes are right."""
+    """Return the error of decoding; None if it raises nothing, and then the bytes are right."""
     try:
         found = decode(engine, chains, arrays, bases)
     except DAMAGE as error:

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
         except ImportError:
             pass  # the tests say so
 
-#: Of the libraries below us; what our own code does is still an error.
+#: Warnings of libraries; a warning of our own code is still an error.
 QUIET = ["ignore:::cupy", "ignore:::nvidia", "ignore:ComplexHalf support is experimental"]
 
 

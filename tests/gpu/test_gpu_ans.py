@@ -83,7 +83,7 @@ def test_a_background_save():
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
 def test_recode_there_and_back(source):
-    """Of chains that either engine wrote; ANS written by a GPU, from files."""
+    """Chains that either engine wrote, and ANS that a GPU wrote, from files."""
     state, store, wanted = state_of(source), MemoryStore(), []
     with repository(4096, store) as repo:
         for step in range(4):

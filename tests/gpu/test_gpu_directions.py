@@ -33,7 +33,7 @@ CHUNKS = {
 
 
 def state_of(device, name):
-    """What is saved with a chunk size; the same bytes on every device and in every process."""
+    """Return the state for a chunk size: the same bytes on every device and in every process."""
     state = {"model": every_dtype(device, CHUNKS[name][1]), "odd": odd_ones(device), "step": 7, "nan": float("nan")}
     if name == "default":
         state["large"] = [

@@ -9,7 +9,7 @@ from kit.gpu_states import MIB, OPTIONS, manager, typed
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 
 COUNT = 2**31 + 5 * MIB + 5
-#: Of device memory: the tensor, its copy and its base, what is restored, and work.
+#: Device memory: the tensor, its copy and its base, the restored tensor, and work.
 NEEDED_BYTES = 20 * 10**9
 
 

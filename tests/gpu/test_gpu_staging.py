@@ -331,7 +331,7 @@ def test_a_failed_save_is_no_base(monkeypatch, snapshots):
 
 
 def test_several_managers_in_one_process():
-    """Of two repositories, and two of one repository, all at work at once."""
+    """Managers of two repositories, and two of one repository, all work at once."""
     shared = repository()
     states = [{"w": floats(300_000, i, "cuda"), "s": floats(9, i, "cuda")} for i in range(4)]
     makers = [manager("device"), manager("host"), SnapshotManager(shared, run="x", staging="device"),

@@ -469,7 +469,7 @@ def test_a_damaged_record_loses_no_other(root, how):
 
 
 def test_things_that_do_not_belong_there(root):
-    """Somebody's notes between the objects: nobody stumbles over them, and nobody deletes them."""
+    """Foreign files between the objects disturb no verb, and no verb deletes them."""
     places = ["packs/README", "packs/ab/notes.txt", "manifests/x", "snapshots/old/readme.txt", "snapshots/list",
               "policies/a", "policies/a.b", "gc/notes", "gc/x.txt"]  # fmt: skip
     for place in places:

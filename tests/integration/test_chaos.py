@@ -16,7 +16,7 @@ from kit.tally import EXAMPLES
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
-#: Of each class, in CI.
+#: Seconds of each class, in CI.
 SECONDS = 5.0
 ROUGH = ["links", "mounts", "renames", "everything"]
 

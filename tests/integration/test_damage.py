@@ -27,7 +27,7 @@ def looked_at(store, level):
         return found.check(level)
 
 
-#: What is not damage to anybody: nothing to report, nothing that suffers.
+#: Changes that damage no snapshot: nothing to report, nothing that suffers.
 SILENT = {
     ("record, an old revision", "missing"),
     ("record, tagged", "missing"),  # the tag is gone with it, and nobody but an index knows that there was one
@@ -118,7 +118,7 @@ def gone(name, how):
 # --- where the advice leads
 
 
-#: What an operator may have besides the commands: nothing, a backup, or the state itself.
+#: An operator may have, besides the commands, nothing, a backup, or the state itself.
 CHOICES = ("drop", "put a copy back", "save again")
 ROUNDS = 6
 
@@ -141,7 +141,7 @@ class Operator:
 
     def run(self, command):
         """(exit code, what it prints)."""
-        if command == "snapstore gc":  # the last moment of those that are only forgotten
+        if command == "snapstore gc":  # the last moment of snapshots that are only forgotten
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")

@@ -1,6 +1,6 @@
 """The figures of compact and scale in docs/reliability.md and docs/benchmarks.md hold, in a short form.
 
-What the benches measure at full size takes an hour; a change that loses what they show is seen here.
+The benchmarks take an hour at full size; a change that loses their figures is seen here.
 """
 
 from __future__ import annotations

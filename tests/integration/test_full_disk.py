@@ -16,7 +16,7 @@ from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, Storag
 from snapstore.storage.local import LocalStore
 
 PAGE = 4096
-#: What a forget and a gc write before they delete.
+#: Bytes that a forget and a gc write before they delete.
 WORDS_PAGES = 16
 OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
 

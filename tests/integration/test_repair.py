@@ -50,7 +50,7 @@ def store():
 
 
 def test_a_later_save_repairs(store):
-    """Nothing holds the lost chunk until the state is saved again, upon the damaged snapshots: they are whole then."""
+    """No object holds the lost chunk until the state is saved again, on the damaged snapshots: they are whole then."""
     key = wound(store)
     wanted = snapshots_of(store)
     assert restoring(store, wanted) == set()
@@ -401,7 +401,7 @@ def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
 
 
 def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
-    """What another repair has found since ours looked is neither replaced nor taken away."""
+    """The findings of another repair since ours looked are neither replaced nor taken away."""
     store, _, key, offset = misbuilt
     wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
     with Repository.open(store, options=ONE_PACK) as found:
@@ -510,7 +510,7 @@ def test_records_that_were_never_revised_come_back_in_their_order(store):
             )  # fmt: skip
         assert found.snapshot("a@latest").step == 2
         found.forget([KeepLast(1)], run="a", force=True)
-        assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until somebody has looked"
+        assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until the user has looked"
 
 
 def test_a_record_that_was_removed_is_put_back(store):
@@ -565,7 +565,7 @@ def put_back(store, backup):
 
 
 def accepted(found, wanted):
-    """Nothing may change until somebody says that the backup is what he wants; then all is as it was."""
+    """Nothing changes until the user says that the backup is wanted; then all is as it was."""
     result = found.check("restore")
     assert (refs(result.restorable), result.ok) == (wanted, False)
     assert {p.command for p in result.problems} == {"snapstore index rebuild --forget-missing"}
@@ -599,7 +599,7 @@ def test_snapshots_of_a_restored_backup_are_not_swept_again(store, tagged):
 
 
 def test_snapshots_only_forgotten_in_a_backup_are_not_swept(store):
-    """The index knows that it was; all that it needs is there again, and somebody may un-forget it."""
+    """The index knows that it was; all that it needs is there again, and a user may un-forget it."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
         backup = clone(store)
@@ -674,7 +674,7 @@ def test_a_record_of_what_is_collected_is_put_back(store):
 
 
 def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read(store):
-    """Of the two the store shows the damaged one: from the index comes what that one said, and nothing is forgotten."""
+    """The store shows only the damaged one of two: the index has what it said, and nothing is forgotten."""
     with opened(store) as found:
         first = found.snapshot("a@0").key
         found.forget_snapshots(["a@0"])
@@ -688,7 +688,7 @@ def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read
 
 
 def test_an_aborted_save_does_not_come_back(store):
-    """Its record says so, its manifests are gone: given up for good, if somebody asks for that."""
+    """Its record says so, its manifests are gone: dropped for good, if the user asks for that."""
     key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"SNAP and no more")
     with opened(store) as found:
@@ -798,7 +798,7 @@ def test_a_config_is_reconstructed(store, how):
 
 
 def test_a_config_of_another_repository(store):
-    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair mends it."""
+    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair restores it."""
     with opened(store) as found:
         ours = found.config
     with_config(store, ours, digest_seed=ours.digest_seed ^ 1, uuid=records.new_id())

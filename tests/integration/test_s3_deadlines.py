@@ -132,7 +132,7 @@ def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("left_s", "fails"), [(300, True), (800, False)])
 def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tmp_path, left_s, fails):
-    """Those at hand serve until ten minutes before they expire."""
+    """Cached ones serve until ten minutes before they expire."""
     script, config = tmp_path / "credentials.py", tmp_path / "config"
     expires = datetime.now(UTC) + timedelta(seconds=left_s)
     told = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": expires.isoformat()}

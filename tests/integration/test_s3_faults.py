@@ -598,7 +598,7 @@ def test_no_credentials(world, monkeypatch, tmp_path):
 
 
 def test_credentials_are_in_no_text(world, monkeypatch, caplog):
-    """Of all that can fail, nothing repeats a secret, a token or a key id."""
+    """No failure repeats a secret, a token or a key id."""
     secrets = {
         "AWS_SECRET_ACCESS_KEY": "very-secret",
         "AWS_SESSION_TOKEN": "token-123",

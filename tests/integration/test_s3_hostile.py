@@ -153,7 +153,7 @@ def store(server, monkeypatch, tmp_path):
 
 
 def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: bool, stored: bool) -> str | None:
-    """What was wrong with one case, or None."""
+    """Run one case; return what was wrong with it, or None."""
     rule = case.server.lie(case.part, lie, times=1 if once else 10**9, stored=stored)
     began = time.monotonic()
     wrong, mutated = None, name.startswith("mutation")

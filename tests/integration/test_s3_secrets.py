@@ -180,7 +180,7 @@ def quick(server, monkeypatch, tmp_path):
 
 
 def said(call: Callable[[], Any]) -> list[str]:
-    """What a call says when it fails, in every error of its chain; only errors of ours are raised."""
+    """Return the words of a call that fails, of every error in its chain; only errors of ours are raised."""
     try:
         result = call()
     except SnapstoreError as error:

@@ -117,7 +117,7 @@ def losses_of(file: Path) -> list[tuple[int, str]]:
 
 
 def look_after(url: Path, expected: dict[int, dict[str, str]], committed: dict[str, int]) -> tuple[int, int]:
-    """What must hold after every death: (newest committed step, sessions that the dead run has left behind).
+    """Check what must hold after every death: (newest committed step, sessions that the dead run has left behind).
 
     Args:
         committed: step by id, of all that were seen after earlier deaths; those seen now are added.

@@ -397,7 +397,7 @@ def test_a_config_is_reconstructed_beside_an_unreadable_manifest(store):
 
 
 def test_a_store_that_fails_amid_a_repair_is_no_damage(store):
-    """Of what would tell of a lost record nothing is called lost as long as nothing at all can be read or listed."""
+    """No record is called lost as long as nothing at all can be read or listed."""
     with opened(store) as found:
         key = found.snapshot("a@1").key
         manifests = [ref.key for ref in found.snapshot("a@1").manifests]

@@ -121,7 +121,7 @@ def _raw(n: int, device: str) -> State:
 
 
 def _other(w: torch.Tensor) -> torch.Tensor:
-    """Of the same form, other values."""
+    """Return other values of the same form."""
     return (w.detach() * 2 + 1).clone()
 
 
@@ -158,7 +158,7 @@ def _tie_and_change(state: State) -> None:
 
 
 def _let_go(state: State) -> None:
-    """What lies at their place from now on is another's: see `Later`."""
+    """Their memory belongs to another array from now on: see `Later`."""
     for value in state.values():
         value.data = _other(value)[:1]
 
@@ -242,7 +242,7 @@ CHANGES: dict[str, Change] = {
     "bytearray: more": Change(_raw, lambda s: s["w"].extend(bytes(5000))),
 }  # fmt: skip
 
-#: Those that make something of arrays that hold nothing, or a single number.
+#: Changes of arrays that hold nothing, or a single number.
 OF_FEW: dict[str, Change] = {
     "empty: more": Change(lambda n, d: {"w": torch.empty(0, 4, device=d)}, _data(lambda w: w.new_ones(3, 4))),
     "empty: other dtype": Change(lambda n, d: {"w": torch.empty(0, 4, device=d)}, _data(lambda w: w.double())),
@@ -298,7 +298,7 @@ class Moments:
 
 
 def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
-    """What a save calls, from `flatten` to the manifest."""
+    """The functions that a save calls, from `flatten` to the manifest."""
     names = ["described", "memory_key", "memory_view", "copy_into", "as_bytes", "as_memory"]
     found = [(arrays, name) for name in names]
     for module in (flattening, host_staging):

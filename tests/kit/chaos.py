@@ -5,9 +5,9 @@
     judge(chaos)
 
 Several workers and verbs of the shell (chaos_worker.py) save, restore, forget, tag, collect, compact, check and repair
-all at once. What a kind of chaos does stands in `DEEDS`; each can be tried alone. Every decision comes from the seed
-and is logged. Processes cannot be replayed, so a failure is read from what lies in `folder`: the decisions, each
-process's journal and its stderr.
+all at once. `DEEDS` has the actions of each kind of chaos; each can be tried alone. Every decision comes from the seed
+and is logged. Processes cannot be replayed, so a failure is read from `folder`: the decisions, each process's journal
+and its stderr.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
 from snapstore.storage.base import ObjectStore
 
-#: What a class of chaos does to the processes, beside running them.
+#: Class of chaos -> what it does to the processes, beside running them.
 KINDS: dict[str, frozenset[str]] = {
     "processes": frozenset({"kill", "stop", "caches", "clocks"}),
     "links": frozenset({"kill", "links"}),
@@ -356,7 +356,7 @@ class Chaos:
                 self._judge_file(Path(shell["file"]))
 
     def _judge_file(self, file: Path) -> None:
-        """What the shell has restored of what the shell had saved."""
+        """Check a file that the shell has restored of what the shell had saved."""
         from snapstore.cli import files
 
         state, about = files.read(file)
@@ -400,7 +400,7 @@ class Chaos:
         how = self.random.choice(["lost", "noise", "old", "kept"])
         self.log("cache", folder=str(cache), how=how)
         indexes = [file.parent for file in cache.glob("**/data.mdb")]
-        with suppress(OSError):  # somebody uses it at this moment
+        with suppress(OSError):  # a process uses it at this moment
             if how == "kept":
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(cache, kept)
@@ -414,7 +414,7 @@ class Chaos:
         self._count("caches lost")
 
     def _unpack_links(self) -> None:
-        """As an archive does that somebody else has made: links where a repository has folders of its own."""
+        """Plant links where a repository has folders of its own, as a foreign archive may."""
         root = Path(self.truth)
         for name in self.random.sample(["index", "tmp", "gc", "sessions", "policies"], 2):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -480,7 +480,7 @@ class Chaos:
     # -- what must stay
 
     def _make_canary(self) -> dict[str, str]:
-        """Files of somebody else, some of them with names like ours."""
+        """Write files of another program, some with names like ours."""
         folder, names = self.folder / "canary", Random(self.seed)
         for name in ("file", "data.mdb", "lock.mdb", "used", "config", f"{names.randbytes(32).hex()}",
                      f"{names.randbytes(16).hex()}.mark", f"000000000001-{names.randbytes(16).hex()}.0"):  # fmt: skip
@@ -543,9 +543,9 @@ def calls(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def judge(chaos: Chaos, store: ObjectStore) -> None:
-    """What an honest process finds when all is over; raises AssertionError.
+    """Check as an honest process what is left when all is over; raise AssertionError.
 
-    Every snapshot that was called committed is there and restores bit by bit, unless somebody may have forgotten it;
+    Every snapshot that was called committed is there and restores bit by bit, unless a process may have forgotten it;
     a tagged one always. No verb has failed in a way that it must not. After a gc nothing is left that nobody needs.
     """
     entries, wrong = calls(chaos.folder)
@@ -555,7 +555,7 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
     wrong += chaos.wrong
     now = chaos.canary_now()
     changed = {name for name in now.keys() | chaos.canary.keys() if now.get(name) != chaos.canary.get(name)}
-    wrong += [f"somebody else's file, reached through a link, has changed: {name}" for name in sorted(changed)]
+    wrong += [f"another program's file, reached through a link, has changed: {name}" for name in sorted(changed)]
     with Repository.open(store, options=chaos_worker.OPTIONS) as repository:
         view = repository.view()
         states = {s.id: s for s in view.snapshots(states=None)}

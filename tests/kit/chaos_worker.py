@@ -1,4 +1,4 @@
-"""What runs in the processes of chaos.py: a launcher, which forks, and its children: workers and verbs of the shell.
+"""The processes of chaos.py: a launcher, which forks, and its children, which are workers and verbs of the shell.
 
     python -m kit.chaos_worker     one JSON request a line on stdin, one JSON event a line on stdout
 
@@ -149,7 +149,7 @@ class Worker:
 
     @contextmanager
     def call(self, verb: str, *, may_fail: bool = True, **about: Any) -> Iterator[dict[str, Any]]:
-        """A call in the journal; its errors too. What the block puts into the dict stands in the line behind it."""
+        """A call in the journal; its errors too. The line behind it has what the block puts into the dict."""
         number = self.journal.begin(verb, **about)
         result: dict[str, Any] = {}
         try:
@@ -254,7 +254,7 @@ class Worker:
             result |= {"forgotten": [] if dry else [s.id for s in forgotten]}
 
     def unforget(self, repository: Repository) -> None:
-        """Of something that may be collected just now."""
+        """Whether an error is about something that may be collected just now."""
         if (snapshot := self.some(repository, "forgotten")) is not None:
             with self.call("unforget", id=snapshot.id) as result:
                 repository.unforget(f"id:{snapshot.id}")

@@ -101,7 +101,7 @@ class CudaTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What operators return lies on the device as well."""
+        """Results of operators lie on the device as well."""
         if func is torch.Tensor.copy_:  # what it returns lies where it was
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -261,7 +261,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 def entered(*args: Any) -> contextlib.AbstractContextManager[None]:
-    """What is current anyway; may be entered again and again."""
+    """The stream that is current anyway; it may be entered again and again."""
     return contextlib.nullcontext()
 
 
@@ -474,7 +474,7 @@ DONE, INVALID, CANNOT_DECOMPRESS = 0, 10, 12  # nvcompStatus_t
 
 
 class Codec:
-    """What stands for one of nvCOMP's, with the sizes of nvCOMP 6.0.
+    """A codec in the place of one of nvCOMP's, with the sizes of nvCOMP 6.0.
 
     Args:
         block_bytes, room_bytes: the blocks that snapstore makes, and what nvCOMP says that one may take.

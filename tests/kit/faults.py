@@ -176,7 +176,7 @@ class Unreadable(FaultStore):
 
 
 def drop_hold(inner: ObjectStore, key: str) -> None:
-    """What the kernel does to one held object of a process that dies."""
+    """Release one held object, as the kernel does when its process dies."""
     if isinstance(inner, MemoryStore):
         with inner._lock:
             inner._held.discard(key)

@@ -1,4 +1,4 @@
-"""What the attacks share: forged blobs, packs, manifests and records whose checksums all hold; a measure of memory."""
+"""Forged blobs, packs, manifests and records whose checksums all hold; and limits on time and memory."""
 
 import hashlib
 import struct
@@ -27,7 +27,7 @@ CHUNK_BYTES = 8192
 SEED = 0x5EED5EED5EED5EED  # of every forged repository: who forges one has read its config
 
 
-#: What one hostile input may take [s of this process's time, so that others on the machine do not count]. Most take
+#: The limit for one hostile input [s of this process's time, so that others on the machine do not count]. Most take
 #: milliseconds; tracing memory makes them five times as slow, coverage twice.
 LIMIT_S = 10.0
 
@@ -214,7 +214,7 @@ class World:
 
 
 def ref_of(name, data):
-    """What a record says of a manifest, however hostile it is."""
+    """Return a record's entry about a manifest, however hostile it is."""
     head = data[: manifest.PREFIX.size + int.from_bytes(data[12:16], "little")]
     header = None
     with suppress(FormatError, IntegrityError):

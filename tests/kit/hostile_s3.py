@@ -161,7 +161,7 @@ class HostileS3(SocketServer):
     # --- the honest server ---
 
     def answer_to(self, request: Request) -> bytes:
-        """What an honest server says."""
+        """Return the answer of an honest server."""
         parts = urlsplit(request.target)
         name = unquote(parts.path).lstrip("/")
         query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
@@ -267,7 +267,7 @@ def says(data: bytes, *, goes_on: bool = True) -> Lie:
 
 
 def first(data: bytes, later_s: float = 0.3) -> Lie:
-    """These bytes, and later the honest answer, which is the next request's to whoever uses the connection again."""
+    """These bytes, and later the honest answer: a client that uses the connection again takes it for the next one."""
 
     def lie(wire: Wire, honest: bytes) -> bool:
         wire.send(data)
@@ -364,7 +364,7 @@ def _status(line: bytes) -> Callable[[bytes, bytes], bytes]:
 _MORE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _INTERIM = {status: f"HTTP/1.1 {status} Wait\r\n\r\n".encode() for status in (101, 102, 103, 199)}
 
-#: What needs no time. Each is told once, and always.
+#: Lies that need no time. Each is told once, and always.
 LIES: dict[str, Lie] = {
     **{f"{status}, the answer late": first(text) for status, text in _INTERIM.items()},
     **{f"{status} alone": says(text) for status, text in _INTERIM.items()},
@@ -406,7 +406,7 @@ LIES: dict[str, Lie] = {
     "a refusal before the body": before_body(says(error(503, "SlowDown"))),
 }  # fmt: skip
 
-#: What takes all the time there is.
+#: Lies that take all the time there is.
 SLOW: dict[str, Lie] = {
     "nothing for ever": then_stalls(lambda honest: b""),
     "the body is not read": before_body(then_stalls(lambda honest: b"")),

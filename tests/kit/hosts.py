@@ -1,4 +1,4 @@
-"""What runs on the hosts of test_s3_hosts.py, each a process: `python -m kit.hosts writer URL RUN`. Without torch.
+"""The programs of the hosts in test_s3_hosts.py, each a process without torch: `python -m kit.hosts writer URL RUN`.
 
 States are numpy arrays and a pure function of (run, version), as those of repositories.py are.
 """

@@ -7,7 +7,7 @@
 
 Requests go on as they are, the Host header too, which the client has signed. `LIES` holds everything that an answer can
 get wrong; a lie that does not fit a request (a 404 of what is not there) waits for the next one. `EXCLUDED` names what
-the design leaves to the store's word. A proxy that is opened anew has another address, and its client a cold index.
+the design leaves to the store's word. A proxy that is opened again has another address, and its client a cold index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import BinaryIO
 from kit.socket_server import fields_of, read_head
 from kit.tcp_proxy import Proxy
 
-#: An answer that comes in drops lasts so long; whoever still waits for it then hangs.
+#: An answer that comes in drops lasts so long; a client that still waits for it then hangs.
 HANGS_AFTER_S = 60.0
 #: Between two drops: less than any client waits for the next byte.
 DROP_EVERY_S = 0.25
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """Of HTTP."""
+        """The status of HTTP."""
         return int(self.head.split(b" ", 2)[1]) if self.head else 0
 
     @property
@@ -79,7 +79,7 @@ ETAG = 'ETag: "d41d8cd98f00b204e9800998ecf8427e"'
 
 
 class Memory:
-    """What was answered earlier, to several proxies."""
+    """Earlier answers, shared by several proxies."""
 
     def __init__(self) -> None:
         self.classes: set[tuple[str, str]] = set()  # (verb, kind) of all requests
@@ -99,7 +99,7 @@ class Memory:
                 del of_kind[:-REMEMBERED]
 
     def latest(self, talk: Talk) -> Answer | None:
-        """What the same request was answered the last time."""
+        """Return the last answer to the same request."""
         with self._lock:
             return self._latest.get((talk.target, talk.range))
 
@@ -117,7 +117,7 @@ class Talk:
         verb: GET, HEAD, PUT, COPY, DELETE, BATCH (of deletes) or LIST.
         kind: of the object or the prefix: packs, snapshots, ...; "" of the whole repository.
         closes: whether the connection ends with the answer.
-        pages: made up ones, by their token, shared with the proxy.
+        pages: false ones, by their token, shared with the proxy.
     """
 
     method: str
@@ -147,7 +147,7 @@ class Talk:
 
     @property
     def range(self) -> str:
-        """Of bytes."""
+        """The range of bytes."""
         return self.fields.get("range", "")
 
     @property
@@ -159,7 +159,7 @@ class Talk:
 
     @property
     def token(self) -> str:
-        """Of a page of ours."""
+        """The token of a page of ours."""
         named = re.search(r"continuation-token=(lie-\d+)", self.target)
         return named[1] if named else ""
 
@@ -202,7 +202,7 @@ def another(talk: Talk) -> Answer | None:
 
 
 def earlier(talk: Talk) -> Answer | None:
-    """What was there and is gone, or the listing as it was."""
+    """Give an object that is gone, or the listing as it was."""
     given = talk.memory.latest(talk)
     if given is None or talk.real.body == given.body:
         return None
@@ -374,7 +374,7 @@ def second_page(what: str) -> Lie:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _SLOW: dict[str, Lie] = {"slow head": slow_head, "endless head": endless_head, "100 for ever": continues}
-#: Those that cost a client seconds.
+#: The lies that cost a client seconds.
 DRAGGING = frozenset({*_SLOW, "slow body", "endless"})
 _NO_ANSWER: dict[str, Lie] = {
     "204": says(answer(204)), "102, then nothing": informs_first(102, asks=False),
@@ -452,7 +452,7 @@ class LyingProxy(Proxy):
     """See the module.
 
     Args:
-        tell: called with every lie, when it is told; again if somebody hangs on it.
+        tell: called with every lie, when it is told; again if a client hangs on it.
         confirmed: whether the lies of `EXCLUDED` are told too: to clients that confirm what they have put.
         sorts: of lies that are told: about "reads", about "writes", or "slow" ones, which cost seconds each.
     """

@@ -22,7 +22,7 @@ Event = tuple[str, Any, Any]
 
 
 class Recorder:
-    """What this process does to files below a directory, in order."""
+    """The operations of this process on files below a directory, in order."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.events = root, list[Event]()
@@ -92,7 +92,7 @@ class Recorder:
 
 
 class Disk:
-    """What has become of files after some events; the root itself is there."""
+    """The state of the files after some events; the root itself is there."""
 
     DIRECTORY = -1
 

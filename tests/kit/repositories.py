@@ -108,7 +108,7 @@ def snapshots_of(store: ObjectStore) -> dict[str, Snapshot]:
         return {s.ref: s for s in repository.view().snapshots(states=("committed", "forgotten"))}
 
 
-#: What the revisions of a record may differ in; nothing else is any verb's to change.
+#: Fields in which the revisions of a record may differ; no verb may change any other.
 REVISED = {"revision", "state", "write_id", "tags", "policy", "reason"}
 REWRITTEN = {"manifests", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
 
@@ -120,12 +120,12 @@ def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple
 
 
 def lasting(snapshot: Snapshot) -> str:
-    """What no verb may change of a record; as text, in which NaN equals itself."""
+    """Return the fields of a record that no verb may change; as text, in which NaN equals itself."""
     fields = {f: getattr(snapshot, f) for f in snapshot.__struct_fields__ if f not in REVISED | REWRITTEN}
     return repr(fields | {"metadata_node": bytes(snapshot.metadata_node)})
 
 
-#: What has been restored by repositories that had just been opened, see `_content_of`.
+#: Contents that freshly opened repositories have restored, see `_content_of`.
 _RESTORED: set[bytes] = set()
 _CLEAN = count(SEED)
 #: At every so many-th of its calls `check_clean` lets `check` decode all chains, as the restores beside it do.
@@ -187,7 +187,7 @@ def _check(repository: Repository, about: str, level: str, expected: Values, see
 def _content_of(store: ObjectStore, snapshot: Snapshot, expected: Values) -> bytes | None:
     """A digest of all bytes that a restore reads and of what it must give; None of a store that is far away.
 
-    Of thousands of copies of a few prepared stores, each differs from the others by what a fault has altered.
+    Thousands of copies of a few prepared stores differ only by what a fault has altered.
     """
     if not isinstance(store, MemoryStore | LocalStore):
         return None

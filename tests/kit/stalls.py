@@ -36,7 +36,7 @@ class Foreign(FaultStore):
 
 
 def others_meanwhile(inner: ObjectStore, ref: str) -> dict[str, Callable[[], object]]:
-    """What another process does meanwhile; to the snapshot of a reference, if it does not just collect."""
+    """Return the actions of another process meanwhile; some change the snapshot of a reference."""
 
     def gc(store: ObjectStore = inner, fence_after_s: float = 3600.0) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the unit tests of states share: exact comparison, a snapshot in memory, and things to put into a state."""
+"""Exact comparison of states, a snapshot in memory, and objects to put into a state."""
 
 import collections
 import struct

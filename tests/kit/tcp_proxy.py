@@ -24,7 +24,7 @@ Match = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class Fault:
-    """What to do with one request."""
+    """A fault that befalls one request."""
 
     answer: bytes | None = None  # sent in place of the server's, which never sees the request
     before: Callable[[], object] | None = None  # called before the request goes on

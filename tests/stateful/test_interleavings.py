@@ -73,8 +73,8 @@ def test_random_schedules(first, actors):
 
 # --- all schedules with few stops ------------------------------------------------------------------------------------
 
-#: Who plays upon `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
-#: stores the very bytes that are being swept. H gives up whoever is in the middle of a save.
+#: Who plays on `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
+#: stores the very bytes that are being swept. H expires each session that is in the middle of a save.
 CAST: dict[str, Body] = {
     "S": saving("a", 3, 3),
     "T": saving("b", 1, 51),
@@ -90,7 +90,7 @@ ALL = [name for name in CAST if name != "E"]
 WHOLE = {"T", "F", "G"}
 #: Nobody is stopped before these: what they do or give is the same whatever others do meanwhile.
 APART, FIXED = ("settle", "clean"), ("config", "snapshots/")
-#: What is committed in the end: of `doomed` and, of whoever ended well, what it has made or brought back.
+#: The committed snapshots in the end: of `doomed`, and what each actor that ended well has made or brought back.
 MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
 
 
@@ -207,7 +207,7 @@ def test_two_stop_once_each(first, second, actors):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("between", [["U"], ["U", "H"]])
 def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):
-    """G stops, a@2 comes back (and another gc completes G's mark), S builds upon it and stops, and a@2 goes again."""
+    """G stops, a@2 comes back (and another gc completes G's mark), S builds on it and stops, and a@2 goes again."""
     for steps in stops("G", between, 8):
         for more in stops("T", (between, steps), 8):  # as many as S takes that has a base
             parts = [("G", steps), *((name, None) for name in between), ("S", more), ("E", None)]
@@ -283,7 +283,7 @@ def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
 
 
 def test_a_fence_between_commit_and_reading_it_back(stage):
-    """The saver's put and the gc's: exactly one wins, whoever comes first."""
+    """The saver's put and the gc's: exactly one wins, whichever comes first."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
     gc = stage.enter("G", collecting(0.0), seen_dead=True).until("put", "snapshots/")
     saver.until("release", "sessions/")

@@ -51,7 +51,7 @@ class World:
 
     Attributes:
         may_go: versions that a forget of the scenario may take.
-        told: snapshots that somebody was told are committed.
+        told: snapshots that a caller was told are committed.
         outcome: of the liar's verb.
     """
 
@@ -417,7 +417,7 @@ def _states(store: MemoryStore, step: int) -> list[Snapshot]:
 
 
 def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
-    """Whoever removed it, by hand or as a gc that saw none: what it wrote may be gone."""
+    """Its session was removed, by hand or by a gc that saw none: what it wrote may be gone."""
     store = clone(history())
     actor = Actor("save", store, saving("a", 8, 8)).until("get", "sessions/")
     actors.append(actor)
@@ -432,7 +432,7 @@ def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
 @pytest.mark.parametrize("at", [0, 8, 40, 56])
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 def test_a_damaged_header_that_no_snapshot_needs_stops_no_gc(monkeypatch, kind, at):
-    """What a dead save has left, altered in its magic, its version, or the record that it was made for."""
+    """An object of a dead save, altered in its magic, its version, or the record that it was made for."""
     one_thread(monkeypatch, index=False)
     store = clone(history())
     dead = FaultStore(store)
@@ -494,7 +494,7 @@ def test_a_revision_that_no_listing_shows_keeps_no_snapshot_for_ever(verb):
 
 
 def test_a_full_store_that_does_not_delete_leaves_the_session():
-    """What a save had put is explained by its session, until it is gone for certain."""
+    """The session of a save explains its objects, until it is gone for certain."""
 
     class Full(FaultStore):
         kept = True

@@ -33,7 +33,7 @@ Standing = dict[str, Any]
 
 @dataclass
 class History:
-    """What was done to files, and what a user could rely on.
+    """The operations on files, and what a user could rely on.
 
     Attributes:
         begins: of every verb, its first event.
@@ -53,7 +53,7 @@ class History:
 
 
 def standing(repository: Repository) -> Standing:
-    """Of every snapshot its state, its tags and what no verb may change; of every run its policies."""
+    """Return each snapshot's state, tags and lasting fields, and each run's policies."""
     found = repository.view().snapshots(states=("committed", "forgotten", "swept"))
     of_runs = {f"policies of {run}": repository.policies(run) for run in sorted({s.run for s in found})}
     return {s.id: (s.state, s.tags, lasting(s)) for s in found} | of_runs
@@ -106,7 +106,7 @@ def _damage(repository):
     flip(store, key, pack.HEADER.size + 50)
 
 
-#: In these somebody has to repair, whatever the power loss has done.
+#: These need a repair, whatever the power loss has done.
 DAMAGED = {"damage", "repair", "purge", "last gc"}
 PAGE_BYTES = 4096
 HISTORIES = {"verbs": _verbs, "rewriting": _rewriting}

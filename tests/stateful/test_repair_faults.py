@@ -62,7 +62,7 @@ def whole(store: ObjectStore) -> set[str]:
 
 
 def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5, level: str = "data") -> None:
-    """Another repair mends what is left, and no trace of the damage stays."""
+    """Another repair finishes, and no trace of the damage stays."""
     with opened(store) as repository:
         report = repository.repair(apply=True, level=level)
         assert (report.lost, report.open) == ([], []), about
@@ -89,7 +89,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def points(writes_every: int, reads_every: int) -> list[int]:
-    """The operations to try: more of those that change the store."""
+    """The operations to try: more of the ones that change the store."""
     changing = ("put", "hold", "release", "delete")
     writes = [i for i, (operation, _) in enumerate(operations()) if operation in changing]
     reads = [i for i, (operation, _) in enumerate(operations()) if operation not in changing]
@@ -132,7 +132,7 @@ def test_every_fault(mode, monkeypatch):
 
 @pytest.mark.no_cover
 def test_every_torn_put(monkeypatch):
-    """Of what a repair was writing half is there: the next one, a gc and a purge leave no trace of it."""
+    """Half of an object that a repair was writing is there: the next one, a gc and a purge leave no trace of it."""
     one_thread(monkeypatch, index=False)
     puts = [k for k, (operation, _) in enumerate(operations()) if operation == "put"]
     for k in (puts[i] for i in sampled(len(puts), 3)):

@@ -63,7 +63,7 @@ def holders(store: MemoryStore) -> set[str]:
 
 
 def play(name: str, cast: list[Actor], choices: Iterator[int]) -> list[int]:
-    """A schedule of a cast, by choices of who goes next; those that were made while there were two."""
+    """Run a schedule by choices of who goes next; return the choices made while there were two."""
     tally("schedules")
     first, *bodies = CASTS[name]
     stage = Stage(history(first), cast)

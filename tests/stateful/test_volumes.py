@@ -28,7 +28,7 @@ from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.no_cover
 
-#: What takes the place: nothing, another repository, an older copy of the same one.
+#: The replacement: nothing, another repository, an older copy of the same one.
 OTHERS = ("empty", "another", "copy")
 
 
@@ -46,7 +46,7 @@ def _steps(repository):
     return [s.step for s in repository.snapshots()]
 
 
-#: What is done; and what holds then if it raised nothing.
+#: The verb, and what holds then if it raised nothing.
 VERBS: dict[str, tuple[Callable[[Repository], Any], Callable[[Repository], bool]]] = {
     "save": (lambda r: save(r, "a", 4, 4), lambda r: _steps(r) == [0, 1, 3, 4]),
     "tag": (_tag, lambda r: r.snapshot("a@new").step == 3 and r.snapshot("a@1").tags == []),
@@ -78,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
-    """Of every kind of place one: the repository, and what may take its place."""
+    """One place of every kind: the repository, and what may take its place."""
     folder = tmp_path_factory.mktemp("volumes")
     places = {name: folder / name for name in ("repository", *OTHERS)}
     places["empty"].mkdir()

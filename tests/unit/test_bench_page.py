@@ -74,7 +74,7 @@ def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch
 
 
 def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
-    """What the page is after a bench whose sections do nothing."""
+    """Return the page after a benchmark whose sections do nothing."""
     monkeypatch.setattr(sys, "argv", ["tools/bench gpu", *(a.format(tmp_path) for a in arguments)])
     monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
     monkeypatch.setattr(tools.gpu, "run", lambda *_: None)

@@ -68,7 +68,7 @@ def test_a_folder_that_is_no_index_of_ours_is_left_alone(folder):
     for name in others:
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(bytes(8 * KiB))
-    (folder / "evicted-0123456789abcdef").mkdir()  # somebody was killed
+    (folder / "evicted-0123456789abcdef").mkdir()  # a process was killed
     (folder / "evicted-0123456789abcdef" / "data.mdb").write_bytes(b"x")
     shrink(0)
     assert names(folder) == set(others)
@@ -189,7 +189,7 @@ def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
-    """mkdir finds it; then somebody removes it."""
+    """mkdir finds it; then another process removes it."""
     real, calls = os.mkdir, []
 
     def mkdir(path, *rest):

@@ -117,7 +117,7 @@ def test_a_flipped_byte_in_a_pack(store, place, ref, part, users):
 
 
 def test_a_blob_that_only_one_snapshot_needs(store):
-    """A chunk that step 2 holds anew: damage of the old one is no loss for step 2."""
+    """A chunk that step 2 holds again: damage of the old one is no loss for step 2."""
     old = np.concatenate([floats(1)[:2048], floats(9)[:2048]])
     new = np.concatenate([floats(1)[:2048], floats(10)[:2048]])  # of the second chunk nothing is left
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:

@@ -49,7 +49,7 @@ def repo(store):
 
 
 def needed(repository):
-    """What gc leaves [bytes]."""
+    """Return the bytes that gc leaves."""
     stats = repository.stats()
     return stats.stored_bytes - stats.unneeded_bytes
 
@@ -330,7 +330,7 @@ def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
 
 
 def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():
-    """Zeros, and noise upon them in two runs: full, the noise takes as much again, and the base is next to nothing."""
+    """Zeros, and noise on them in two runs: full, the noise takes as much again, and the base is next to nothing."""
     store = created(4096)
     rng = np.random.default_rng(5)
     with opened(store) as repository:
@@ -598,7 +598,7 @@ def _any_history(draw):
                 if value is None or draw(st.integers(0, 3)) == 0:
                     value = (rng.standard_normal(size) * 3).astype(kind)
                     if draw(st.booleans()):
-                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                        value[:] = np.tile(value[: size // 4], 4)  # duplicates
                 else:
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
@@ -736,7 +736,7 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
 
 
 def test_an_unreadable_record_stops_it(repo):
-    """What its snapshot needs would count as dead."""
+    """Everything that its snapshot needs would count as dead."""
     snapshot = repo.snapshot("a@8")
     flip(repo.store, snapshot.key, 40)
     before = {info.key for info in repo.store.list("")}

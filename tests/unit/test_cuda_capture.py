@@ -10,7 +10,7 @@ from snapstore.engine.cuda import capture
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What loads the driver is a function of the test's."""
+    """A function of the test loads the driver."""
 
     def use(load):
         capture.driver.cache_clear()

@@ -25,7 +25,7 @@ def anchors(page):
 
 
 def problem(page, link):
-    """What is wrong with a relative link; empty if nothing is."""
+    """Return what is wrong with a relative link; empty if nothing is."""
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     if not target.is_relative_to(ROOT) or not target.exists():

@@ -31,7 +31,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """What is said where there is one, as far as that can be asked without it."""
+    """The answers where there is a GPU, as far as they can be asked without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -136,7 +136,7 @@ class CompileError(Exception):
     ids=["NVRTC", "compiler", "nvCOMP", "engine"],
 )  # fmt: skip
 def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, module, name, error):
-    """Is lacking, as packages are: whoever did not ask for it goes on without, warned once."""
+    """A missing GPU is like a missing package: a caller that did not ask for it goes on without, warned once."""
 
     def fails(*args):
         raise error

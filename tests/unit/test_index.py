@@ -153,7 +153,7 @@ def test_any_flipped_byte(root, start):
 
 
 def test_a_write_that_was_not_sealed(root):
-    """A crash between LMDB's commit and the seal: built anew."""
+    """A crash between LMDB's commit and the seal: the index is rebuilt."""
     environment = lmdb.open(str(index_of(root)), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:
         transaction.put(b"snapshots/x", b"not a record", db=environment.open_db(b"records", txn=transaction))
@@ -349,7 +349,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):
-    """Of a job that was suspended, say: saves wait for it a little, once, and do without the index from then on."""
+    """The lock of a suspended job, say: saves wait for it a little, once, and do without the index from then on."""
     script = f"""
 import os, signal
 from pathlib import Path
@@ -741,7 +741,7 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
     with pytest.raises(IntegrityError, match=expected):
         gc.collect(store, index)
     assert before.items() <= store._objects.items()
-    store._objects[ref.key] = data, info  # mended: nothing of the damage was cached
+    store._objects[ref.key] = data, info  # repaired: nothing of the damage was cached
     assert gc.collect(store, index).deleted_objects > 0
     index.close()
 
@@ -781,7 +781,7 @@ def test_lineage(root):
 
 
 def test_an_index_that_does_not_fit_is_rebuilt(tmp_path, caplog):
-    """What rules is kept; a limit that is too small for that even costs time, and nothing else."""
+    """The current records are kept; a limit that is too small even for them costs time, and nothing else."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(60):

@@ -266,7 +266,7 @@ def test_a_plane_that_hardly_compresses_is_stored_raw(monkeypatch):
 
 @pytest.mark.parametrize("tree", [["list", [None] * 10**6], ["list", [["list", []]] * 10**5], "x" * 10**6])
 def test_trees_of_one_value_are_stored_in_a_64th_or_as_they_are(tree):
-    """What compresses better is legitimate, and stored as it is."""
+    """A section that compresses better is legitimate, and stored as it is."""
     data = encode(ChunkTable.empty(), tree=tree)
     assert manifest.decode(data, "here").tree == tree
     assert len(data) > 10**5 * 7 / 64

@@ -275,7 +275,7 @@ def test_part_of_an_object():
 
 
 class Metric:
-    """Hands out its own arrays, some of which it makes anew when it loads."""
+    """Hands out its own arrays, and replaces some of them when it loads."""
 
     def __init__(self, fill):
         self.state = {

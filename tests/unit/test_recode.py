@@ -34,7 +34,7 @@ def store():
 
 @pytest.fixture
 def repo(store):
-    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable upon them."""
+    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable on them."""
     with opened(store) as repository:
         with foreign.written():
             for step in range(4):
@@ -332,7 +332,7 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
 
 
 def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
-    """Its checksum holds, its digest does not: somebody's encoder lied before us."""
+    """Its checksum holds, its digest does not: an earlier encoder was wrong."""
     name, offset = next(place for place, h in stale(blobs(repo, ["a@0"])).items() if codecs.RAW in h.codecs[:2])
     key = pack_key(name)
     users = users_of(repo, key, offset)
@@ -442,7 +442,7 @@ def test_any_history(data):
                 if value is None or draw(st.booleans()):
                     value = (rng.standard_normal(size) * 3).astype(kind)
                     if draw(st.booleans()):
-                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                        value[:] = np.tile(value[: size // 4], 4)  # duplicates
                 else:
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)

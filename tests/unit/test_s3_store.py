@@ -194,7 +194,7 @@ def test_more_keys_than_one_request_holds(store):
 
 
 def test_a_batch_that_is_partly_refused(store, monkeypatch):
-    """What may pass is tried again; a refusal names the first object and counts the others."""
+    """A transient error is tried again; a refusal names the first object and counts the others."""
     answers = [
         {"Errors": [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}]},
         {},  # which botocore makes of an answer without a body as well

@@ -276,7 +276,7 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
             continue
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         function = function.fget if isinstance(function, property) else function
-        # What @dataclass and msgspec write themselves has no file of its own.
+        # Methods that @dataclass and msgspec write have no file of their own.
         if inspect.isfunction(function) and function.__code__.co_filename.startswith(str(ROOT)):
             yield f"{cls.__name__}.{name}", function
 

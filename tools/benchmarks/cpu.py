@@ -184,7 +184,7 @@ def _entropy_bytes(split: Any) -> float:
 
 
 class Bound:
-    """What order-0 coding could reach if every chunk might be a delta to the prior snapshot, at no cost."""
+    """The bytes that order-0 coding reaches if every chunk may be a delta to the prior snapshot, at no cost."""
 
     def __init__(self) -> None:
         self.bytes = 0.0

@@ -1,6 +1,6 @@
 """`tools/bench gpu`: the CUDA engine beside its peers and the machine's limits, on a real training run.
 
-One section after the other; one that fails is recorded with its error and the rest goes on. What is known so far is
+One section after the other; one that fails is recorded with its error and the rest goes on. The report so far is
 written to the JSON after every section. GB are 1e9 bytes. Times include the device's work: it is waited for before and
 after. Writes docs/benchmarks/gpu.json and its section of docs/benchmarks.md; or with --tiny or --only a file in the
 temporary folder, or what --out says, and no section. `--page` writes the section from the records that are there.
@@ -90,7 +90,7 @@ class SkippedError(Exception):
 
 
 class Bench:
-    """What the sections share: device, folder, the training run, and the report that they fill."""
+    """Device, folder, training run and report, shared by the sections."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, out: Path) -> None:
         self.began, self.out, self.folder, self.tiny, self.steps = time.time(), out, folder, args.tiny, args.steps
@@ -206,7 +206,7 @@ def _driver() -> str:
 
 
 def section_limits(bench: Bench) -> dict[str, Any]:
-    """What the machine allows."""
+    """Measure the limits of the machine."""
     size = 32 * MiB if bench.tiny else 2 * GiB
     down, up = bench.pinned_rates
     found = {
@@ -257,7 +257,7 @@ def section_engine(bench: Bench) -> dict[str, Any]:
 
 
 def section_stall_device(bench: Bench) -> dict[str, Any]:
-    """What the caller waits for with device staging; and how fast saves get to the disk."""
+    """Measure how long the caller waits with device staging, and how fast saves get to the disk."""
     found = _stalls(bench, "device", raw_writes=True)
     size = found["state_bytes"]
     floor = 2 * size / bench.copy_rate

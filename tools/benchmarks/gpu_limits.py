@@ -1,4 +1,4 @@
-"""What the machine allows: copies on the device and over PCIe, and files with fsync; the figures are set against it."""
+"""The limits of the machine, beside the figures: copies on the device and over PCIe, and files with fsync."""
 
 from __future__ import annotations
 

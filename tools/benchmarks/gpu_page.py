@@ -73,7 +73,7 @@ def sustained_ratio(steps: Record, block: int) -> float:
 
 
 def figures(record: Record) -> dict[str, tuple[float | None, bool | None]]:
-    """(value, met) of every figure; those that the record is too old to have are made of its sections."""
+    """Return (value, met) of every figure; a figure that an old record lacks comes from its sections."""
     found = {name: (figure["value"], figure["met"]) for name, figure in record["figures"].items()}
     sections, older = record["sections"], dict[str, float]()
     with suppress(KeyError):
@@ -161,6 +161,6 @@ def _peers(record: Record) -> str:
 
 
 def write() -> None:
-    """Write the section anew from the records that are there."""
+    """Write the section again from the records."""
     paths = {name: ROOT / "docs" / "benchmarks" / f"{name}.json" for name in RECORDS}
     place("gpu", section({name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}))

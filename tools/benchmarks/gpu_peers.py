@@ -82,7 +82,7 @@ class HostBytes:
 
 
 def coders(device: torch.device) -> tuple[list[Coder], dict[str, str]]:
-    """Those that work here, and why the others do not."""
+    """Return the peers that work here, and why the others do not."""
     found, missing = [_zstd()], {}
     for name, algorithm, typed in ((*RECIPES[:1], "Zstd", False), (*RECIPES[1:], "ANS", False),
                                    ("nvCOMP ANS typed", "ANS", True)):  # fmt: skip

@@ -30,7 +30,7 @@ class Peer:
 
 
 def stored_bytes(path: Path) -> int:
-    """What lies on disk under a path."""
+    """Return the bytes on disk under a path."""
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
 
 

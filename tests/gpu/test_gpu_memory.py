@@ -437,7 +437,7 @@ class Saves:
         self.staging = Staging(self.engines, mode=mode)
 
     def save(self, sizes, seed, rejected=()):
-        """Copy tensors of these sizes [bytes], by name, and check the copies; `rejected`: names whose deltas do not pay."""
+        """Copy tensors of these sizes [bytes], by name, and check them; `rejected`: names whose deltas do not pay."""
         whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         parts = flatten(state)

@@ -388,7 +388,7 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
-    """The next run uses all that the first has published: in the end there is as little as if nothing had stopped it."""
+    """The next run uses all that the first has published: the result is as small as if nothing had stopped it."""
     one_thread(monkeypatch, index=False)
     wanted = _compacted(clone(hollow()))
     total = operations("compact")

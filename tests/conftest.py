@@ -1,4 +1,4 @@
-"""Puts this folder on the path, so that every test finds the helper modules beside it; chooses what a run samples.
+"""Puts this folder on the path, so that every test finds the kit, and chooses which samples a run tries.
 
 A time limit in a test judges a hang, never speed: other processes may be busy. So hypothesis judges no example by its
 time, whatever profile the environment suggests.

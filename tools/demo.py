@@ -41,7 +41,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Proofs:
-    """What was claimed, and whether it held."""
+    """A claim, and whether it held."""
 
     lines: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -210,7 +210,7 @@ def fork(demo: Demo) -> None:
 
 
 def show(demo: Demo) -> None:
-    """What the repository holds."""
+    """Show the contents of the repository."""
     snapshots = sorted(Repository.open(demo.url).snapshots(), key=lambda snapshot: snapshot.created)
     names = {snapshot.id: f"{snapshot.run}@{snapshot.step}" for snapshot in snapshots}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)

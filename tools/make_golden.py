@@ -118,7 +118,7 @@ def plain() -> dict[Any, Any]:
 
 
 def state(step: int) -> dict[str, Any]:
-    """What is saved at a step."""
+    """Return the state of a step."""
     model = weights(step)
     return {
         "model": model,
@@ -147,7 +147,7 @@ def write(folder: Path) -> None:
 
 
 def expectations(folder: Path) -> dict[str, Any]:
-    """What a reader must find."""
+    """Describe what a reader must find."""
     snapshots = []
     with Repository.open(folder) as repo:
         for s in repo.view().snapshots(states=(COMMITTED, FORGOTTEN, SWEPT, ABORTED)):
@@ -166,7 +166,7 @@ def expectations(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make everything anew."""
+    """Make the golden repository again."""
     if FOLDER.exists():
         if sys.argv[1:] != ["--replace"]:
             print(

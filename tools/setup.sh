@@ -1,7 +1,7 @@
 # Makes .venv in the repository root if it is missing, and installs snapstore with its development tools into it. Sourced
 # by tools/demo and tools/test, or run by itself: bash tools/setup.sh. A moment's work where nothing has changed.
 #
-# Versions are those of tools/constraints.txt. A torch that the Python at hand has already (say, a CUDA build) is used as
+# Versions are those of tools/constraints.txt. A torch that the chosen Python has already (say, a CUDA build) is used as
 # it is; PYTHON=/path/to/python3 chooses another Python.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

@@ -2,7 +2,7 @@
 
     tools/torture --hours 8            go on where the last run stopped; a round is every harness once
     tools/torture --only kills,fuzz    some of them
-    tools/torture --only chaos-s3,lying-s3    those that want an S3 server: eval "$(tools/s3-server start)"
+    tools/torture --only chaos-s3,lying-s3    the ones that need an S3 server: eval "$(tools/s3-server start)"
     tools/torture --fresh              forget what was tried before
 
 The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. It adds up all runs,
@@ -31,7 +31,7 @@ import snapstore
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "benchmarks" / "torture.json"
-#: Of every harness its tests, and by how much its examples are multiplied in a round.
+#: Harness -> its tests, and the factor on its examples in a round.
 HARNESSES: dict[str, tuple[list[str], int]] = {
     "crash points": (["tests/stateful", "-k", "crash_points or late_and_torn or repair_faults and not random"], 1),
     "power losses": (["tests/stateful/test_power_loss.py"], 1),
@@ -68,7 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON")
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--fresh", action="store_true", help="forget what was tried before")
     args = parser.parse_args()
     chosen = [name.strip() for name in args.only.split(",")] if args.only else list(HARNESSES)
     if unknown := sorted(set(chosen) - HARNESSES.keys()):
@@ -149,14 +149,14 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def commit_of() -> str:
-    """What is being tried: the commit, and whether the files differ from it."""
+    """Return the commit under test, and whether the files differ from it."""
     git = functools.partial(subprocess.run, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
     head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() or "unknown"
     return head + "-dirty" * bool(git(["git", "status", "--porcelain", "snapstore", "tests", "tools"]).stdout)
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """What was tried so far."""
+    """Return the result so far."""
     for kind, count in sorted(report["tried"].items()):
         print(f"{count:>12,}  {kind}")
     print(f"{report['failed_runs']} of {sum(report['runs'].values())} runs failed, {report['seconds'] / 3600:.2f} h")

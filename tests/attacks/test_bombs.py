@@ -1,4 +1,4 @@
-"""Small objects that would unpack to much: refused before anything of that size is allocated."""
+"""A small object that declares a huge content is refused before that much memory is allocated."""
 
 import struct
 import zlib
@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import pytest
 import zstandard
-from forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 
+from kit.forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import codecs, layout, manifest
 from snapstore.format.hashing import checksum

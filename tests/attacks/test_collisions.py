@@ -1,4 +1,4 @@
-"""Two states whose chunks have one XXH3-128, written down without any search, where the seed is known.
+"""Two states whose chunks have the same XXH3-128 both restore, because each repository has a random seed.
 
 XXH3 XORs its input with a secret, and multiplies the two halves of each 64-bit lane: where one half is the secret's
 own, the product is zero whatever the other half is. That other half counts once more, in a sum to which all stripes of
@@ -116,7 +116,7 @@ def test_they_collide_under_the_seed_that_they_were_made_for(seed):
         assert xxhash.xxh3_128_digest(a, other) != xxhash.xxh3_128_digest(b, other)
 
 
-def test_nobody_would_see_it_in_the_weights():
+def test_the_weights_look_ordinary():
     first, second = long_pair(0)
     assert np.isfinite(first).all()
     assert np.abs(first).max() < 0.1
@@ -144,7 +144,7 @@ def test_both_states_restore_as_themselves(device):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_manager_saves_both(device, async_save):
-    """What the last save holds as a base is compared by digests as well, on its device."""
+    """The base that the last save holds is compared by digests as well, on its device."""
     one, other = (state.to(device) for state in states())
     with repository() as repo, SnapshotManager(repo, run="r", async_save=async_save) as snapshots:
         for step in range(6):
@@ -156,7 +156,7 @@ def test_a_manager_saves_both(device, async_save):
 
 
 @pytest.mark.parametrize("known", [0, None], ids=["none", "read in the config"])
-def test_who_knows_the_seed_still_can(device, known):
+def test_a_collision_is_possible_where_the_seed_is_known(device, known):
     """Not mitigated (docs/reliability.md): so a config is as confidential as what it protects is precious."""
     with repository(known) as repo:
         first, second = (state.to(device) for state in states(repo.config.digest_seed))

@@ -1,17 +1,17 @@
-"""Fuzz: mutated objects of every kind, with and without their checksums mended; only our own errors come out."""
+"""A mutated object raises one of our own errors or restores the right bytes, also with valid checksums."""
 
 import struct
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kit.packs import scan
-from tally import EXAMPLES, tally
 from xxhash import xxh3_64_intdigest
 
+from kit.forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
+from kit.packs import scan
+from kit.tally import EXAMPLES, tally
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
 from snapstore.format import blob, codecs, layout, manifest, pack, records
@@ -107,7 +107,7 @@ WORLD, MANIFEST = a_world()
 HEADER = len(manifest.header_bytes(MANIFEST))
 
 
-def mended_header(data, changes):
+def corrected_header(data, changes):
     packed = mutate(data[24:HEADER], changes)
     return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
 
@@ -129,7 +129,7 @@ def test_manifests(what, changes):
     if what == "any":
         data = mutate(MANIFEST, changes)
     elif what == "header":
-        data = mended_header(MANIFEST, changes)
+        data = corrected_header(MANIFEST, changes)
     else:
         data = MANIFEST[:HEADER] + mutate(MANIFEST[HEADER:], changes)
     with little_memory(64 * 1024 * 1024), suppress(*OURS):
@@ -237,7 +237,7 @@ def test_packs(changes, mended):
 @given(mutations, mutations, st.booleans())
 @example([("set", 0.25, 70)], [], True)  # a codec of GPUs
 def test_blobs(head, body, coded):
-    """Mitigation: what decodes under a mended checksum still has its digest."""
+    """Mitigation: a blob that decodes under a corrected checksum still has to match its digest."""
     chunk = np.resize(noise(5, 100) % 7, SIZE).astype(np.uint8) if coded else A
     data = full(chunk, 2)
     bad = bytearray(data[:16] + mutate(data[16:80], head)[:64].ljust(64, b"\0") + mutate(data[80:], body))

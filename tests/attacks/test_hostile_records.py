@@ -1,4 +1,4 @@
-"""Records of any numbers, times and names, in every verb of the shell: an answer or an error, soon, and never a bug."""
+"""Every verb of the shell ends soon, with an answer or an error, on records with any numbers, times and names."""
 
 import contextlib
 import shutil
@@ -7,13 +7,13 @@ import zlib
 import msgspec
 import numpy as np
 import pytest
-from faults import SEED, THOROUGH
-from forge import little_memory, little_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
+from kit.forge import little_memory, little_time
+from kit.samples import SEED, THOROUGH
+from kit.tally import EXAMPLES, tally
 from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, retention
 from snapstore.catalog import policy_store
 from snapstore.errors import SnapstoreError

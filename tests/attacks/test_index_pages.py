@@ -1,15 +1,15 @@
-"""Records and headers of another repository, or of another key, in an index whose seal holds: none is believed."""
+"""The index rejects records and headers that belong to another repository or another key, also under a valid seal."""
 
 import pytest
-from faults import OPTIONS, check_restores, index_of, same, save, values, version_of
 
+from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, values, version_of
 from snapstore import KeepLast, Repository
 from snapstore.catalog.index import MAP_BYTES
 from snapstore.catalog.lmdb_file import Environment
 
 
 def planted(root, other, how):
-    """What the index of `other` caches, as it lies there, into that of `root`: beside its own, or under its keys."""
+    """Copy the entries of `other`'s index into that of `root`: beside its own, or under its keys."""
     found = []
     for place in (other, root):
         with Repository.open(place) as repository:
@@ -42,7 +42,7 @@ def test_foreign_records_and_headers(tmp_path, how):
                 save(repository, run, step, step)
             repository.forget([KeepLast(2)], run=run)
     planted(root, other, how)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2"]
         assert repository.view().vanished == []
         restores(repository)
@@ -66,6 +66,6 @@ def test_a_header_under_the_key_of_another_manifest(tmp_path):
                 transaction.put(key, values[0][1], db=database)
         environment._seal()
         environment.release()
-    with Repository.open(tmp_path / "r", options=OPTIONS) as repository:
+    with opened(tmp_path / "r") as repository:
         assert repository.gc().deleted_objects == 0
         check_restores(repository)

@@ -1,4 +1,4 @@
-"""Keys of one hash: dicts, sets and msgpack's maps that would take the square of their size to build."""
+"""Keys with equal hashes do not make a dict, a set or a map of msgpack take quadratic time."""
 
 import itertools
 import random
@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict, defaultdict
 import msgspec
 import numpy as np
 import pytest
-from forge import World, little_time, with_section
 
+from kit.forge import World, little_time, with_section
 from snapstore.catalog import policy_store
 from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.format import manifest, records
@@ -71,7 +71,7 @@ def test_as_many_as_may_be(kind):
 
 
 def test_keys_that_people_have():
-    """What shares hashes by its nature is far from the limit; the largest of these are the powers of two, 246."""
+    """Keys that naturally share a hash are far from the limit; the most are the powers of two, 246."""
     rng = random.Random(1)
     for keys in (
         range(50_000),

@@ -1,4 +1,4 @@
-"""Symbolic links, hard links, pipes and devices at every name that a repository can have, and then every verb.
+"""No verb follows a symbolic link, a hard link, a pipe or a device out of the repository.
 
 As an unpacked archive may hold them. Whatever lies outside is as it was, byte for byte and to the time of its last
 change, nothing is made there, and every verb ends.
@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import OPTIONS, sampled, save
-from tally import tally
 from typer.testing import CliRunner
 
+from kit.repositories import OPTIONS, opened, save
+from kit.samples import sampled
+from kit.tally import tally
 from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli
 from snapstore.format import records
 from snapstore.format.records import Session
@@ -211,7 +212,7 @@ def test_links_to_folders_and_files_that_fit(made, tmp_path, name):
             lambda r: r.repair(apply=True),
         ):
             try:
-                with Repository.open(folder / "r", options=OPTIONS) as repository:
+                with opened(folder / "r") as repository:
                     call(repository)
             except SnapstoreError as error:
                 said.append(str(error))
@@ -290,7 +291,7 @@ def test_only_temporary_files_of_ours_are_cleaned(store, tmp_path):
         store.clean()
 
 
-def test_what_is_no_file_takes_no_objects_name(store):
+def test_an_entry_that_is_no_file_takes_no_objects_name(store):
     os.mkfifo(store.root / "p" / "pipe")
     (store.root / "p" / "folder").mkdir()
     for name in ("pipe", "folder"):

@@ -1,4 +1,4 @@
-"""What is stored is never run: there is nothing in the package that could."""
+"""The package contains nothing that could run stored bytes as code."""
 
 import ast
 from pathlib import Path

@@ -1,11 +1,24 @@
-"""Manifests and packs that point where they must not: huge counts, ranges outside, endless chains, swapped blobs."""
+"""Manifests and packs with huge counts, ranges out of bounds, endless chains or swapped blobs are refused."""
 
 import struct
 
 import numpy as np
 import pytest
-from forge import CHUNK_BYTES, SEED, SIZE, World, digest, full, header_of, little_memory, noise, reheader, rewrite, xor
 
+from kit.forge import (
+    CHUNK_BYTES,
+    SEED,
+    SIZE,
+    World,
+    digest,
+    full,
+    header_of,
+    little_memory,
+    noise,
+    reheader,
+    rewrite,
+    xor,
+)
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, manifest, pack
 from snapstore.format.hashing import checksum

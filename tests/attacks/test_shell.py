@@ -1,4 +1,4 @@
-"""Fuzz of the shell's arguments: whatever is typed costs an error, never a traceback, and never a tagged snapshot."""
+"""Any arguments of the shell cost at most an error: never a traceback, and never a tagged snapshot."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import typer
-from faults import SEED, THOROUGH
-from forge import little_memory, little_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tally import EXAMPLES, tally
 from typer.testing import CliRunner
 
+from kit.forge import little_memory, little_time
+from kit.samples import SEED, THOROUGH
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 
 VERBS = {
@@ -24,7 +24,7 @@ VERBS = {
     if name not in ("demo", "doctor")  # that train, and measure the machine
 }
 CODES = {0, 1, 2, 3, 10, 11, 20}
-#: What an argument may be: all that some verb takes, in every verb's place.
+#: Arguments: all that some verb takes, in every verb's place.
 TYPED = st.sampled_from(
     [
         *("r@0", "r@1", "r@latest", "r@kept", "r@-1", "r@999999999999999999999", "r", "@", "r@", "@0", "id:", "id:z"),

@@ -1,4 +1,4 @@
-"""Small inputs, long or large work: declared sizes, shared chains, many names for few bytes. Every verb ends soon."""
+"""Every verb ends soon on small objects that ask for much work: declared sizes, shared chains, many names."""
 
 import functools
 import os
@@ -8,8 +8,11 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from faults import THOROUGH
-from forge import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kit.forge import (
     MIB,
     World,
     budget,
@@ -24,11 +27,8 @@ from forge import (
     rewrite,
     xor,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tally import EXAMPLES, tally
-from typer.testing import CliRunner
-
+from kit.samples import THOROUGH
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
@@ -315,7 +315,7 @@ def test_older_snapshots_are_proven_by_newer_ones_only_where_they_are_good():
 
 
 def test_one_blob_in_two_chains_of_which_one_is_broken():
-    """What a newest blob is good for depends on all that lies below it."""
+    """The newest blob of a chain is as good as all that lies below it."""
     world = World()
     a, b = noise(1), noise(2)
     pb, pa, bad = world.pack(xor(b, a), full(a), full(b))

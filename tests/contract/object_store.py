@@ -1,4 +1,4 @@
-"""What every object store must do. One suite; a store of yours runs through it by subclassing `ObjectStoreContract`.
+"""Every object store keeps this contract. A store of yours runs through it by subclassing `ObjectStoreContract`.
 
 Override the `store` fixture with one that gives an empty store, and `reopened` if another handle can reach the same
 objects. Stores that know whether an object is locked also override `locked_elsewhere`. This file needs snapstore,
@@ -241,7 +241,7 @@ class ObjectStoreContract:
             store.sync(prefix)
 
     def test_list_beside_writers(self, store):
-        """What was there before and stays is in every listing, once; the rest is whole or absent."""
+        """A listing has each object that was there before and stays, once; any other is whole or absent."""
         staying = sorted(f"p/{i % 4}/stay{i}" for i in range(40))
         for key in staying:
             store.put(key, b"whole")

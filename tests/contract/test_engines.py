@@ -1,6 +1,6 @@
-"""What every engine must do. One suite: the CPU engine runs through it anywhere, the CUDA engine where there is a GPU.
+"""Every engine keeps one contract: the CPU engine is tested everywhere, the CUDA engine where there is a GPU.
 
-What one engine has encoded, the other must decode.
+Each engine decodes what the other has encoded.
 """
 
 import dataclasses
@@ -285,7 +285,7 @@ def test_no_chunks(engine):
     assert decode(engine, [], []) == []
 
 
-def test_what_compresses_is_small(engine):
+def test_compressible_data_is_small(engine):
     for kind, limit in (("constant", 0.01), ("sparse", 0.2), ("floats", 0.9), ("noise", 1.001)):
         _, (data,) = encode(engine, [content(kind, MIB)], 4, planes.ROTATED)
         assert len(data) < limit * MIB, kind
@@ -382,7 +382,7 @@ def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):
 
 
 def failure(engine, chains, arrays, bases=None):
-    """What decoding raises; None if it raises nothing, and then the bytes are right."""
+    """Return the error of decoding; None if it raises nothing, and then the bytes are right."""
     try:
         found = decode(engine, chains, arrays, bases)
     except DAMAGE as error:

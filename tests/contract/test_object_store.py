@@ -1,4 +1,4 @@
-"""The stores of snapstore, each through the suite in `object_store.py`."""
+"""Each store of snapstore passes the suite in `object_store.py`."""
 
 import signal
 import subprocess
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 from object_store import ObjectStoreContract
-from s3_stores import fresh_url, moto_bucket, needs_server
 
+from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.store import S3Store

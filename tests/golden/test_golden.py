@@ -1,4 +1,4 @@
-"""The format is frozen: a committed repository of every version is read to the bit, and tiny objects to the byte."""
+"""The format is frozen: a committed repository of every version restores to the bit, tiny objects to the byte."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.packs import scan
 
+from kit.packs import scan
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError

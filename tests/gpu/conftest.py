@@ -1,17 +1,15 @@
-"""What the tests of the GPU engine share.
+"""Prepares pytest for the GPU engine: warnings, a deterministic cuBLAS, warm kernels.
 
 CuPy and nvCOMP are imported here, with what they warn of at import, because pytest makes every warning an error. And
 cuBLAS must be told to be deterministic before its first use.
 """
 
 import os
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 with warnings.catch_warnings():
@@ -25,7 +23,7 @@ with warnings.catch_warnings():
         except ImportError:
             pass  # the tests say so
 
-#: Of the libraries below us; what our own code does is still an error.
+#: Warnings of libraries; a warning of our own code is still an error.
 QUIET = ["ignore:::cupy", "ignore:::nvidia", "ignore:ComplexHalf support is experimental"]
 
 

@@ -1,17 +1,15 @@
-"""nvCOMP's own ANS: there and back on a GPU, refused with a way out elsewhere."""
+"""nvCOMP's ANS round-trips on a GPU; without one, a restore is refused with a hint to recode."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     DTYPES,
-    ROOT,
     blobs_of,
-    change,
     codecs_of,
     differing,
     drift,
@@ -21,13 +19,13 @@ from gpu_states import (
     headroom,
     manager,
     moved,
-    packs_of,
     python,
     repository,
     reseal,
     typed,
 )
-
+from kit.objects import change, keys_of
+from kit.processes import environment
 from snapstore import CapabilityError, FormatError, IntegrityError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
 
@@ -85,7 +83,7 @@ def test_a_background_save():
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
 def test_recode_there_and_back(source):
-    """Of chains that either engine wrote; ANS written by a GPU, from files."""
+    """Chains that either engine wrote, and ANS that a GPU wrote, from files."""
     state, store, wanted = state_of(source), MemoryStore(), []
     with repository(4096, store) as repo:
         for step in range(4):
@@ -131,7 +129,7 @@ def test_recode_by_the_shell(tmp_path):
     path = tmp_path / "repo"
     said = subprocess.run(
         [sys.executable, "-c", SHELL_RECODE, str(path)], capture_output=True, text=True, timeout=110,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=environment(),
     )  # fmt: skip
     assert said.returncode == 0, said.stderr[-3000:]
     assert len(json.loads(said.stdout)["recoded"]) == 2
@@ -171,7 +169,7 @@ def test_refused_where_there_is_no_gpu(tmp_path):
 def test_another_major_is_refused(device):
     with repository(codec="ans") as repo:
         repo.save({"w": floats(30_000, 1, "cuda")}, run="r", step=0)
-        for key in packs_of(repo.store):
+        for key in keys_of(repo.store, "packs/"):
 
             def patch(edited):
                 for offset, header in blobs_of(edited):

@@ -1,10 +1,10 @@
-"""States on a device that are changed while they are saved (tests/changes.py)."""
+"""A change to a state on a device while it is saved never commits mixed values (tests/kit/changes.py)."""
 
-import changes
 import pytest
 import torch
-from faults import THOROUGH, sampled
 
+from kit import changes
+from kit.samples import THOROUGH, sampled
 from snapstore import InvalidInputError
 
 if torch.cuda.is_available():  # they import CuPy

@@ -1,23 +1,22 @@
-"""Damage on the GPU: in what was encoded, found before the commit; in what was stored, found by every restore."""
+"""Damage in encoded bytes is found before the commit; damage in stored bytes is found by every restore."""
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     blobs_of,
-    change,
     differing,
     drift,
     facts,
     floats,
     manager,
-    packs_of,
     python,
     repository,
     reseal,
     typed,
 )
-
+from kit.objects import change, keys_of
 from snapstore import FormatError, IntegrityError
 
 if torch.cuda.is_available():  # they import CuPy
@@ -137,7 +136,7 @@ def test_the_last_of_many_blobs_is_verified(monkeypatch):
 
 
 @FLIPS
-def test_what_nobody_verified_is_found_by_the_restore(monkeypatch, flip):
+def test_a_chunk_that_was_not_verified_is_found_by_the_restore(monkeypatch, flip):
     state = state_of()
     with repository(chunk_bytes=65_536, verify_writes="off") as repo:
         with monkeypatch.context() as patch:
@@ -178,7 +177,7 @@ def test_a_flipped_bit_anywhere_in_a_pack():
         repo.save(base, run="r", step=0)
         repo.save(state, run="r", step=1)
         wanted, store, found = facts(state), repo.store, 0
-        for key in packs_of(store):
+        for key in keys_of(store, "packs/"):
             data = store.get(key)
             places = []
             for offset, header in blobs_of(data):
@@ -208,7 +207,7 @@ def test_packs_that_are_cut_short(cut):
     state = state_of()
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
-        key = packs_of(repo.store)[0]
+        key = keys_of(repo.store, "packs/")[0]
         data, info = repo.store._objects[key]
         repo.store._objects[key] = data[:cut] if cut >= 0 else data[: len(data) // 2], info
         with pytest.raises(DAMAGE):
@@ -225,7 +224,7 @@ def test_damage_in_a_base_is_saved_around():
     state = state_of()
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
-        for key in packs_of(repo.store):
+        for key in keys_of(repo.store, "packs/"):
 
             def flip(edited):
                 for offset, header in blobs_of(edited):
@@ -242,7 +241,7 @@ def test_blobs_in_each_others_places():
     with repository(chunk_bytes=65_536) as repo:
         both = {key: typed("uint8", (65_536,), i, "cuda") for i, key in enumerate("ab")}
         repo.save({"m": both}, run="r", step=0)
-        (key,) = packs_of(repo.store)
+        (key,) = keys_of(repo.store, "packs/")
 
         def swap(edited):
             (a, _), (b, header) = blobs_of(edited)
@@ -259,7 +258,8 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np
 import torch
-from gpu_states import *
+from kit.gpu_states import *
+from kit.objects import change, keys_of
 from snapstore import FormatError, IntegrityError
 
 codec = sys.argv[1]
@@ -269,7 +269,7 @@ refused = right = 0
 with repository(chunk_bytes=65_536, codec=codec, verify_writes="off") as repo:
     repo.save(state, run="r", step=0)
     wanted, store = facts(state), repo.store
-    for key in packs_of(store):
+    for key in keys_of(store, "packs/"):
         whole = store._objects[key]
         for attempt in range(60):
 
@@ -327,7 +327,7 @@ def test_headers_that_ask_for_much():
     state = {"a": floats(MIB // 4, 1, "cuda")}
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
-        (key,) = packs_of(repo.store)
+        (key,) = keys_of(repo.store, "packs/")
         whole = repo.store._objects[key]
         most = 2**32 - 1
         # a field's offset, its width and what to write there

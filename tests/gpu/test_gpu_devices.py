@@ -1,8 +1,21 @@
-"""Several GPUs in one process."""
+"""A state on several GPUs of one process saves and restores to the bit."""
 
 import pytest
 import torch
-from gpu_states import MIB, differing, drift, facts, floats, manager, odd_ones, python, repository, scrambled, tensors
+
+from kit.gpu_states import (
+    MIB,
+    differing,
+    drift,
+    facts,
+    floats,
+    manager,
+    odd_ones,
+    python,
+    repository,
+    scrambled,
+    tensors,
+)
 
 pytestmark = [
     pytest.mark.gpu,

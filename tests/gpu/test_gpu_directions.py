@@ -1,9 +1,10 @@
-"""Both directions between the engines: what one has saved the other restores to the bit, in one process and in two."""
+"""Each engine restores to the bit what the other one saved, in one process and in two."""
 
 import numpy as np
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     codecs_of,
     differing,
@@ -19,7 +20,6 @@ from gpu_states import (
     tensors,
     typed,
 )
-
 from snapstore import Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
 
@@ -33,7 +33,7 @@ CHUNKS = {
 
 
 def state_of(device, name):
-    """What is saved with a chunk size; the same bytes on every device and in every process."""
+    """Return the state for a chunk size: the same bytes on every device and in every process."""
     state = {"model": every_dtype(device, CHUNKS[name][1]), "odd": odd_ones(device), "step": 7, "nan": float("nan")}
     if name == "default":
         state["large"] = [
@@ -64,7 +64,7 @@ ELSEWHERE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from gpu_states import facts
+from kit.gpu_states import facts
 from test_gpu_directions import CHUNKS, save_all
 from snapstore import Repository
 assert not torch.cuda.is_available()

@@ -1,12 +1,12 @@
-"""CUDA graphs that are captured while a save runs in the background: the capture succeeds, and so does the save."""
+"""A capture of a CUDA graph and a background save do not disturb each other."""
 
 import threading
 import time
 
 import pytest
 import torch
-from gpu_states import MIB, differing, drift, facts, floats, manager, typed
 
+from kit.gpu_states import MIB, differing, drift, facts, floats, manager, typed
 from snapstore import SaveOptions
 from snapstore.engine.cuda import graph_capture
 from snapstore.storage.memory import MemoryStore

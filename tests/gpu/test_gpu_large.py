@@ -1,15 +1,15 @@
-"""A tensor of more elements than an int32 counts."""
+"""A tensor with more elements than an int32 counts saves and restores to the bit."""
 
 import sys
 
 import pytest
 import torch
-from gpu_states import MIB, OPTIONS, manager, typed
 
+from kit.gpu_states import MIB, OPTIONS, manager, typed
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 
 COUNT = 2**31 + 5 * MIB + 5
-#: Of device memory: the tensor, its copy and its base, what is restored, and work.
+#: Device memory: the tensor, its copy and its base, the restored tensor, and work.
 NEEDED_BYTES = 20 * 10**9
 
 
@@ -21,7 +21,7 @@ def free_bytes():
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif("fake_cuda" in sys.modules, reason="too large for a CPU that plays a GPU"),
+    pytest.mark.skipif("kit.fake_cuda" in sys.modules, reason="too large for a CPU that plays a GPU"),
 ]
 
 

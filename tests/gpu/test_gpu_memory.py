@@ -1,4 +1,4 @@
-"""Device memory that runs out, on purpose: the training goes on, the snapshot is right; and nothing is kept."""
+"""When device memory runs out, training goes on, the snapshot is right, and no memory stays allocated."""
 
 import gc
 import logging
@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     OPTIONS,
     differing,
@@ -25,7 +26,6 @@ from gpu_states import (
     tensors,
     typed,
 )
-
 from snapstore import Repository, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
@@ -137,7 +137,7 @@ def test_a_restore_without_device_memory():
 
 
 def beneath_torch(text="out of memory"):
-    """What torch raises of a call that is not its allocator's."""
+    """The error of torch for a call that is not its allocator's."""
     return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: {text}\nCUDA kernel errors might be reported")
 
 
@@ -192,7 +192,7 @@ def fail_lanes(monkeypatch):
 
 @pytest.fixture
 def fail_nvcomp(monkeypatch):
-    """What nvCOMP works in."""
+    """The memory in which nvCOMP works."""
 
     def begin(**kind):
         failing, real = Failing(**kind), streams.WorkStream.room
@@ -272,7 +272,7 @@ def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
 
 
 @pytest.mark.parametrize("says", FULL)
-def test_whoever_says_that_memory_ran_out(fail_lanes, caplog, says):
+def test_memory_that_runs_out_at_any_level(fail_lanes, caplog, says):
     with repository(chunk_bytes=65_536) as repo:
         failing = fail_lanes(first=3, error=FULL[says])
         check_saves(repo)
@@ -352,7 +352,7 @@ def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
 
 
 def test_a_large_tensor_is_not_copied_to_the_host_for_every_chunk(fail_lanes, monkeypatch):
-    """What the CPU engine does for the device costs the bytes of its chunks, not those of their tensors."""
+    """The CPU engine's work for the device costs the bytes of the chunks, not those of their tensors."""
     copied = []
     real = torch.Tensor.cpu
 
@@ -435,8 +435,8 @@ class Saves:
         self.engines = Engines(0, threads=1)
         self.staging = Staging(self.engines, mode=mode)
 
-    def save(self, sizes, seed, unpaid=()):
-        """Copy tensors of these sizes [bytes], by name; `unpaid`: those whose deltas do not pay. What is copied is."""
+    def save(self, sizes, seed, rejected=()):
+        """Copy tensors of these sizes [bytes], by name, and check them; `rejected`: names whose deltas do not pay."""
         whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         inputs = self.staging.copy(flatten(state))
@@ -444,7 +444,7 @@ class Saves:
             tensors = {tensor.spec.path[-1]: tensor for part in inputs for tensor in part.tensors}
             got = np.concatenate([tensors[name].copy.array for name in sizes])
             assert (got == moved(whole, "cpu").numpy()).all()
-            for name in unpaid:
+            for name in rejected:
                 tensors[name].bases_tried = 1
             self.staging.keep_as_base(inputs, str(seed))
         return len(whole)
@@ -465,12 +465,12 @@ def test_small_tensors_share_page_locked_memory(arenas):
 
 
 def test_page_locked_memory_of_tensors_without_a_base(arenas):
-    """Of those whose deltas do not pay there is one copy, in the long run and on the way there."""
+    """Tensors whose deltas do not pay have one copy, in the long run and on the way there."""
     saves = Saves()
     sizes = {f"{i:03}": 8192 for i in range(45)}
-    unpaid = [name for name in sizes if int(name) % 3 == 0]
+    rejected = [name for name in sizes if int(name) % 3 == 0]
     for step in range(6):
-        nbytes = saves.save(sizes, step, unpaid if step == 1 else ())
+        nbytes = saves.save(sizes, step, rejected if step == 1 else ())
     before = len(arenas)
     assert before <= 3
     assert alive(arenas) < 1.75 * nbytes, "2 x 2/3 and 1/3 of the state"
@@ -629,8 +629,8 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
 
 
 def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
-    """Of two managers of one repository: the work of each is to fit into the memory that is left, until it is over."""
-    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.lock
+    """Two managers of one repository: the work of each has to fit into the memory that is left, until it is over."""
+    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.hold
 
     def lock(self, key, data):
         if waits:  # the first save, at its beginning

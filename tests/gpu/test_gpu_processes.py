@@ -1,8 +1,9 @@
-"""What a process pays for the GPU: nothing before the first CUDA tensor, nothing on devices that it does not use."""
+"""A process pays nothing for the GPU before its first CUDA tensor, and nothing on devices it does not use."""
 
 import pytest
 import torch
-from gpu_states import python
+
+from kit.gpu_states import python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

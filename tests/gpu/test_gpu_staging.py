@@ -1,11 +1,12 @@
-"""Copies of CUDA tensors: a snapshot has what they held when `save` was called, whatever runs on the device."""
+"""A snapshot holds the values that CUDA tensors had when `save` was called, whatever runs on the device."""
 
 import logging
 import time
 
 import pytest
 import torch
-from gpu_states import (
+
+from kit.gpu_states import (
     MIB,
     OPTIONS,
     differing,
@@ -17,7 +18,6 @@ from gpu_states import (
     repository,
     typed,
 )
-
 from snapstore import InvalidInputError, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 
@@ -331,7 +331,7 @@ def test_a_failed_save_is_no_base(monkeypatch, snapshots):
 
 
 def test_several_managers_in_one_process():
-    """Of two repositories, and two of one repository, all at work at once."""
+    """Managers of two repositories, and two of one repository, all work at once."""
     shared = repository()
     states = [{"w": floats(300_000, i, "cuda"), "s": floats(9, i, "cuda")} for i in range(4)]
     makers = [manager("device"), manager("host"), SnapshotManager(shared, run="x", staging="device"),

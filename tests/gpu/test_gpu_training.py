@@ -1,12 +1,12 @@
-"""Training that goes on from a snapshot computes the very same numbers: eagerly, by graphs, and compiled."""
+"""Training resumed from a snapshot computes the same numbers: eager, with CUDA graphs, and compiled."""
 
 from copy import deepcopy
 
 import pytest
 import torch
-from gpu_states import differing, drift, facts, floats, manager, tensors
 from torch import nn
 
+from kit.gpu_states import differing, drift, facts, floats, manager, tensors
 from snapstore import Repository, RngState, SaveOptions
 from snapstore.storage.memory import MemoryStore
 

@@ -1,11 +1,11 @@
-"""Frames of huffman_encode against zstd's decoder; huffman_decode against both encoders' frames and hostile bytes."""
+"""zstd decodes the frames of huffman_encode; huffman_decode reads both encoders' frames and rejects hostile bytes."""
 
 import random
 
 import numpy as np
 import pytest
-from machines import MACHINES
 
+from kit.machines import MACHINES
 from snapstore.format import codecs
 from snapstore.format.codecs import zstd
 
@@ -66,7 +66,7 @@ def encode(machine, blocks, misaligned=0):
 
 
 def decode(machine, frames, lengths, misaligned=0):
-    """What the kernel makes of every frame, in rooms of 0xEE."""
+    """Decode every frame by the kernel, into buffers filled with 0xEE."""
     placed = [machine.put(np.frombuffer(frame, np.uint8), misaligned) for frame in frames]
     rooms = [machine.put(np.full(n, 0xEE, np.uint8), misaligned) for n in lengths]
     machine.launch(
@@ -88,7 +88,7 @@ def test_every_zstd_reads_the_frames(machine, misaligned):
 
 
 def test_frames_are_as_small_as_zstds(machine):
-    """Of long blocks, where zstd finds no matches."""
+    """Frames of long blocks, where zstd finds no matches."""
     rng = np.random.default_rng(5)
     for kind in ("exponents", "wide", "high", "noise"):
         block = np.asarray(plane(kind, 65_536, rng)).astype(np.uint8)
@@ -99,7 +99,7 @@ def test_frames_are_as_small_as_zstds(machine):
 
 @pytest.mark.parametrize("misaligned", [0, 1, 6])
 def test_both_encoders_frames_come_back(machine, misaligned):
-    """Those that the host would give to the kernel: all of our own, and of zstd's those that it recognizes."""
+    """Return the frames that the host gives to the kernel: all of ours, and the ones of zstd that it recognizes."""
     blocks = planes_of(10 + misaligned)
     ours = encode(machine, blocks)
     theirs = [zstd.encode_entropy(block, codecs.BLOCK_BYTES)[0] for block in blocks]

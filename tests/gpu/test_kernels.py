@@ -1,12 +1,12 @@
-"""Kernels against plain references: odd sizes, every element size, any alignment; nothing is written out of bounds.
+"""Kernels match plain references at odd sizes, every element size and any alignment, and stay within bounds.
 
 They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
 
 import numpy as np
 import pytest
 import xxhash
-from machines import MACHINES
 
+from kit.machines import MACHINES
 from snapstore.format import planes
 
 rng = np.random.default_rng(7)

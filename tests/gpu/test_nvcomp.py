@@ -1,4 +1,4 @@
-"""nvCOMP's codecs: there and back, and to and from those of the CPU."""
+"""nvCOMP's codecs round-trip, also to and from the codecs of the CPU."""
 
 import dataclasses
 import zlib

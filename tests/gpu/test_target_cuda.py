@@ -1,16 +1,11 @@
-"""Restores and saves through the memory of CUDA devices."""
-
-import sys
-from pathlib import Path
+"""A state restores into, and saves from, the memory of CUDA devices to the bit."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # whose checks these are
-
-from device_memory import CHECKS, check_any_places, noise, ours, raw, sources
-from states import Saved, again, random_tensor, same
+from kit.device_memory import CHECKS, check_any_places, noise, ours, raw, sources
+from kit.states import Saved, again, random_tensor, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

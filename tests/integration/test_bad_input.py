@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from faults import OPTIONS, check_clean, check_restores, check_whole, index_of, keys_of, save
 
+from kit.objects import keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save
 from snapstore import (
     AlreadyExistsError,
     FormatError,
@@ -50,7 +51,7 @@ def root(made, tmp_path) -> Path:
 
 @pytest.fixture
 def repository(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         before = keys_of(repository.store)
         yield repository
         assert keys_of(repository.store) == before, "a refused call has written something"
@@ -127,7 +128,7 @@ def test_names_of_runs_and_tags(repository, name):
 
 @pytest.mark.parametrize("name", ["a.b", "a..b", "a-1", "0", "x" * 128, "a.0", "A_b.c-d"])
 def test_names_that_are_fine(root, name):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         save(repository, name, 0, 5)
         repository.set_policies(name, [KeepLast(7)])
         repository.set_policies("a", [KeepLast(2)])
@@ -160,7 +161,7 @@ def test_steps(repository, step):
 
 
 def test_steps_that_are_fine(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         for step in (10**12 - 1, np.int64(7), np.uint8(9)):
             assert save(repository, "c", step, 1).step == int(step)
         assert repository.snapshot(f"c@{10**12 - 1}").step == 10**12 - 1
@@ -198,7 +199,7 @@ def test_a_record_that_readers_would_refuse_is_not_begun(repository, what, optio
 
 def test_a_record_does_not_grow_by_tags_until_readers_refuse_it(root):
     """Each revision has all tags of the one before."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         fits = save(repository, "a", 4, 4, tags=TAGS[:8065])
         with pytest.raises(InvalidInputError, match=r"^tags: 1048\d+ bytes, .*1048576; remove some"):
             repository.tag("a@4", "z" * 128)
@@ -215,7 +216,7 @@ def test_a_leaf_of_an_unknown_type_is_named_by_its_path(repository):
 
 
 def test_the_same_step_twice(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         first = repository.snapshot("a@2")
         second = save(repository, "a", 2, 22)
         assert second.seq > first.seq
@@ -249,7 +250,7 @@ def test_forget_and_unforget_of_the_wrong_ones(repository):
 
 
 def test_tag_of_a_forgotten_one(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         repository.forget_snapshots(["a@0"])
         with pytest.raises(InvalidInputError, match="unforget"):
             repository.tag("a@0", "x")
@@ -299,7 +300,7 @@ def test_places_that_are_no_repository(tmp_path):
         Repository.open("ftp://x/y")
 
 
-def test_a_folder_with_a_tmp_of_somebody_else_is_not_taken(tmp_path):
+def test_a_folder_with_a_tmp_of_another_program_is_not_taken(tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "thesis.tex").write_text("years of work")
     with pytest.raises(InvalidInputError, match="not empty"):
@@ -400,11 +401,11 @@ DAMAGE = [(kind, how) for kind in ("packs/", "manifests/") for how in HOWS]
 @pytest.mark.parametrize(("kind", "how"), [*DAMAGE, ("manifests/", "flipped first")])
 def test_damaged_packs_and_manifests(root, kind, how):
     """That one snapshot is lost, said so by its name; nothing else is; and everything else goes on."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         key = own_objects(repository, "b@0")[kind][0]
         damage(root / key, how)
     shutil.rmtree(index_of(root))
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         with pytest.raises((IntegrityError, FormatError)) as caught:
             repository.restore("b@0")
         assert key.split("/")[-1][:12] in str(caught.value)
@@ -434,7 +435,7 @@ def test_damaged_packs_and_manifests(root, kind, how):
 @pytest.mark.parametrize("how", ["flipped first", "flipped last"])
 def test_damage_beside_the_blobs_of_a_pack(root, how):
     """In the header or the footer: all restores, and check says that the pack is not what it was."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         key = own_objects(repository, "b@0")["packs/"][0]
         damage(root / key, how)
         assert repository.restore("b@0")["version"] == 60
@@ -445,11 +446,11 @@ def test_damage_beside_the_blobs_of_a_pack(root, how):
 
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped", "flipped first", "flipped last", "deleted"])
 def test_a_damaged_record_loses_no_other(root, how):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         key = repository.snapshot("b@0").key
     damage(root / key, how)
     shutil.rmtree(index_of(root))
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         with pytest.raises(NotFoundError if how == "deleted" else IntegrityError):
             repository.restore("b@0")
         for step in range(4):
@@ -468,13 +469,13 @@ def test_a_damaged_record_loses_no_other(root, how):
 
 
 def test_things_that_do_not_belong_there(root):
-    """Somebody's notes between the objects: nobody stumbles over them, and nobody deletes them."""
+    """Foreign files between the objects disturb no verb, and no verb deletes them."""
     places = ["packs/README", "packs/ab/notes.txt", "manifests/x", "snapshots/old/readme.txt", "snapshots/list",
               "policies/a", "policies/a.b", "gc/notes", "gc/x.txt"]  # fmt: skip
     for place in places:
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_text("hello")
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         repository.forget_snapshots(["a@0"])
         assert repository.gc(dry_run=True).deleted_objects > 0
         repository.gc()
@@ -493,7 +494,7 @@ def test_a_damaged_mark_stops_neither_saves_nor_gc(root, how):
     mark = Mark(id="1" * 32, started=0.0, packs=b"", manifests=b"")
     store.put(f"gc/{mark.id}.mark", records.encode(mark))
     damage(root / f"gc/{mark.id}.mark", how)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         snapshot = save(repository, "a", 4, 4)
         assert snapshot.bases == []  # what it named cannot be told
         repository.gc()
@@ -503,7 +504,7 @@ def test_a_damaged_mark_stops_neither_saves_nor_gc(root, how):
 
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped"])
 def test_damaged_policies(root, how):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         repository.set_policies("a", [KeepLast(3)])
         damage(root / "policies" / "a.0", how)
         with pytest.raises(IntegrityError, match=r"policies/a\.0"):
@@ -515,14 +516,14 @@ def test_damaged_policies(root, how):
 def test_policies_of_a_later_release(root):
     policy = Policy(run="a", revision=0, policies=[{"kind": "KeepWhatever"}])
     LocalStore(root).put("policies/a.0", records.encode(policy))
-    with Repository.open(root, options=OPTIONS) as repository, pytest.raises(FormatError, match="KeepWhatever"):
+    with opened(root) as repository, pytest.raises(FormatError, match="KeepWhatever"):
         repository.policies("a")
 
 
 def test_gc_waits_for_a_damaged_session(root):
     store = LocalStore(root)
     store.put("sessions/" + "2" * 32, b"\xff" * 100)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         repository.forget_snapshots(["a@0"])
         packs = keys_of(store, "packs/")
         assert repository.gc(dry_run=True).waiting_for == ["2" * 32]
@@ -543,10 +544,10 @@ def test_check_levels_and_shares(repository):
 
 
 def test_a_metric_that_is_nan_is_no_damage(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         values: dict[str, Any] = {"loss": float("nan"), "inf": float("inf")}
         save(repository, "a", 4, 4, metrics=values)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert repository.check().problems == []
 
 

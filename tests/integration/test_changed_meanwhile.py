@@ -1,17 +1,18 @@
-"""States that are changed while they are saved, in every way and at every moment (tests/changes.py)."""
+"""A save never commits mixed values, whatever changes its state at whatever moment (tests/kit/changes.py)."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 
-import changes
 import numpy as np
 import pytest
 import torch
-from faults import THOROUGH, sampled
 
-from snapstore import InvalidInputError, Repository, SnapshotManager
+from kit import changes
+from kit.repositories import OPTIONS
+from kit.samples import THOROUGH, sampled
+from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
 
@@ -70,8 +71,8 @@ def test_a_thread_that_swaps_all_the_time(async_save):
     thread = threading.Thread(target=swap)
     store = MemoryStore()
     refused = 0
-    Repository.create(store, chunk_bytes=changes.CHUNK_BYTES, options=changes.OPTIONS).close()
-    with SnapshotManager(store, run="a", async_save=async_save, options=changes.OPTIONS) as snapshots:
+    Repository.create(store, chunk_bytes=changes.CHUNK_BYTES, options=OPTIONS).close()
+    with SnapshotManager(store, run="a", async_save=async_save, options=OPTIONS) as snapshots:
         thread.start()
         try:
             for step in range(1000 if THOROUGH else 60):
@@ -108,7 +109,7 @@ def test_a_change_that_is_taken_back(monkeypatch, verify):
         return finished
 
     monkeypatch.setattr(CpuEngine, "start_encode", changed)
-    options = changes.SaveOptions(pack_bytes=4096, threads=1, verify_writes=verify)
+    options = SaveOptions(pack_bytes=4096, threads=1, verify_writes=verify)
     with Repository.create(MemoryStore(), chunk_bytes=changes.CHUNK_BYTES, options=options) as repository:
         repository.save({"w": w}, run="a", step=0)
         assert (repository.restore("a@0")["w"] == before).all()

@@ -1,4 +1,6 @@
-"""Real processes, all verbs, killed, stopped and robbed at random: see tests/chaos.py. By seed, and for some seconds.
+"""Processes that run every verb lose nothing when they are killed and stopped at random (tests/kit/chaos.py).
+
+Each test runs for some seconds, by seed.
 
 `SNAPSTORE_TEST_EXAMPLES` multiplies the seconds; `tools/torture --only chaos` runs each class for minutes.
 """
@@ -6,15 +8,15 @@
 from __future__ import annotations
 
 import pytest
-from chaos import KINDS, Chaos, judge, may_mount
-from faults import SEED, THOROUGH
-from s3_stores import fresh_url, needs_server
-from tally import EXAMPLES
 
+from kit.chaos import KINDS, Chaos, judge, may_mount
+from kit.s3_stores import fresh_url, needs_server
+from kit.samples import SEED, THOROUGH
+from kit.tally import EXAMPLES
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
-#: Of each class, in CI.
+#: Seconds of each class, in CI.
 SECONDS = 5.0
 ROUGH = ["links", "mounts", "renames", "everything"]
 

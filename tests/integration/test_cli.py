@@ -1,4 +1,4 @@
-"""The shell: every verb, every JSON shape, every exit code, and what bad input gets."""
+"""The shell keeps its output, its JSON and its exit codes, for every verb and for bad input."""
 
 import errno
 import json
@@ -13,12 +13,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import foreign
 import pytest
 import torch
-from faults import index_of
 from typer.testing import CliRunner
 
+from kit import foreign
+from kit.objects import flip_file
+from kit.repositories import index_of
 from snapstore import KeepLast, NotFoundError, Repository, cli
 from snapstore.cli import files, maintenance, output
 from snapstore.cli.app import VERBS
@@ -360,7 +361,7 @@ def test_safetensors_of_a_training_state(sh):
     assert set(safetensors.torch.load_file(out)) == {"m.w", "m.t.0", "m.tied"}
 
 
-def test_what_safetensors_cannot_hold(sh):
+def test_states_that_safetensors_cannot_hold(sh):
     import numpy as np
 
     out = sh.folder / "o.safetensors"
@@ -557,7 +558,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     record.write_bytes(data)
 
 
-def test_what_a_repair_has_made_up_is_marked(series):
+def test_reconstructed_records_are_marked(series):
     record = record_of(series, 1)
     record.write_bytes(b"SNAP and no more")
     shutil.rmtree(index_of(Path(series.url)))
@@ -1002,15 +1003,12 @@ def test_an_error_names_a_thing_and_an_advice_once(series):
         return text
 
     record = record_of(series, 2)
-    data = bytearray(record.read_bytes())
-    data[60] ^= 1
-    record.write_bytes(data)
+    flip_file(record, 60)
     shutil.rmtree(index_of(Path(series.url)))
     wrong = r": checksum mismatch: expected [0-9a-f]{16}, got [0-9a-f]{16}: "
     for args in (["gc"], ["compact"], ["show", "exp@2"]):
         assert re.search(wrong, once(series.fails(*args, code=20), f"{record.relative_to(series.url)}"))
-    data[60] ^= 1
-    record.write_bytes(data)
+    flip_file(record, 60)
     pack = max(Path(series.url, "packs").rglob("?" * 64), key=lambda path: path.stat().st_mtime_ns)
     pack.unlink()
     key = pack.relative_to(series.url)
@@ -1195,7 +1193,7 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     assert r"[bold]a[/]\x1b[31m" in terminal.text
 
 
-def test_times_of_mad_clocks(monkeypatch):
+def test_times_of_clocks_far_off(monkeypatch):
     monkeypatch.setenv("TZ", "EAST-14")
     time.tzset()
     try:
@@ -1210,7 +1208,7 @@ def test_times_of_mad_clocks(monkeypatch):
         assert output.local(mad)
 
 
-def test_what_json_has_no_form_for():
+def test_values_that_json_has_no_form_for():
     assert output.plain({1: (b"x", True, None, float("inf"))}) == {"1": ["b'x'", True, None, "Infinity"]}
 
 

@@ -1,12 +1,13 @@
-"""Hosts whose clocks are an hour or a year off: nothing is lost, and nobody who lives is given up."""
+"""Hosts whose clocks differ by an hour or a year lose nothing, and no live session is expired."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from faults import FaultStore, check_clean, committed, one_thread, opened, save
 
+from kit.faults import FaultStore, one_thread
+from kit.repositories import check_clean, committed, opened, save
 from snapstore import KeepLast, Repository
 from snapstore.storage.memory import MemoryStore
 

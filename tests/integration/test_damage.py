@@ -1,16 +1,18 @@
-"""Every class of object damaged in every way: check tells the truth, repair mends what it can and harms nothing."""
+"""check finds every damage to every class of object; repair restores what it can and harms nothing."""
 
 from __future__ import annotations
 
 import itertools
 import re
 
-import damage
 import pytest
-from damage import CLASSES, PLACES, everyone, repository, restoring
-from faults import OPTIONS, one_thread, sampled, values, version_of
 from typer.testing import CliRunner
 
+from kit import damage
+from kit.damage import CLASSES, PLACES, everyone, refs, repository, restoring
+from kit.faults import one_thread
+from kit.repositories import OPTIONS, opened, values, version_of
+from kit.samples import sampled
 from snapstore import Repository, cli
 from snapstore.check.scan import LEVELS
 
@@ -21,15 +23,11 @@ def _fast(monkeypatch):
 
 
 def looked_at(store, level):
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         return found.check(level)
 
 
-def refs(snapshots):
-    return {s.ref for s in snapshots}
-
-
-#: What is not damage to anybody: nothing to report, nothing that suffers.
+#: Changes that damage no snapshot: nothing to report, nothing that suffers.
 SILENT = {
     ("record, an old revision", "missing"),
     ("record, tagged", "missing"),  # the tag is gone with it, and nobody but an index knows that there was one
@@ -75,7 +73,7 @@ def test_check_tells_the_truth(name, how):
 
 
 @pytest.mark.parametrize(("name", "how"), damage.cases())
-def test_repair_mends_what_it_can(name, how):
+def test_repair_restores_what_it_can(name, how):
     wanted = everyone(repository())
     objects, store, key = damage.damaged(name, how)
     kind, _ = CLASSES[name]
@@ -83,7 +81,7 @@ def test_repair_mends_what_it_can(name, how):
     if (kind, how) == ("record", "unreadable") and name not in NOTED:  # as above
         before = wanted.keys() - {ref for ref, s in wanted.items() if s.id in key}
     held = dict(objects._objects)
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         planned = found.repair()
         assert objects._objects == held, "a dry run has changed something"
         assert not planned.applied
@@ -104,7 +102,7 @@ def test_repair_mends_what_it_can(name, how):
     left = {p.kind for p in again.problems if not p.snapshots}
     assert left <= {"policy", "session"}, again.problems  # those wait for a person, or for an hour
     assert ("session" in left) == any("sessions/" in line for line in report.open)
-    with Repository.open(store, options=OPTIONS) as found:
+    with opened(store) as found:
         left = {a.kind for a in found.repair(apply=True).actions} - {"index"}
         # The note of a pack that is gone is needed no more once its snapshots are whole.
         released = how == "missing" and report.healed and not report.lost and kind == "pack"
@@ -120,7 +118,7 @@ def gone(name, how):
 # --- where the advice leads
 
 
-#: What an operator may have besides the commands: nothing, a backup, or the state itself.
+#: An operator may have, besides the commands, nothing, a backup, or the state itself.
 CHOICES = ("drop", "put a copy back", "save again")
 ROUNDS = 6
 
@@ -143,7 +141,7 @@ class Operator:
 
     def run(self, command):
         """(exit code, what it prints)."""
-        if command == "snapstore gc":  # the last moment of those that are only forgotten
+        if command == "snapstore gc":  # the last moment of snapshots that are only forgotten
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")
@@ -202,7 +200,7 @@ class Operator:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_check_prints_leads_to_the_end(name, monkeypatch):
+def test_the_commands_that_check_prints_lead_to_the_end(name, monkeypatch):
     """Some rounds of check and of what it says that helps; nobody is lost of whom it was not said."""
     choices = CHOICES if name.startswith(("manifest", "pack")) else CHOICES[:1]  # none is offered elsewhere
     cases = list(itertools.product([how for of, how in damage.cases() if of == name], choices))

@@ -1,6 +1,6 @@
-"""The figures that docs/reliability.md and docs/benchmarks.md state of compact and of scale, in their short forms.
+"""The figures of compact and scale in docs/reliability.md and docs/benchmarks.md hold, in a short form.
 
-What the benches measure at full size takes an hour; a change that loses what they show is seen here.
+The benchmarks take an hour at full size; a change that loses their figures is seen here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import THOROUGH
 
+from kit.samples import THOROUGH
 from snapstore import KeepLast, Repository
 from snapstore.catalog import index
 
@@ -32,8 +32,9 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
     """Within 5 %. Here it is 0.4 %: of half a megabyte of state the fixed parts of packs and manifests are little, and
     twelve saves under KeepLast(3) have made the retained three hang on one that was forgotten: half as much again.
     """
-    import bench_compact
     import train_gpt
+
+    from benchmarks import compact
 
     for name, small in {"WIDTH": 64, "HEADS": 4, "LAYERS": 2, "BATCH": 4, "CONTEXT": 32}.items():
         monkeypatch.setattr(train_gpt, name, small)
@@ -41,11 +42,11 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model computes less than two would wait for each other
     try:
-        rows = bench_compact.figures(tmp_path, tmp_path / "runs", 40 if THOROUGH else 12, 5)
+        rows = compact.figures(tmp_path, tmp_path / "runs", 40 if THOROUGH else 12, 5)
     finally:
         torch.set_num_threads(threads)
     found = {row["name"]: row["value"] for row in rows}
-    assert found["KeepLast(3): retained / the smaller of the two"] <= bench_compact.GOAL
+    assert found["KeepLast(3): retained / the smaller of the two"] <= compact.GOAL
     before, after = (found[f"KeepLast(3): retained {when}"] for when in ("before, 3 snapshots", "after compact and gc"))
     assert before > 1.2 * after, "there was little to compact: the ratio above says nothing"
 
@@ -65,7 +66,7 @@ def cost_of(folder: Path, verb: Callable[[Repository], Any]) -> tuple[int, float
 @pytest.mark.slow
 def test_log_forget_and_gc_do_not_grow_with_the_chunks(tmp_path, monkeypatch):
     """They read records and headers: with twenty times the chunks in as many snapshots and packs, none takes more."""
-    import bench_scale
+    from benchmarks import scale
 
     monkeypatch.setattr(index, "SLOW_S", 60.0)  # on a busy machine some headers would be read 16 at a time
     snapshots = 200 if THOROUGH else 40
@@ -76,7 +77,7 @@ def test_log_forget_and_gc_do_not_grow_with_the_chunks(tmp_path, monkeypatch):
     }
     costs: dict[str, list[tuple[int, float]]] = {name: [] for name in verbs}
     for chunks in (20, 50, 1000):  # of each snapshot the new ones; the first repository imports what a first use does
-        bench_scale.thousand_snapshots(tmp_path / str(chunks), snapshots, chunks)
+        scale.thousand_snapshots(tmp_path / str(chunks), snapshots, chunks)
         for name, verb in verbs.items():
             costs[name].append(cost_of(tmp_path / str(chunks), verb))
         with Repository.open(tmp_path / str(chunks)) as repository:

@@ -1,4 +1,4 @@
-"""A file system with no room left, at whatever file of a save: training goes on, nothing is lost, gc makes room."""
+"""When the disk is full at any file of a save, training goes on, nothing is lost, and gc frees space."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import sampled
-from tally import tally
 
+from kit.samples import sampled
+from kit.tally import tally
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
 from snapstore.storage.local import LocalStore
 
 PAGE = 4096
-#: What a forget and a gc write before they delete.
+#: Bytes that a forget and a gc write before they delete.
 WORDS_PAGES = 16
 OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
 

@@ -1,4 +1,4 @@
-"""Hundreds of saves in one process leave nothing behind: memory, threads, files, LMDB's readers stay as they were."""
+"""Hundreds of saves in one process leave memory, threads, files and LMDB's readers as they were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from tally import EXAMPLES, tally
+
+from kit.tally import EXAMPLES, tally
 
 #: `tools/torture` asks for twenty times as many: two thousand.
 SAVES = 100 * EXAMPLES

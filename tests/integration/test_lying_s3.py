@@ -1,4 +1,4 @@
-"""An S3 server that answers one request of an operation wrongly, once: see tests/lying_proxy.py for the table of lies.
+"""An S3 server that answers one request wrongly costs no committed snapshot (lies: tests/kit/lying_proxy.py).
 
 Workers save, forget, collect, compact, check and repair through proxies that lie; then an honest client, straight at
 the server, must find every snapshot that was called committed. `SNAPSTORE_TEST_EXAMPLES` multiplies the seconds.
@@ -11,12 +11,12 @@ from contextlib import suppress
 from random import Random
 
 import pytest
-from chaos import KINDS, Chaos, judge
-from faults import SEED, THOROUGH
-from lying_proxy import DRAGGING, LIES, LyingProxy, Told
-from s3_stores import fresh_url, impatient, needs_server
-from tally import EXAMPLES
 
+from kit.chaos import KINDS, Chaos, judge
+from kit.lying_proxy import DRAGGING, LIES, LyingProxy, Told
+from kit.s3_stores import fresh_url, impatient, needs_server
+from kit.samples import SEED, THOROUGH
+from kit.tally import EXAMPLES
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
 

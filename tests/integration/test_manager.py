@@ -1,4 +1,4 @@
-"""SnapshotManager: what the training loop may rely on, in one process and at the end of one."""
+"""SnapshotManager keeps its promises to the training loop, while the process runs and when it ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import OPTIONS, FaultStore, index_of, keys_of, same
 
+from kit.faults import FaultStore
+from kit.objects import flip_file, flip_in_place, keys_of
+from kit.processes import environment
+from kit.repositories import OPTIONS, index_of, opened, same
 from snapstore import (
     AlreadyExistsError,
     IntegrityError,
@@ -38,8 +41,6 @@ from snapstore.catalog.lmdb_file import Environment
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
-
-TESTS = Path(__file__).parents[1]
 
 
 class GateStore(MemoryStore):
@@ -164,7 +165,7 @@ def test_a_failure_in_the_background_is_raised_once_at_the_next_call(store, call
     if call != "close":
         snapshots.save(2, big(2))
     snapshots.close()
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert [s.step for s in repository.snapshots()] == ([] if call == "close" else [2])
         assert repository.check("restore").ok
 
@@ -355,7 +356,7 @@ def test_fork_from_another_run(store):
 
 def test_two_managers_of_two_runs_on_one_repository(store):
     """Each run goes on from its own snapshot, whatever the other has restored."""
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         with manager(repository, "a") as a, manager(repository, "b") as b:
             a.save(0, big(0))
             b.save(0, big(50))
@@ -429,7 +430,7 @@ def test_policies_forget_and_collect_behind_the_commit(store):
     assert deletes
     assert min(revisions) > order[2]  # the third commit is the first to make one superfluous
     assert min(deletes) > order[2]
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert repository.policies("a") == [KeepLast(2), KeepEvery(4)]
 
 
@@ -479,12 +480,11 @@ def test_a_corrupted_base_in_memory_costs_nothing_but_time(store):
         assert same(snapshots.restore(1), big(1))
 
 
-def test_a_corrupted_base_in_the_store_is_not_built_upon(store):
+def test_a_corrupted_base_in_the_store_is_not_used(store):
     with manager(store, keep_base=False) as snapshots:
         first = snapshots.save(0, big(0)).result(30)
         for key in keys_of(store, "packs/"):
-            data, info = store._objects[key]
-            store._objects[key] = data[:200] + bytes([data[200] ^ 1]) + data[201:], info
+            flip_in_place(store, key, 200)
         second = snapshots.save(1, {"model": {"w": big(1)["model"]["w"] + 1e-3}, "step": 1}).result(30)
         assert first.bases == second.bases == []
         assert second.depth == second.generation == 0
@@ -494,7 +494,7 @@ def test_a_corrupted_base_in_the_store_is_not_built_upon(store):
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut"])
-def test_a_base_that_lacks_a_pack_is_not_built_upon(store, how):
+def test_a_base_that_lacks_a_pack_is_not_used(store, how):
     """Known chunks are referenced unread: without this every later snapshot would be lost with the pack."""
     with manager(store) as snapshots:
         snapshots.save(0, big(0)).result(30)
@@ -510,7 +510,7 @@ def test_damage_found_by_retention_is_raised(store):
     with manager(store, keep=[KeepLast(1)]) as snapshots:
         snapshots.save(0, big(0)).result(30)
         snapshots.wait_until_finished()
-        with Repository.open(store, options=OPTIONS) as repository:
+        with opened(store) as repository:
             repository.save(big(9), run="other", step=0)
             (ref,) = repository.snapshot("other@0").manifests[:1]
         store.delete([ref.key])
@@ -521,10 +521,9 @@ def test_damage_found_by_retention_is_raised(store):
 
 def test_damaged_policies_do_not_stop_training(store):
     manager(store, keep=[KeepLast(1)]).close()
-    data, info = store._objects["policies/a.0"]
-    store._objects["policies/a.0"] = data[:-1] + bytes([data[-1] ^ 1]), info
+    flip_in_place(store, "policies/a.0", -1)
     manager(store, keep=[KeepLast(1)]).close()
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert repository.policies("a") == [KeepLast(1)]
 
 
@@ -537,7 +536,7 @@ def test_policies_stored_by_two_at_once(store):
                 self.inner.put(key, data)
             super().put(key, data)
 
-    with Repository.open(Racing(store), options=OPTIONS) as repository:
+    with opened(Racing(store)) as repository:
         repository.set_policies("a", [KeepLast(3)])
     assert keys_of(store, "policies/") == ["policies/a.0"]
 
@@ -546,7 +545,7 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
     """The store is away during a commit; when it is back, this very process collects what it left behind."""
     monkeypatch.setattr("snapstore.protocol.claim.COMMIT_ATTEMPTS", 1)
     faulty = FaultStore(store)
-    with Repository.open(faulty, options=OPTIONS) as repository:
+    with opened(faulty) as repository:
         repository.save(big(0), run="a", step=0)
         faulty.mode = "outage"
         real = faulty.put
@@ -572,7 +571,6 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
 
 PRELUDE = """
 import itertools, os, signal, sys, threading, time
-sys.path.insert(0, {tests!r})
 import numpy as np
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.storage.local import LocalStore
@@ -619,13 +617,14 @@ def run(root: Path, body: str, *, kill: int | None = None, held: bool = False) -
     Args:
         held: the third pack waits though nobody kills.
     """
-    script = PRELUDE.format(tests=str(TESTS), root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
+    script = PRELUDE.format(root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=environment(),
     ) as process:
         out = ""
         if kill is not None:
@@ -780,7 +779,7 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
             assert 2 in snapshots.all_steps(), struck
 
 
-def test_what_ends_the_program_ends_it_in_retention_too(tmp_path, monkeypatch):
+def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monkeypatch):
     """A handler of SIGTERM that calls sys.exit, or Ctrl-C, while a synchronous save forgets."""
     with manager(tmp_path / "repo", async_save=False, keep=[KeepLast(1)]) as snapshots:
         monkeypatch.setattr(snapshots.repository, "forget", lambda *a, **k: sys.exit(3))
@@ -1078,7 +1077,7 @@ def test_a_forced_save_waits_where_others_are_skipped():
         assert manager.all_steps() == [1, 3]
 
 
-def test_whatever_breaks_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
+def test_an_error_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
     with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(1)], options=OPTIONS) as manager:
         monkeypatch.setattr(
             manager.repository, "forget", lambda *a, **k: (_ for _ in ()).throw(MemoryError("none left"))
@@ -1127,9 +1126,7 @@ def test_nothing_is_written_into_the_target_after_a_restore_has_failed(tmp_path)
         state = {f"w{i}": np.full(512 * 1024, i, np.float64) + np.arange(512 * 1024) for i in range(24)}
         repository.save(state, run="a", step=1)
         pack = sorted((tmp_path / "repo" / "packs").rglob("*"), key=lambda p: p.stat().st_size)[-1]
-        data = bytearray(pack.read_bytes())
-        data[len(data) // 2] ^= 1
-        pack.write_bytes(data)
+        flip_file(pack, pack.stat().st_size // 2)
         target = {name: np.zeros_like(value) for name, value in state.items()}
         with pytest.raises(IntegrityError):
             repository.restore_into("a@1", target)

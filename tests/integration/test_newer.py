@@ -1,15 +1,14 @@
-"""Objects that are intact and that only another release reads: no damage, so check says so, and nothing takes them."""
+"""check reports intact objects of a newer release as such, not as damage, and no verb deletes them."""
 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kit.forge import SIZE, World, digest, full, noise, rewrite
 from snapstore import FormatError, IntegrityError, KeepLast, Repository, SaveOptions, SnapstoreError, UnknownFormatError
 from snapstore.format import records
 from snapstore.format.hashing import checksum
@@ -17,9 +16,6 @@ from snapstore.format.keys import record_key
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.protocol.this_process import this_session
 from snapstore.storage.memory import MemoryStore
-
-sys.path.append(str(Path(__file__).parents[1] / "attacks"))
-from forge import SIZE, World, digest, full, noise, rewrite
 
 A = noise(1)
 

@@ -1,4 +1,4 @@
-"""Several ranks of one job: none saves the run of another without a word."""
+"""No rank of a distributed job saves over the run of another rank without `ranks=False`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nothing_is_made_where_a_manager_is_refused(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_refused(repository, monkeypatch):
+def test_arguments_that_are_not_refused(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed(2))
     repository.save({"n": 1}, run="a", step=0, ranks=False)
     assert repository.restore("a@0") == {"n": 1}

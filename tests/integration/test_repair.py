@@ -1,4 +1,4 @@
-"""repair from end to end: what a later save brings back, what the index knows, what an operator asks for."""
+"""repair recovers what a later save brings back, keeps the index right, and does what its options ask."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from damage import damaged, flip, packs_of, refs, repository, restoring, three, twin, wound
-from faults import (
-    OPTIONS,
-    FaultStore,
-    Unreadable,
-    check_restores,
-    clone,
-    index_of,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    save,
-    values,
-)
 from typer.testing import CliRunner
 
+from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
+from kit.faults import FaultStore, Unreadable, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
 from snapstore import (
     ConflictError,
     FormatError,
@@ -59,16 +48,11 @@ def store():
     return three()
 
 
-def snapshots_of(store):
-    with opened(store) as found:
-        return {s.ref: s for s in found.view().snapshots(states=("committed", "forgotten"))}
-
-
 # --- healing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_later_save_heals(store):
-    """Nothing holds the lost chunk until the state is saved again, upon the damaged snapshots: they are whole then."""
+def test_a_later_save_repairs(store):
+    """No object holds the lost chunk until the state is saved again, on the damaged snapshots: they are whole then."""
     key = wound(store)
     wanted = snapshots_of(store)
     assert restoring(store, wanted) == set()
@@ -97,7 +81,7 @@ def _needed(found, snapshot):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_saves_inherit_damage_only_while_nobody_knows(store, known):
+def test_saves_inherit_damage_only_until_it_is_known(store, known):
     key = wound(store, number=-1)
     with opened(store) as found:
         if known:
@@ -153,7 +137,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
     assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
 
 
-def test_quarantine_stays_until_somebody_says_so(store):
+def test_quarantine_stays_until_it_is_lifted(store):
     key = wound(store, "a@2", -1)
     with opened(store) as found:
         found.save(values("a", 2), run="twin", step=2, metadata=["a", 2])
@@ -365,7 +349,7 @@ def noted(store):
     return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes(store)]
 
 
-def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
+def test_a_note_does_not_condemn_what_a_copy_of_the_pack_repairs(misbuilt):
     """An altered blob beside a wrong one was named as wrong for good too, and `--drop` forgot who needed it alone."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
@@ -384,7 +368,7 @@ def test_a_note_does_not_condemn_what_a_copy_of_the_pack_mends(misbuilt):
 
 
 @pytest.mark.parametrize("which", ["says less", "is damaged"])
-def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
+def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
     """A pack in quarantine turns out to hold a wrong blob, too. No save may begin while none of its notes is there."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
@@ -419,7 +403,7 @@ def test_a_note_is_written_anew_behind_the_next_one(which, misbuilt):
 
 
 def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
-    """What another repair has found since ours looked is neither replaced nor taken away."""
+    """The findings of another repair since ours looked are neither replaced nor taken away."""
     store, _, key, offset = misbuilt
     wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
     with Repository.open(store, options=ONE_PACK) as found:
@@ -438,7 +422,7 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
 
 
-def test_what_only_says_that_it_is_the_chunk_heals_nobody(store, monkeypatch):
+def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypatch):
     """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
@@ -528,10 +512,10 @@ def test_records_that_were_never_revised_come_back_in_their_order(store):
             )  # fmt: skip
         assert found.snapshot("a@latest").step == 2
         found.forget([KeepLast(1)], run="a", force=True)
-        assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until somebody has looked"
+        assert refs(found.snapshots()) == {"a@1", "a@2"}, "they are tagged until the user has looked"
 
 
-def test_a_record_that_somebody_removed_is_put_back(store):
+def test_a_record_that_was_removed_is_put_back(store):
     with opened(store) as found:
         record = found.snapshot("a@2")
         store.delete([record.key])
@@ -583,7 +567,7 @@ def put_back(store, backup):
 
 
 def accepted(found, wanted):
-    """Nothing may change until somebody says that the backup is what he wants; then all is as it was."""
+    """Nothing changes until the user says that the backup is wanted; then all is as it was."""
     result = found.check("restore")
     assert (refs(result.restorable), result.ok) == (wanted, False)
     assert {p.command for p in result.problems} == {"snapstore index rebuild --forget-missing"}
@@ -603,7 +587,7 @@ def accepted(found, wanted):
 
 
 @pytest.mark.parametrize("tagged", [True, False])
-def test_what_a_backup_brings_back_is_not_swept_again(store, tagged):
+def test_snapshots_of_a_restored_backup_are_not_swept_again(store, tagged):
     with opened(store) as found:
         backup = clone(store)
         found.forget_snapshots(["a@0", "a@1"])
@@ -616,8 +600,8 @@ def test_what_a_backup_brings_back_is_not_swept_again(store, tagged):
         assert found.snapshot("a@0").tags == ["good"] * tagged
 
 
-def test_what_was_only_forgotten_in_a_backup_is_not_swept(store):
-    """The index knows that it was; all that it needs is there again, and somebody may un-forget it."""
+def test_snapshots_only_forgotten_in_a_backup_are_not_swept(store):
+    """The index knows that it was; all that it needs is there again, and a user may un-forget it."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
         backup = clone(store)
@@ -644,7 +628,7 @@ def test_a_backup_from_before_a_compact_is_not_lost(store, swept):
         accepted(found, {"a@1", "a@2"})
 
 
-def test_of_a_backup_that_is_damaged_nothing_is_given_up_for_what_is_gone(store):
+def test_a_damaged_backup_costs_no_snapshot_for_what_is_gone(store):
     """Neither revision is whole; the one in the backup is healed once it is accepted."""
     with opened(store) as found:
         twin(found, "twin", 1)
@@ -692,7 +676,7 @@ def test_a_record_of_what_is_collected_is_put_back(store):
 
 
 def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read(store):
-    """Of the two the store shows the damaged one: from the index comes what that one said, and nothing is forgotten."""
+    """The store shows only the damaged one of two: the index has what it said, and nothing is forgotten."""
     with opened(store) as found:
         first = found.snapshot("a@0").key
         found.forget_snapshots(["a@0"])
@@ -705,8 +689,8 @@ def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read
         assert same(found.restore("a@0"), values("a", 0))
 
 
-def test_of_an_aborted_save_nothing_comes_back(store):
-    """Its record says so, its manifests are gone: given up for good, if somebody asks for that."""
+def test_an_aborted_save_does_not_come_back(store):
+    """Its record says so, its manifests are gone: dropped for good, if the user asks for that."""
     key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"SNAP and no more")
     with opened(store) as found:
@@ -773,7 +757,7 @@ def test_a_save_beside_a_config_of_another_chunk_size():
             check_restores(after)
 
 
-def test_a_save_beside_a_config_that_nothing_told_of():
+def test_a_save_beside_an_unexpected_config():
     """No manifest is left that tells size and seed: another process's saves would be unreadable, and end."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=1024).close()
@@ -782,7 +766,7 @@ def test_a_save_beside_a_config_that_nothing_told_of():
         before.forget_snapshots(["a@0"], force=True)
         before.gc()
         flip(store, "config", 40)
-        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        with opened(store, damaged=True) as found:
             found.repair(apply=True)
             assert found.config.chunk_bytes != 1024
             assert found.config.digest_seed != before.config.digest_seed
@@ -796,13 +780,13 @@ def test_a_save_beside_a_config_that_nothing_told_of():
 
 
 @pytest.mark.parametrize("how", ["flip", "missing"])
-def test_a_config_is_made_up(store, how):
+def test_a_config_is_reconstructed(store, how):
     old = store.get("config")
     flip(store, "config", 5) if how == "flip" else store.delete(["config"])
     with pytest.raises(Exception, match="snapstore repair"):
         Repository.open(store)
     seed = records.decode(old, records.Config, "config").digest_seed
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         for level in LEVELS:  # every digest is verified as before
             result = found.check(level)
             assert [p.kind for p in result.problems] == ["config"]
@@ -816,7 +800,7 @@ def test_a_config_is_made_up(store, how):
 
 
 def test_a_config_of_another_repository(store):
-    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair mends it."""
+    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair restores it."""
     with opened(store) as found:
         ours = found.config
     with_config(store, ours, digest_seed=ours.digest_seed ^ 1, uuid=records.new_id())
@@ -830,7 +814,7 @@ def test_a_config_of_another_repository(store):
         assert "another seed" in found.recode().failed[0][1]
         assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
         found.gc()  # goes by names: it needs no digest
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         (problem,) = found.check("restore").problems
         assert (problem.kind, problem.command) == ("config", "snapstore repair")
         assert "it is another repository's" in problem.message
@@ -859,7 +843,7 @@ def test_a_manifest_of_another_repository(store):
         with pytest.raises(FormatError, match=r"base other@0: manifests/.* another seed than config says"):
             save(found, "a", 3, 3, bases=["other@0"])
         save(found, "a", 3, 3)
-    with Repository.open(store, options=OPTIONS, damaged=True) as found:
+    with opened(store, damaged=True) as found:
         assert found.config.digest_seed == manifests[0].header.digest_seed, "most manifests say so"
         result = found.check("restore")
         assert {p.kind for p in result.problems} == {"manifest"}
@@ -875,7 +859,7 @@ def encoded_as(m, **changes):
     return manifest.encode(replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
 
 
-def test_nothing_is_made_up_where_there_is_no_repository():
+def test_nothing_is_reconstructed_where_there_is_no_repository():
     with pytest.raises(KeyError, match="no snapstore repository"):
         Repository.open(MemoryStore(), damaged=True)
 
@@ -977,7 +961,7 @@ def test_the_shell_says_what_stays_lost(shell, disk):
     assert "lost, and forgotten: a@3" in out
 
 
-def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
+def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
     """Others revise the snapshot all the time: the next repair heals it."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=4096) as repository:
@@ -999,7 +983,7 @@ def test_what_could_not_be_healed_now_is_not_dropped(monkeypatch):
         assert "heal" in {action.kind for action in report.actions}
 
 
-def test_one_wrong_get_of_a_session_takes_it_from_nobody(store, monkeypatch):
+def test_one_wrong_get_of_a_session_takes_no_session_away(store, monkeypatch):
     """Repair reads a session again before it removes it as damaged."""
     sessions = [this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
     for session in sessions:
@@ -1033,7 +1017,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
     with opened(store) as found:
         config = found.config
     with_config(store, config, digest_seed=config.digest_seed ^ 1)
-    with Repository.open(store, options=OPTIONS) as found, pytest.raises(FormatError, match="another seed"):
+    with opened(store) as found, pytest.raises(FormatError, match="another seed"):
         save(found, "new", 0, 0)
     with_config(store, config)
     with opened(store) as found:

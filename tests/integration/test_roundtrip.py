@@ -1,4 +1,4 @@
-"""Round trips of whole states through a Repository: any nesting, dtype, shape, chunk size and history of changes."""
+"""A state of any nesting, dtype, shape, chunk size and history of changes comes back to the bit."""
 
 import math
 from collections import OrderedDict

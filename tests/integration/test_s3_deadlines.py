@@ -1,4 +1,4 @@
-"""Every wait of a store in a bucket ends, and nothing that goes on at a bearable rate is cut.
+"""Every wait for a bucket ends, and no transfer at a bearable rate is cut.
 
 Limits judge hangs: those of the store are under a second, those of the tests a minute.
 """
@@ -16,8 +16,9 @@ from datetime import UTC, datetime, timedelta
 from multiprocessing.pool import ThreadPool
 
 import pytest
-from hostile_s3 import HostileS3, answer, before_body, etag, first, says
 
+from kit.hostile_s3 import HostileS3, answer, before_body, etag, first, says
+from kit.socket_server import SocketServer
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage.s3 import deadline as s3_deadline
 from snapstore.storage.s3.deadline import Deadline, run_with_timeout
@@ -53,29 +54,14 @@ def patient() -> S3Store:
 @contextmanager
 def listener(speak):
     """Something that listens, and speaks to each that connects."""
-    over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def talk(sock: socket.socket) -> None:
-            with sock:
-                speak(sock, over)
+    class Listener(SocketServer):
+        def serve(self, client: socket.socket) -> None:
+            with self.connected(client):
+                speak(client, self.over)
 
-        def accept() -> None:
-            while not over.is_set():
-                try:
-                    sock, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=talk, args=(sock,), daemon=True).start()
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            over.set()
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with Listener() as server:
+        yield server.port
 
 
 def stalls(sock, over):
@@ -146,7 +132,7 @@ def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("left_s", "fails"), [(300, True), (800, False)])
 def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tmp_path, left_s, fails):
-    """Those at hand serve until ten minutes before they expire."""
+    """Cached ones serve until ten minutes before they expire."""
     script, config = tmp_path / "credentials.py", tmp_path / "config"
     expires = datetime.now(UTC) + timedelta(seconds=left_s)
     told = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": expires.isoformat()}

@@ -1,4 +1,4 @@
-"""What networks, servers and administrators do to a repository on S3: the real server, and a proxy that misbehaves.
+"""A fault of the network, the server or its administrator costs no committed snapshot on S3.
 
 Each fault ends in a committed snapshot or in a clear error, in time; whatever was committed before restores, and the
 next save works once the fault is over. `SNAPSTORE_TEST_THOROUGH=1` runs every combination.
@@ -20,12 +20,14 @@ from itertools import product
 from pathlib import Path
 
 import boto3
-import foreign
 import pytest
-from faults import OPTIONS, THOROUGH, check_restores, check_whole, clone, keys_of, same, save, values, version_of
-from s3_stores import fresh_url, impatient, needs_server
-from tcp_proxy import Fault, Proxy, answer, lose_answer
 
+from kit import foreign
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_restores, check_whole, opened, same, save, values, version_of
+from kit.s3_stores import fresh_url, impatient, needs_server
+from kit.samples import THOROUGH
+from kit.tcp_proxy import Fault, Proxy, answer, lose_answer
 from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,
@@ -84,11 +86,11 @@ class World:
         self.began = time.monotonic()
 
     def save(self, step: int = 2):
-        with Repository.open(self.store, options=OPTIONS) as repository:
+        with opened(self.store) as repository:
             return save(repository, "a", step, step)
 
     def steps(self) -> list[int]:
-        with Repository.open(self.straight, options=OPTIONS) as repository:
+        with opened(self.straight) as repository:
             return [s.step for s in repository.snapshots("a")]
 
     def check(self, steps: list[int]) -> None:
@@ -99,7 +101,7 @@ class World:
         if THOROUGH:
             check_whole(self.store)
             return
-        with Repository.open(self.store, options=OPTIONS) as repository:
+        with opened(self.store) as repository:
             save(repository, "a", 900, 900)
             for snapshot in repository.snapshots():
                 assert same(repository.restore(f"id:{snapshot.id}"), values(*version_of(snapshot)))
@@ -193,15 +195,12 @@ def to_recode() -> MemoryStore:
 def to_repair() -> MemoryStore:
     """a@0 with a damaged pack, and b@0 with the same content, stored after that was known."""
     store = clone(two_snapshots())
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         repository.forget_snapshots(["a@1"], force=True)
         repository.gc()
         parts = repository.snapshot("a@0").manifests
         key = pack_key(next(name for ref in parts for name in manifest.read(store, ref, None).header.pack_names))
-        data = bytearray(store.get(key))
-        data[len(data) // 2] ^= 1
-        store.delete([key])
-        store.put(key, bytes(data))
+        flip(store, key, store.stat(key).size_bytes // 2)
         repository.repair(apply=True)
         repository.save(values("a", 0), run="b", step=0)
     return store
@@ -226,7 +225,7 @@ def test_a_rewrite_beside_a_bad_network(proxy, monkeypatch, verb, kind, what):
     foreign.readable(monkeypatch)
     make, act, steps = REWRITES[verb]
     world = World(proxy, monkeypatch, make())
-    with Repository.open(world.store, options=OPTIONS) as repository:
+    with opened(world.store) as repository:
         before = dict(needed(repository))
         rule = proxy.fault(
             put_of(kind),
@@ -240,7 +239,7 @@ def test_a_rewrite_beside_a_bad_network(proxy, monkeypatch, verb, kind, what):
         assert rule.fired or (verb, kind) == ("repair", "packs")
     assert time.monotonic() - world.began < IN_TIME_S
     world.proxy.heal()
-    with Repository.open(world.store, options=OPTIONS) as repository:
+    with opened(world.store) as repository:
         act(repository)
         repository.gc()
         after = dict(needed(repository))
@@ -351,7 +350,7 @@ def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
     """It goes on from where it broke."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cold"))
     rule = world.proxy.fault(get_of(kind), Fault(response_bytes=100, how=how), times=2)
-    with Repository.open(world.store, options=OPTIONS) as repository:
+    with opened(world.store) as repository:
         assert same(repository.restore("a@1"), values("a", 1))
     assert rule.fired == 2
     world.check([0, 1])
@@ -361,7 +360,7 @@ def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
 def test_gets_that_always_break_off(world, how):
     """Each gives nothing new. Requests are counted, since layers of retries would multiply them."""
     world.proxy.fault(get_of("packs"), Fault(response_bytes=0, how=how), times=1000)
-    with Repository.open(world.store, options=OPTIONS) as repository, pytest.raises(StorageError, match="packs/"):
+    with opened(world.store) as repository, pytest.raises(StorageError, match="packs/"):
         repository.restore("a@1")
     asked = [target for method, target in world.proxy.requests if get_of("packs")(method, target)]
     assert max(asked.count(target) for target in asked) <= 3
@@ -388,7 +387,7 @@ def test_an_outage_under_eight_writers(proxy, monkeypatch):
 def test_a_proxys_404_is_no_missing_object(world, body):
     """Else a live session would look ended to a gc, and what it has written would be collected."""
     head = f"HTTP/1.1 404 Not Found\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-    with Repository.open(world.straight, options=OPTIONS) as repository:
+    with opened(world.straight) as repository:
         mine = repository.snapshots("a")[1].manifests[0].key
     before = keys_of(world.straight)
     for method in ("GET", "HEAD"):
@@ -403,7 +402,7 @@ def test_a_proxys_404_is_no_missing_object(world, body):
         lambda m, t: m in ("GET", "HEAD") and ("/snapshots/" in t or "/gc/" in t or "/sessions/" in t) and "?" not in t,
         Fault(answer=head), times=1000,
     )  # fmt: skip
-    with suppress(SnapstoreError), Repository.open(world.store, options=OPTIONS) as repository:
+    with suppress(SnapstoreError), opened(world.store) as repository:
         repository.gc()
     assert set(keys_of(world.straight)) >= set(before)
     world.check([0, 1])
@@ -424,14 +423,14 @@ def test_an_answer_that_says_less_than_its_range(world):
 def test_a_get_of_another_range_than_asked_for(world):
     world.proxy.fault(get_of("packs"), Fault(replace=(b"bytes ", b"bytes 1")), times=1000)
     with (
-        Repository.open(world.store, options=OPTIONS) as repository,
+        opened(world.store) as repository,
         pytest.raises(StorageError, match="another range"),
     ):
         repository.restore("a@1")
     world.check([0, 1])
 
 
-def test_nobody_answers(world, monkeypatch):
+def test_no_server_answers(world, monkeypatch):
     with socket.socket() as taken:  # bound, not listening
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -494,7 +493,7 @@ def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
             running[-1].wait()
             threading.Thread(target=lambda: running.append(start())).start()
 
-        with Repository.open(store, options=OPTIONS) as repository:
+        with opened(store) as repository:
             at_request(store, "/packs/", "PUT", kill)
             save(repository, "a", 1, 1)
             at_request(store, "/snapshots/", "PUT", kill)
@@ -505,7 +504,7 @@ def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
             assert len(running) == 4
             hasty = impatient(straight.url)
             running[-1].kill()
-            with Repository.open(straight, options=OPTIONS) as other:
+            with opened(straight) as other:
                 config = other.config
             with Repository(hasty, config, OPTIONS) as without, pytest.raises(StorageError, match="connection failed"):
                 save(without, "a", 3, 3)
@@ -519,7 +518,7 @@ def test_the_server_sleeps(monkeypatch):
         save(repository, "a", 0, 0)
     with gateway(monkeypatch) as (running, _):
         store = impatient(straight.url, attempts=1, connect_timeout_s=0.4, read_timeout_s=0.4)
-        with Repository.open(store, options=OPTIONS) as repository:
+        with opened(store) as repository:
             stages = [("/packs/", "PUT"), ("/packs/", "GET"), *([("/snapshots/", "PUT")] if THOROUGH else [])]
             for step, (key_part, method) in enumerate(stages):
                 at_request(store, key_part, method, lambda: running[0].send_signal(signal.SIGSTOP))
@@ -599,7 +598,7 @@ def test_no_credentials(world, monkeypatch, tmp_path):
 
 
 def test_credentials_are_in_no_text(world, monkeypatch, caplog):
-    """Of all that can fail, nothing repeats a secret, a token or a key id."""
+    """No failure repeats a secret, a token or a key id."""
     secrets = {
         "AWS_SECRET_ACCESS_KEY": "very-secret",
         "AWS_SESSION_TOKEN": "token-123",
@@ -624,7 +623,7 @@ def test_credentials_are_in_no_text(world, monkeypatch, caplog):
 
 def test_403_on_a_listing_stops_a_gc(world):
     """It is not an empty repository: nothing is deleted."""
-    with Repository.open(world.store, options=OPTIONS) as repository:
+    with opened(world.store) as repository:
         repository.forget_snapshots(["a@0"])
         before = keys_of(world.straight)
         for prefix in ("packs", "manifests", "snapshots", "gc", "sessions"):
@@ -699,7 +698,7 @@ def test_a_forked_child_makes_connections_of_its_own(world):
 
 
 def test_connections_are_used_again(world):
-    with Repository.open(world.store, options=OPTIONS) as repository:
+    with opened(world.store) as repository:
         for _ in range(3):
             repository.restore("a@1")
     assert len(world.proxy.requests) > 20

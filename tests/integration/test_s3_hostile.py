@@ -1,4 +1,4 @@
-"""Every verb of a store against every lie of a hostile server (hostile_s3.py): once, or always.
+"""Every verb of a store survives every lie of a hostile S3 server, told once or always (tests/kit/hostile_s3.py).
 
 Whatever comes, a call ends in time, with the truth or with an error of ours, and the next honest request gets its own
 answer. `SNAPSTORE_TEST_THOROUGH=1` tells every lie to every verb in every way; in CI a part of them, another each run.
@@ -15,9 +15,9 @@ from itertools import count, product
 from multiprocessing.pool import ThreadPool
 
 import pytest
-from faults import SEED, THOROUGH
-from hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
 
+from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
+from kit.samples import SEED, THOROUGH
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
 from snapstore.storage.s3.store import S3Store
 
@@ -150,7 +150,7 @@ def store(server, monkeypatch, tmp_path):
 
 
 def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: bool, stored: bool) -> str | None:
-    """What was wrong with one case, or None."""
+    """Run one case; return what was wrong with it, or None."""
     rule = case.server.lie(case.part, lie, times=1 if once else 10**9, stored=stored)
     began = time.monotonic()
     wrong, mutated = None, name.startswith("mutation")

@@ -1,4 +1,4 @@
-"""Several hosts at one repository on S3: processes with caches of their own, which stand for machines."""
+"""Several hosts work at one repository on S3; processes with their own caches stand for the hosts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hosts
 import pytest
-from faults import OPTIONS, check_clean, check_restores, keys_of, same, save
-from s3_stores import fresh_url, needs_server
 
+from kit import hosts
+from kit.objects import keys_of
+from kit.processes import environment
+from kit.repositories import OPTIONS, check_clean, check_restores, opened, same, save
+from kit.s3_stores import fresh_url, needs_server
 from snapstore import Repository
 from snapstore.format.records import Snapshot, encode, new_id
 from snapstore.storage.s3.store import S3Store
@@ -24,7 +26,7 @@ pytestmark = needs_server
 def process(monkeypatch, folder: Path, *args: str) -> subprocess.Popen:
     """A process of hosts.py with a cache of its own."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
-    return subprocess.Popen([sys.executable, hosts.__file__, *args])
+    return subprocess.Popen([sys.executable, "-m", hosts.__name__, *args], env=environment())
 
 
 def wait_for_passes(collector: subprocess.Popen, log: Path, count: int) -> None:
@@ -65,7 +67,7 @@ def test_two_writers_and_a_collector(url, monkeypatch, tmp_path):
     assert sum(map(int, log.read_text().split())) > 0
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "fresh"))
     store = S3Store(url)
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert {run: [s.step for s in repository.snapshots(run)] for run in "ab"} == {
             "a": [3, 4, 5], "b": [3, 4, 5],
         }  # fmt: skip
@@ -79,12 +81,12 @@ def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
     assert process(monkeypatch, tmp_path / "there", "writer", url, "a").wait(60) == 0
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
-    with Repository.open(url, options=OPTIONS) as repository:
+    with opened(url) as repository:
         assert same(repository.restore("a@5"), hosts.values("a", 5))
         own = hosts.save(repository, "b", 12)
         assert own.parent == repository.snapshot("a@5").id
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "there"))
-    with Repository.open(url, options=OPTIONS) as repository:
+    with opened(url) as repository:
         assert same(repository.restore("b@12"), hosts.values("b", 12))
 
 
@@ -95,7 +97,7 @@ def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_pat
     for cache in ("here", "there"):
         assert process(monkeypatch, tmp_path / cache, "killed", url).wait(60) == 9
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
-    with Repository.open(url, options=OPTIONS) as repository:
+    with opened(url) as repository:
         first = repository.gc()
         assert (len(first.fenced), len(first.waiting_for)) == (1, 1)
         second = repository.gc(fence_after_s=0)
@@ -122,12 +124,12 @@ def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
     sent: list[str] = []
     store._client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.method))
     began = time.monotonic()
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert len(repository.snapshots("a")) == 1000
     assert len(sent) == 1 + 2 * 2 + 1000, "config, two pages twice, one record each"
     assert time.monotonic() - began < 600, "it hangs"
     sent.clear()
-    with Repository.open(store, options=OPTIONS) as repository:
+    with opened(store) as repository:
         assert len(repository.snapshots("a")) == 1000
         assert repository.snapshot("a@990").tags == ["tagged"]
     assert len(sent) == 1 + 2 * 2 + 2, "config, the first look twice, the second once: the index had the rest"
@@ -140,7 +142,7 @@ def test_a_copy_of_a_repository_has_an_index_of_its_own(url):
         save(repository, "a", 0, 0)
     for key in keys_of(one):
         other.put(key, one.get(key))
-    with Repository.open(one, options=OPTIONS) as first, Repository.open(other, options=OPTIONS) as second:
+    with opened(one) as first, opened(other) as second:
         save(first, "a", 1, 1)
         save(second, "a", 2, 2)
         for repository in (first, second):

@@ -1,4 +1,4 @@
-"""No secret leaves the configuration: not in messages, not in chains of errors, not in logs or output.
+"""No secret of the configuration appears in a message, a chain of errors, a log or the shell's output.
 
 Each kind of secret stands in each place where it can be, well and badly formed; then every verb of a store and two of
 the shell run, and everything they print, log or raise is searched for it.
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3_stores  # noqa: F401 - its clients share what they load
-from faults import SEED, THOROUGH
-from hostile_s3 import HostileS3, answer, says
 from typer.testing import CliRunner
 
+from kit import s3_stores  # noqa: F401 - its clients share what they load
+from kit.hostile_s3 import HostileS3, answer, says
+from kit.samples import SEED, THOROUGH
 from snapstore import cli
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
@@ -180,7 +180,7 @@ def quick(server, monkeypatch, tmp_path):
 
 
 def said(call: Callable[[], Any]) -> list[str]:
-    """What a call says when it fails, in every error of its chain; only errors of ours are raised."""
+    """Return the words of a call that fails, of every error in its chain; only errors of ours are raised."""
     try:
         result = call()
     except SnapstoreError as error:
@@ -231,7 +231,7 @@ def test_no_secret_is_repeated(quick, server, monkeypatch, tmp_path, caplog, cap
 
 
 @pytest.mark.parametrize(("setting", "name"), [(token, "newline"), (endpoint, "plain"), (query, "plain")])
-def test_what_was_once_repeated(quick, server, monkeypatch, tmp_path, caplog, capfd, setting, name):
+def test_settings_that_once_leaked(quick, server, monkeypatch, tmp_path, caplog, capfd, setting, name):
     search(setting, name, server, monkeypatch, tmp_path, caplog, capfd)
 
 

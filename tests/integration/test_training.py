@@ -1,4 +1,4 @@
-"""A training run killed again and again: its losses and snapshots stay, bit for bit, those of the run left alone.
+"""A training run that is killed again and again ends with the losses and snapshots of an undisturbed run.
 
 `tools/train_gpt.py` runs in processes of their own, with a smaller model. The launcher imports torch once and forks one
 child per start, which saves three seconds each; a child is an ordinary process, and its death is a real one.
@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from faults import SEED
-from tally import EXAMPLES, tally
 
+from kit.samples import SEED
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -117,7 +117,7 @@ def losses_of(file: Path) -> list[tuple[int, str]]:
 
 
 def look_after(url: Path, expected: dict[int, dict[str, str]], committed: dict[str, int]) -> tuple[int, int]:
-    """What must hold after every death: (newest committed step, sessions that the dead run has left behind).
+    """Check what must hold after every death: (newest committed step, sessions that the dead run has left behind).
 
     Args:
         committed: step by id, of all that were seen after earlier deaths; those seen now are added.

@@ -1,4 +1,4 @@
-"""What cannot be read, for a moment or for good: who goes on, who stops, and that every report is true."""
+"""An object that cannot be read, for a moment or for good, stops only the verbs that need it; reports stay true."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import flip, packs_of, refs, repository, three, twin, wound
-from faults import OPTIONS, FaultStore, Unreadable, clone, keys_of, one_thread, opened, same, save, values
 from typer.testing import CliRunner
 
+from kit.damage import packs_of, refs, repository, three, twin, wound
+from kit.faults import FaultStore, Unreadable, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import created, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, cli
 from snapstore.errors import SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
-from snapstore.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
 # --- 3: a copy that hides a record is called healed ------------------------------------------------------------------
 
 
-def test_a_copy_that_hides_a_record_is_not_called_healed(store):
+def test_a_copy_that_hides_a_record_is_not_called_repaired(store):
     with opened(store) as found:
         record = found.snapshot("a@2")
     copy = record_key(record.run, record.step, record.id, 1)
@@ -118,14 +119,14 @@ def test_a_copy_that_hides_a_record_is_not_called_healed(store):
 def test_one_failed_read_condemns_no_blob(store):
     """--level restore: a ranged read fails while chunks are rebuilt."""
     faulty = FaultStore(store)
-    with Repository.open(faulty, options=OPTIONS) as found:
+    with opened(faulty) as found:
         begin = len(faulty.log)
         found.repair(level="restore")
         reads = [i for i, (op, key) in enumerate(faulty.log[begin:]) if op == "get_range" and key.startswith("packs/")]
     for k in (reads[0], reads[-1]):
         inner = clone(store)
         faulty = FaultStore(inner)
-        with Repository.open(faulty, options=OPTIONS) as found:
+        with opened(faulty) as found:
             # the whole read of a batch and its repetition chunk by chunk: an outage of a second
             faulty.at, faulty.mode = len(faulty.log) + k, "outage"
             act = faulty._act
@@ -154,7 +155,7 @@ def test_one_failed_read_condemns_no_blob(store):
 def no_failed_read_drops_anybody(store, healed):
     """A repair heals these; with any one of its reads of packs failing it may heal fewer, and drops none."""
     dry = FaultStore(clone(store))
-    with Repository.open(dry, options=OPTIONS) as found:
+    with opened(dry) as found:
         begin = len(dry.log)
         assert refs(found.repair(apply=True).healed) == healed
         reads = [i for i, (op, key) in enumerate(dry.log[begin:]) if op == "get_range" and key.startswith("packs/")]
@@ -162,7 +163,7 @@ def no_failed_read_drops_anybody(store, healed):
     for k in reads:
         inner = clone(store)
         faulty = FaultStore(inner)
-        with Repository.open(faulty, options=OPTIONS) as found:
+        with opened(faulty) as found:
             faulty.at, faulty.mode = len(faulty.log) + k, "fail"
             try:
                 report = found.repair(apply=True, drop=True)
@@ -173,7 +174,7 @@ def no_failed_read_drops_anybody(store, healed):
     assert not bad, (len(bad), len(reads), bad[:3])
 
 
-def test_an_outage_while_healing_drops_nobody(store):
+def test_an_outage_during_a_repair_drops_no_snapshot(store):
     """The twin holds what was lost; reading it fails for a moment."""
     with opened(store) as found:
         twin(found, "twin", 0)
@@ -181,7 +182,7 @@ def test_an_outage_while_healing_drops_nobody(store):
     no_failed_read_drops_anybody(store, {"a@0", "a@1", "a@2"})
 
 
-def test_one_failed_read_of_an_intact_blob_drops_nobody(store):
+def test_one_failed_read_of_an_intact_blob_drops_no_snapshot(store):
     """Only the twin of a@0 is lost; what else the damaged pack holds is intact and lies nowhere else."""
     with opened(store) as found:
         data = np.random.default_rng(3).integers(0, 255, 8 * 1024, np.uint8)
@@ -211,7 +212,7 @@ def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
             return super()._act(name, key, effect)
 
     faulty = Meanwhile(clone(store))
-    with Repository.open(faulty, options=OPTIONS) as found:
+    with opened(faulty) as found:
         result = found.check("restore")
         assert faulty.done
         assert (refs(result.damaged), [p.message for p in result.problems][:2]) == (set(), [])
@@ -246,26 +247,26 @@ def eio_record(store, ref):
 
 
 def test_eio_of_a_record_leaves_the_others_alone(store):
-    with Repository.open(eio_record(store, "a@0"), options=OPTIONS) as found:
+    with opened(eio_record(store, "a@0")) as found:
         assert same(found.restore("a@1"), values("a", 1))
 
 
 def test_eio_of_a_record_lets_saves_go_on(store):
-    with Repository.open(eio_record(store, "a@0"), options=OPTIONS) as found:
+    with opened(eio_record(store, "a@0")) as found:
         save(found, "a", 3, 3)
 
 
 def test_eio_of_a_bases_manifest_lets_saves_go_on(store):
     with opened(store) as found:
         keys = [ref.key for ref in found.snapshot("a@2").manifests]
-    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found:
+    with opened(Unreadable(store, *keys)) as found:
         save(found, "a", 3, 3)
 
 
 def test_eio_of_a_bases_pack_lets_saves_go_on(store):
     with opened(store) as found:
         keys = packs_of(store, found.snapshot("a@0"))
-    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found:
+    with opened(Unreadable(store, *keys)) as found:
         save(found, "a", 3, 3)
 
 
@@ -320,7 +321,7 @@ def test_a_store_that_does_not_tell_the_sizes_of_a_bases_packs_lets_saves_go_on(
         def sizes(self, keys):
             raise StorageError("500 (injected)")
 
-    with Repository.open(Silent(store), options=OPTIONS) as found:
+    with opened(Silent(store)) as found:
         made = save(found, "a", 3, 3)
         assert made.new_chunks == made.chunks
         assert made.depth == 0
@@ -330,14 +331,14 @@ def test_a_store_that_does_not_tell_the_sizes_of_a_bases_packs_lets_saves_go_on(
 def test_eio_of_a_mark_lets_saves_go_on():
     made = clone(repository())
     key = next(key for key in keys_of(made, "gc/") if key.endswith(".mark"))
-    with Repository.open(Unreadable(made, key), options=OPTIONS) as found:
+    with opened(Unreadable(made, key)) as found:
         save(found, "a", 30, 3)
 
 
 def test_eio_of_a_policy_lets_a_manager_begin(store):
     with opened(store) as found:
         found.set_policies("a", [KeepLast(5)])
-    with Repository.open(Unreadable(store, "policies/a.0"), options=OPTIONS) as found:
+    with opened(Unreadable(store, "policies/a.0")) as found:
         SnapshotManager(found, run="a", keep=[KeepLast(10)]).close()
 
 
@@ -348,7 +349,7 @@ def test_eio_of_a_manifest_beside_a_damaged_pack(store):
         save(found, "b", 0, 50)
         key = found.snapshot("b@0").manifests[0].key
     wound(store)
-    with Repository.open(Unreadable(store, key), options=OPTIONS) as found:
+    with opened(Unreadable(store, key)) as found:
         assert refs(found.check("data").damaged) == {"a@0", "a@1", "a@2", "b@0"}
         assert refs(found.repair().healed) == {"a@0", "a@1", "a@2"}
         assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
@@ -360,7 +361,7 @@ def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
     key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"of an aborted save, say")
     wound(store)
-    with Repository.open(Unreadable(store, key), options=OPTIONS) as found:
+    with opened(Unreadable(store, key)) as found:
         assert refs(found.repair().healed) == {"a@0", "a@1", "a@2"}
         assert refs(found.repair(apply=True).healed) == {"a@0", "a@1", "a@2"}
 
@@ -387,16 +388,16 @@ def test_eio_of_a_record_and_of_what_would_tell_of_it(store, beside, times):
         assert same(found.restore("a@2"), values("a", 2))
 
 
-def test_a_config_is_made_up_beside_a_manifest_that_cannot_be_read(store):
+def test_a_config_is_reconstructed_beside_an_unreadable_manifest(store):
     flip(store, "config", 30)
     first = next(iter(store.list("manifests/"))).key
-    with Repository.open(Unreadable(store, first), options=OPTIONS, damaged=True) as found:
+    with opened(Unreadable(store, first), damaged=True) as found:
         found.repair(apply=True)
         assert found.config.chunk_bytes == 1024
 
 
 def test_a_store_that_fails_amid_a_repair_is_no_damage(store):
-    """Of what would tell of a lost record nothing is called lost as long as nothing at all can be read or listed."""
+    """No record is called lost as long as nothing at all can be read or listed."""
     with opened(store) as found:
         key = found.snapshot("a@1").key
         manifests = [ref.key for ref in found.snapshot("a@1").manifests]
@@ -418,7 +419,7 @@ def _unless_failed(store, prefix):
 # --- 7: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
-def test_a_damaged_record_of_a_healed_snapshot(store):
+def test_a_damaged_record_of_a_repaired_snapshot(store):
     """The ruling revision is a rewrite; the one before refers to what gc has deleted. No index."""
     with opened(store) as found:
         twin(found, "twin", 0)
@@ -500,8 +501,7 @@ def test_latest_with_a_damaged_newest_record(store):
 
 
 def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    made = created()
     data = np.random.default_rng(1).integers(0, 255, 1024 * 1000, np.uint8)
     encode = blob.encode
     calls = []
@@ -526,7 +526,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
 # --- 11: more of latest and of a running job -------------------------------------------------------------------------
 
 
-def test_a_job_does_not_begin_anew_because_its_only_record_is_damaged(store):
+def test_a_job_does_not_restart_because_its_only_record_is_damaged(store):
     with opened(store) as found:
         key = save(found, "b", 7, 7).key
     flip(store, key, 60)
@@ -558,7 +558,7 @@ def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):
     with opened(store) as found:
         before = found.snapshot("a@2")
     faulty = Unreadable(store, before.key, times=2)
-    with Repository.open(faulty, options=OPTIONS) as found:
+    with opened(faulty) as found:
         found.repair(apply=True)
     with opened(store) as found:
         assert found.snapshot("a@2").metadata == before.metadata
@@ -567,12 +567,12 @@ def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):
 def test_a_config_that_could_not_be_read_once_stays(store):
     before = store.get("config")
     faulty = Unreadable(store, "config", times=1)
-    with Repository.open(faulty, options=OPTIONS, damaged=True) as found:
+    with opened(faulty, damaged=True) as found:
         found.repair(apply=True)
     assert store.get("config") == before
 
 
-def test_a_forgotten_revision_that_vanished_hurts_nobody(tmp_path, monkeypatch):
+def test_a_forgotten_revision_that_vanished_harms_no_snapshot(tmp_path, monkeypatch):
     """The revision before reads: the snapshot is restorable, only that it was forgotten is lost."""
     repository()
     monkeypatch.undo()
@@ -610,7 +610,7 @@ def test_no_older_step_takes_the_place_of_a_record_that_vanished(store, ref):
         assert found.snapshot(asked).step == (3 if ref == "a@latest" else 2)
 
 
-def test_what_vanished_and_cannot_answer_stops_nobody(store):
+def test_a_vanished_object_that_cannot_answer_stops_no_verb(store):
     """An older snapshot, history, a revision of what is still committed, and one that a gc has collected."""
     with opened(store) as found:
         latest = found.snapshot("a@2")
@@ -634,8 +634,7 @@ def test_what_vanished_and_cannot_answer_stops_nobody(store):
 
 
 def test_an_empty_repository():
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
+    made = created()
     with opened(made) as found:
         for level in ("metadata", "data", "restore"):
             assert found.check(level).ok
@@ -652,7 +651,7 @@ def test_a_sweep_gives_up_no_forgotten_snapshot_because_its_manifest_cannot_be_r
         save(found, "b", 1, 51)
         keys = [ref.key for ref in found.snapshot("b@0").manifests]
         found.forget_snapshots(["b@0", "a@0"])
-    with Repository.open(Unreadable(store, *keys), options=OPTIONS) as found, pytest.raises(StorageError):
+    with opened(Unreadable(store, *keys)) as found, pytest.raises(StorageError):
         found.gc()
     with opened(store) as found:
         assert found.unforget("b@0").state == "committed"

@@ -1,4 +1,4 @@
-"""What is encoded is decoded before the commit, all of it or a sample: an encoder that is wrong commits nothing."""
+"""A save decodes what it encoded before it commits, all of it or a sample: a wrong encoder commits nothing."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def spoil(monkeypatch):
     monkeypatch.undo()
 
 
-def mend(monkeypatch_of_spoil, state):
+def undo(monkeypatch_of_spoil, state):
     """An encoder that is right again."""
     monkeypatch_of_spoil(state * 0 - 1, 0)
 
@@ -66,7 +66,7 @@ def test_full_finds_every_wrong_chunk(spoil, number, is_delta):
         with pytest.raises(IntegrityError, match=r"what was encoded does not decode to what was saved.*save again"):
             repo.save({"w": values(1)}, run="a", step=1)
         assert [s.ref for s in repo.view().snapshots()] == before, "nothing was committed"
-        mend(spoil, values(1))
+        undo(spoil, values(1))
         repo.save({"w": values(1)}, run="a", step=1)
         assert torch.equal(repo.restore("a@1")["w"], values(1))
         assert repo.check("restore").ok
@@ -81,7 +81,7 @@ def test_a_sample_holds_the_first_new_chunk(spoil):
             with pytest.raises(IntegrityError, match="does not decode"):
                 repo.save({"w": values(generation)}, run="a", step=generation)
             assert len(repo.view().snapshots()) == generation
-            mend(spoil, values())
+            undo(spoil, values())
 
 
 def test_a_sample_is_another_one_in_every_generation(spoil):
@@ -105,7 +105,7 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
                 repo.save({"w": values(generation)}, run="a", step=generation)
                 with pytest.raises(IntegrityError, match="digest mismatch"):
                     repo.restore(f"a@{generation}")
-            mend(spoil, values())
+            undo(spoil, values())
 
 
 @pytest.mark.parametrize("number", [0, 100])
@@ -130,7 +130,7 @@ def test_a_manager_goes_on_after_a_wrong_chunk(spoil, async_save):
             handle = snapshots.save(1, {"w": values(1)})
             snapshots.wait_until_finished()
             handle.result()
-        mend(spoil, values())
+        undo(spoil, values())
         for step in (2, 3):
             snapshots.save(step, {"w": values(step)}).result()
     with Repository.open(store, options=options) as repo:

@@ -43,7 +43,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What some listings of records have shown together: records never go away."""
+    """The records that some listings have shown together: records never go away."""
 
     b: int = -1  # B's highest revision
     x: bool = False
@@ -224,13 +224,13 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
-    """What nothing needs, by the records that were seen; nothing at all, if one of these is not explained."""
+    """Return what no seen record needs; nothing at all, if one of the records is not explained."""
     gc, seen = state.gc, state.gc.seen
     live = frozenset("b") if seen.b >= 0 and seen.b % 2 == 0 and not (state.swept and seen.b > state.b) else NONE
     live |= frozenset("x") if seen.x and not gc.misled else NONE
     live |= state.save.uses | {"s"} if seen.s == "committed" else NONE
     unneeded = gc.present - live
-    # Of a session that has ended since, the record is there: the code looks at both again before it gives up.
+    # The record of a session that has ended since is there: the code looks at both again before it abandons.
     explained = {"b": seen.b >= 0, "x": seen.x, "s": bool(seen.s or state.session or state.s)}
     if "explained" not in dropped and not all(explained[pack] for pack in unneeded):
         yield "gc stops: nothing explains a pack", replace(state, gc=replace(gc, at="over"))

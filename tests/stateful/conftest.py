@@ -1,7 +1,11 @@
+"""Gives the stateful tests one thread and actors that are stopped at the end."""
+
 from collections.abc import Iterator
 
 import pytest
-from faults import Actor, one_thread
+
+from kit.actors import Actor
+from kit.faults import one_thread
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Compacts that take turns with saves, forgets, gcs, recodes and each other: no snapshot dangles, and nothing is lost.
+"""Compacts that run beside saves, forgets, gcs, recodes and each other lose nothing; no snapshot dangles.
 
 Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Rewriting", is what saves the day.
 """
@@ -11,31 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import (
-    OPTIONS,
-    Actor,
-    check_clean,
-    check_restores,
-    clone,
-    keys_of,
-    opened,
-    same,
-    save,
-    values,
-)
-from schedules import (
+
+from kit.actors import Actor
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values
+from kit.schedules import (
     PER_TEST,
     SCHEDULES,
     Stage,
     collecting,
     forgetting,
     played,
+    repairing,
     saving,
     several,
     tagging,
     unforgetting,
 )
-
 from snapstore import KeepLast, Repository
 from snapstore.format import blob, pack
 from snapstore.storage.base import ObjectStore
@@ -45,8 +37,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@7 to a@9, which hang on what was collected, and b@0, forked from what is gone; a@6 is forgotten."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(10):
             save(repository, "a", step, step)
@@ -139,7 +130,7 @@ def test_forgotten_and_collected_meanwhile(stage, stand, victim):
 
 
 @pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
-def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
+def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
     """a@8 would be rebuilt over what was made for a@7, which is forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
@@ -151,7 +142,7 @@ def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stan
     stage.check()
 
 
-def test_what_a_mark_names_is_not_built_upon(stage):
+def test_a_chunk_that_a_mark_names_is_not_used(stage):
     """a@7 was compacted; forgotten when a gc marked, back when a@8's turn comes, forgotten again at the sweep."""
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
     forgetting("a@7")(stage.store)
@@ -164,7 +155,7 @@ def test_what_a_mark_names_is_not_built_upon(stage):
     stage.check()
 
 
-def test_a_base_that_became_a_delta_and_is_gone_is_not_built_upon(actors):
+def test_a_base_that_became_a_delta_and_is_gone_is_not_used(actors):
     """a@1, full, becomes a delta to a@0; it is collected before the turn of a@2, whose chains end in its old blobs."""
     store, states = MemoryStore(), []
     drift = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
@@ -233,24 +224,13 @@ def test_a_restore_reads_on_while_its_snapshot_is_compacted_and_collected(stage)
         assert same(reader.finish(), values("a", 8)), steps
 
 
-def repairing(**options: Any) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.repair(apply=True, **options)
-
-    return body
-
-
 def test_a_repair_looks_at_what_a_compact_has_published(stage):
     """Its new manifests refer to the damaged pack as the old ones did."""
     with opened(stage.store) as repository:
         newest = repository.snapshot("a@9").id
     keys = keys_of(stage.store, "packs/")
     key = next(key for key in keys if pack.read_header(stage.store, key).save_id.hex() == newest)
-    data = bytearray(stage.store.get(key))
-    data[pack.HEADER.size + 100] ^= 1
-    stage.store.delete([key])
-    stage.store.put(key, bytes(data))
+    flip(stage.store, key, pack.HEADER.size + 100)
     repair = stage.enter("R", repairing()).until("lock")
     assert "a@9" in {s.ref for s in compacting()(stage.store).rewritten}
     report = repair.finish()

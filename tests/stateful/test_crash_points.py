@@ -1,4 +1,4 @@
-"""Every operation of every verb, in every way to fail: what was committed restores, and space comes back.
+"""After a crash or failure at any operation of any verb, committed snapshots restore and gc frees the rest.
 
 For each k the verb runs on a copy of a prepared store whose k-th operation crashes, fails or loses its response. Then
 "the process" either has died, and a fresh one with an empty index looks at what is left; or it lives on, and goes on
@@ -16,28 +16,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
-    CRASHES,
-    FAILURES,
-    OPTIONS,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_whole,
-    clone,
-    committed,
-    index_in_place,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-    version_of,
-)
-from tally import tally
 
+from kit import foreign
+from kit.faults import CRASHES, FAILURES, Crash, FaultStore, index_in_place, one_thread
+from kit.objects import clone, keys_of
+from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
+from kit.samples import sampled
+from kit.tally import tally
 from snapstore import (
     CapabilityError,
     InvalidInputError,
@@ -67,16 +53,9 @@ def _readable(monkeypatch):
 
 
 @cache
-def empty() -> MemoryStore:
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
-    return store
-
-
-@cache
 def history() -> MemoryStore:
     """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1; policies of run a."""
-    store = clone(empty())
+    store = created()
     with opened(store) as repository:
         repository.set_policies("a", [KeepLast(3)])
         for step in range(4):
@@ -120,8 +99,8 @@ def unmarked() -> MemoryStore:
 
 @cache
 def abroad() -> MemoryStore:
-    """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable upon them; a@1 is forgotten, a@2 recoded."""
-    store = clone(empty())
+    """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable on them; a@1 is forgotten, a@2 recoded."""
+    store = created()
     with pytest.MonkeyPatch.context() as patch, opened(store) as repository:
         foreign.readable(patch)
         with foreign.written():
@@ -143,7 +122,7 @@ def abroad_marked() -> MemoryStore:
 @cache
 def hollow() -> MemoryStore:
     """a@7 to a@9, which hang on what was forgotten and collected, and b@0, whose base is gone."""
-    store = clone(empty())
+    store = created()
     with opened(store) as repository:
         for step in range(10):
             save(repository, "a", step, step)
@@ -187,7 +166,7 @@ def _tag(repository: Repository) -> None:
 
 
 VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] = {
-    "first save": (empty, lambda r: save(r, "a", 0, 0)),
+    "first save": (created, lambda r: save(r, "a", 0, 0)),
     "delta save": (history, lambda r: save(r, "a", 4, 4)),
     "step again": (history, lambda r: save(r, "a", 2, 12)),
     "tagged": (history, lambda r: save(r, "a", 4, 4, tags=("best",))),
@@ -212,10 +191,10 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "compact": (hollow, lambda r: r.compact()),
     "compact, marked": (hollow_marked, lambda r: r.compact()),
 }
-#: What may be gone or new after a verb; of everything else ids, tags and all that lasts are compared.
+#: Objects that may be gone or new after a verb; all others keep their ids, tags and all that lasts.
 MAY_FORGET = {"forget", "forget and gc"}
 MAY_ADD = {"first save", "delta save", "step again", "tagged", "fork", "save, marked", "unforget", "unforget, marked"}
-#: Of what verb, which tags a snapshot has in the end.
+#: Verb -> the tags that a snapshot has in the end.
 TAGS = {"tag": {("a", 1): (), ("a", 3): ("good",)}, "untag": {("a", 1): ()}}
 
 
@@ -378,7 +357,7 @@ def _ids(store: ObjectStore) -> set[str]:
 
 
 def _known(store: ObjectStore, ids: set[str]) -> Any:
-    """What a user sees of a repository: every snapshot of these ids, what other references name, and policies.
+    """A user's view of a repository: every snapshot of these ids, what other references name, and policies.
 
     A save whose answer was lost has committed, and so has the next: a reference names the newest of a step.
     """
@@ -402,14 +381,14 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
         repository.close()
         store.heal()
         store.die()
-        _mend_torn_record(inner, store, mode)
+        _repair_torn_record(inner, store, mode)
         assert _left_over(inner) == wanted, about
 
 
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
-    """Whatever the first has published is built upon: in the end there is as little as if nothing had stopped it."""
+    """The next run uses all that the first has published: the result is as small as if nothing had stopped it."""
     one_thread(monkeypatch, index=False)
     wanted = _compacted(clone(hollow()))
     total = operations("compact")
@@ -420,11 +399,11 @@ def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
         repository.close()
         store.heal()
         store.die()
-        _mend_torn_record(inner, store, mode)
+        _repair_torn_record(inner, store, mode)
         assert _compacted(inner) <= wanted + 4096, about
 
 
-def _mend_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
+def _repair_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
     """Nobody but a repair goes on where a record cannot be read."""
     if mode == "torn" and store.log[-1][1].startswith("snapshots/"):
         with opened(inner) as repository:
@@ -432,7 +411,7 @@ def _mend_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
 
 
 def _compacted(store: MemoryStore) -> int:
-    """What is there once everything has been compacted and collected [bytes]."""
+    """Return the bytes that are left once everything has been compacted and collected."""
     with opened(store) as repository:
         for _ in range(2):
             assert repository.compact().failed == []
@@ -443,7 +422,7 @@ def _compacted(store: MemoryStore) -> int:
 
 
 def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
-    """What is there once everything has been recoded and collected: packs' bytes of planes by codec, and snapshots."""
+    """Recode and collect everything; return the packs' bytes of planes by codec, and the snapshots."""
     with opened(store) as repository:
         result = repository.recode()
         assert result.failed == []
@@ -494,7 +473,7 @@ def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
         check_whole(inner, about)
 
 
-#: Of repair see test_repair_faults.py.
+#: For repair see test_repair_faults.py.
 ON_A_DISK = ["delta save", "forget", "unforget", "tag", "gc", "gc, half swept", "rebuild", "recode", "compact"]
 
 
@@ -529,7 +508,7 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
 @untraced
 @pytest.mark.parametrize("left", ["no seal", "half a seal"])
 def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
-    """What LMDB has committed and nobody has sealed is not believed: the next open begins anew, and answers right."""
+    """A commit of LMDB without a seal is not believed: the next open rebuilds the index, and answers right."""
     one_thread(monkeypatch)
     monkeypatch.setattr("snapstore.catalog.index.RECORDS_IN_MEMORY", 2)  # several transactions
     inner = on_a_disk(forgotten(), tmp_path / "repository")
@@ -599,7 +578,7 @@ def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["forget", "gc"])
-def test_a_listing_is_settled_before_it_is_acted_upon(verb, monkeypatch):
+def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
     """Listed, then made durable: settled first, a record that appears in between could still be lost to a power cut."""
     one_thread(monkeypatch)
     prepare, act = VERBS[verb]

@@ -1,4 +1,4 @@
-"""Saves, forgets, un-forgets and gcs that take turns at every store operation: no committed snapshot ever dangles.
+"""No committed snapshot dangles when saves, forgets, un-forgets and gcs take turns at every store operation.
 
 Random schedules first, then all that stop few actors few times, then the counter-examples that the models of the
 protocol print when one of its rules is dropped, each driven by hand.
@@ -13,23 +13,25 @@ from random import Random
 from typing import Any
 
 import pytest
-from faults import (
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    check_clean,
-    clone,
-    keys_of,
-    opened,
-    restored,
-    save,
-    values,
-)
-from schedules import PER_TEST, SCHEDULES, Body, Stage, collecting, forgetting, played, saving, several, unforgetting
-from tally import tally
 
-from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, Repository, StorageError
+from kit.actors import Actor
+from kit.objects import clone, keys_of
+from kit.repositories import check_clean, created, opened, restored, save, values
+from kit.samples import SEED, THOROUGH
+from kit.schedules import (
+    PER_TEST,
+    SCHEDULES,
+    Body,
+    Stage,
+    collecting,
+    forgetting,
+    played,
+    saving,
+    several,
+    unforgetting,
+)
+from kit.tally import tally
+from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -38,8 +40,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@0 to a@2 of which a@1 is forgotten, b@0 that was forked from a@1."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(3):
             save(repository, "a", step, step)
@@ -72,8 +73,8 @@ def test_random_schedules(first, actors):
 
 # --- all schedules with few stops ------------------------------------------------------------------------------------
 
-#: Who plays upon `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
-#: stores the very bytes that are being swept. H gives up whoever is in the middle of a save.
+#: Who plays on `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
+#: stores the very bytes that are being swept. H expires each session that is in the middle of a save.
 CAST: dict[str, Body] = {
     "S": saving("a", 3, 3),
     "T": saving("b", 1, 51),
@@ -89,7 +90,7 @@ ALL = [name for name in CAST if name != "E"]
 WHOLE = {"T", "F", "G"}
 #: Nobody is stopped before these: what they do or give is the same whatever others do meanwhile.
 APART, FIXED = ("sync", "clean"), ("config", "snapshots/")
-#: What is committed in the end: of `doomed` and, of whoever ended well, what it has made or brought back.
+#: The committed snapshots in the end: of `doomed`, and what each actor that ended well has made or brought back.
 MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
 
 
@@ -206,7 +207,7 @@ def test_two_stop_once_each(first, second, actors):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("between", [["U"], ["U", "H"]])
 def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):
-    """G stops, a@2 comes back (and another gc completes G's mark), S builds upon it and stops, and a@2 goes again."""
+    """G stops, a@2 comes back (and another gc completes G's mark), S builds on it and stops, and a@2 goes again."""
     for steps in stops("G", between, 8):
         for more in stops("T", (between, steps), 8):  # as many as S takes that has a base
             parts = [("G", steps), *((name, None) for name in between), ("S", more), ("E", None)]
@@ -282,7 +283,7 @@ def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
 
 
 def test_a_fence_between_commit_and_reading_it_back(stage):
-    """The saver's put and the gc's: exactly one wins, whoever comes first."""
+    """The saver's put and the gc's: exactly one wins, whichever comes first."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
     gc = stage.enter("G", collecting(0.0), seen_dead=True).until("put", "snapshots/")
     saver.until("release", "sessions/")
@@ -351,7 +352,7 @@ def test_another_gc_completes_the_mark_of_one_that_stalls(stage, stand):
     assert {"a@3", "a@4"} <= stage.check().keys()
 
 
-def test_a_mark_that_was_completed_is_not_acted_upon(stage):
+def test_a_completed_mark_is_not_used(stage):
     """A has recomputed and stalls before it looks for its mark; what it would delete is alive again by then."""
     with opened(stage.store) as repository:
         repository.forget([KeepLast(1)], run="a")

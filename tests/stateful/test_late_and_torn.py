@@ -1,31 +1,19 @@
-"""Requests that are done after they have failed, or stall and then succeed, and objects of which half is there.
+"""Requests that take effect late, stall, or leave half an object cost no committed snapshot.
 
 No store of ours tears an object, and S3 does not; a file system that loses power, or is copied, may.
 """
 
 from __future__ import annotations
 
-import foreign
 import pytest
-from faults import (
-    OPTIONS,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_whole,
-    clone,
-    committed,
-    one_thread,
-    opened,
-    same,
-    sampled,
-    save,
-    values,
-    version_of,
-)
-from stalls import Stalling, others_meanwhile
 from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
 
+from kit import foreign
+from kit.faults import Crash, FaultStore, one_thread
+from kit.objects import clone
+from kit.repositories import OPTIONS, check_clean, check_whole, committed, opened, same, save, values, version_of
+from kit.samples import sampled
+from kit.stalls import Stalling, others_meanwhile
 from snapstore import KeepLast, Repository, SnapstoreError
 
 pytestmark = pytest.mark.no_cover
@@ -38,7 +26,7 @@ def _readable(monkeypatch):
     foreign.readable(monkeypatch)
 
 
-#: Verb -> what another process forgets meanwhile: what the verb builds upon, or is about.
+#: Verb -> what another process forgets meanwhile: a base of the verb, or its subject.
 STALLED = {"delta save": "a@3", "forget": "a@2", "recode": "a@2", "compact": "a@8"}
 
 
@@ -64,7 +52,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
         store.die()
         about = f"{verb}, {meanwhile} {where} {k} of {total}: {store.log[-1]}, {outcome!r}"
         after = committed(inner)
-        if meanwhile == "gc":  # it waits for whoever is alive, and is in nobody's way
+        if meanwhile == "gc":  # it waits for all live sessions, and blocks none
             assert not isinstance(outcome, SnapstoreError), about
         if verb == "delta save":
             assert (after.keys() - before.keys()) == (set() if isinstance(outcome, SnapstoreError) else {outcome.id}), (
@@ -106,7 +94,7 @@ def test_late(verb, others, monkeypatch):
 
 @pytest.mark.parametrize("verb", WRITING)
 def test_torn(verb, monkeypatch):
-    """Snapshots that were there restore; check names what is torn; repair mends it, and space comes back."""
+    """Snapshots that were there restore; check names torn objects; repair replaces them, and space comes back."""
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
@@ -141,7 +129,7 @@ def test_torn(verb, monkeypatch):
             if torn.startswith("policies/"):  # nobody but the user knows them
                 repository.set_policies("a", [KeepLast(2)])
             for snapshot in repository.snapshots():
-                if snapshot.metadata is None:  # whose record was torn: made anew from its manifests
+                if snapshot.metadata is None:  # whose record was torn: reconstructed from its manifests
                     repository.restore(f"id:{snapshot.id}")
                     for tag in snapshot.tags:
                         repository.untag(f"id:{snapshot.id}", tag)
@@ -162,7 +150,7 @@ def _check_torn_is_gone(inner, torn, about):
 
 
 def _check_whole(inner, before, verb, about):
-    """What was committed restores, a save and a gc work."""
+    """Committed snapshots restore; a save and a gc work."""
     with opened(inner) as repository:
         for snapshot in repository.snapshots():
             if snapshot.id in before:

@@ -1,4 +1,4 @@
-"""One wrong answer of a store costs no snapshot: every operation of every verb, every lie that fits it (faults.md, 43).
+"""One wrong answer of a store, to any operation of any verb, costs no committed snapshot.
 
 Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave;
 then once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was
@@ -14,29 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    Crash,
-    FaultStore,
-    check_whole,
-    clone,
-    committed,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-    version_of,
-)
-from lies import LyingStore, every_lie
-from tally import tally
 from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
 
+from kit import foreign
+from kit.actors import Actor
+from kit.faults import Crash, FaultStore, one_thread
+from kit.lies import LyingStore, every_lie
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_whole, committed, created, opened, save, version_of
+from kit.samples import SEED, THOROUGH, sampled
+from kit.tally import tally
 from snapstore import (
     ConflictError,
     IntegrityError,
@@ -63,7 +51,7 @@ class World:
 
     Attributes:
         may_go: versions that a forget of the scenario may take.
-        told: snapshots that somebody was told are committed.
+        told: snapshots that a caller was told are committed.
         outcome: of the liar's verb.
     """
 
@@ -204,7 +192,7 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "gc, half swept": (half_swept, verb(lambda r: r.gc())),
     "gc, unmarked": (unmarked, verb(lambda r: r.gc())),
     "gc, warm": (forgotten, warm(lambda r: r.gc())),
-    "first save": (lambda: _empty(), verb(lambda r: save(r, "a", 0, 0))),
+    "first save": (created, verb(lambda r: save(r, "a", 0, 0))),
     "save": (history, verb(lambda r: save(r, "a", 4, 4))),
     "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
     "save, marked": (marked, verb(lambda r: save(r, "a", 4, 4))),
@@ -221,13 +209,6 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "compact and gc": (hollow, verb(lambda r: (r.compact(), r.gc()))),
     "repair": (forgotten, verb(lambda r: r.repair(apply=True))),
 }  # fmt: skip
-
-
-@cache
-def _empty() -> MemoryStore:
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
-    return store
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------
@@ -383,7 +364,7 @@ def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(mon
 # --- what a save asks ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_save_asks_beside_packs_and_manifests(monkeypatch):
+def test_requests_of_a_save_beside_packs_and_manifests(monkeypatch):
     """On S3 each is a request: `tools/bench s3` counts them."""
     one_thread(monkeypatch, index=False)
     store = LyingStore(clone(history()))
@@ -436,7 +417,7 @@ def _states(store: MemoryStore, step: int) -> list[Snapshot]:
 
 
 def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
-    """Whoever removed it, by hand or as a gc that saw none: what it wrote may be gone."""
+    """Its session was removed, by hand or by a gc that saw none: what it wrote may be gone."""
     store = clone(history())
     actor = Actor("save", store, saving("a", 8, 8)).until("get", "sessions/")
     actors.append(actor)
@@ -450,8 +431,8 @@ def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
 
 @pytest.mark.parametrize("at", [0, 8, 40, 56])
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
-def test_a_damaged_header_of_what_nobody_needs_stops_no_gc(monkeypatch, kind, at):
-    """What a dead save has left, altered in its magic, its version, or the record that it was made for."""
+def test_a_damaged_header_that_no_snapshot_needs_stops_no_gc(monkeypatch, kind, at):
+    """An object of a dead save, altered in its magic, its version, or the record that it was made for."""
     one_thread(monkeypatch, index=False)
     store = clone(history())
     dead = FaultStore(store)
@@ -460,10 +441,7 @@ def test_a_damaged_header_of_what_nobody_needs_stops_no_gc(monkeypatch, kind, at
         with pytest.raises(Crash):
             save(repository, "a", 7, 7)
     key = next(key for key in keys_of(store, kind) if key not in keys_of(history(), kind))
-    data = bytearray(store.get(key))
-    data[at] ^= 0x55
-    store.delete([key])
-    store.put(key, data)
+    flip(store, key, at, 0x55)
     check_whole(store)
 
 
@@ -490,7 +468,7 @@ class Hiding(FaultStore):
 
 
 @pytest.mark.parametrize("verb", ["gc", "forget", "forget_snapshots"])
-def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
+def test_a_revision_that_no_listing_shows_keeps_no_snapshot_for_ever(verb):
     inner = MemoryStore()
     with Repository.create(inner, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
@@ -504,7 +482,7 @@ def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
     store = Hiding(inner)
     store.hidden = revision.key
     before = keys_of(inner)
-    with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageError, match="does not show it"):
+    with opened(store) as repository, pytest.raises(StorageError, match="does not show it"):
         {
             "gc": repository.gc,
             "forget": lambda: repository.forget([KeepLast(1)], run="a"),
@@ -516,7 +494,7 @@ def test_a_revision_that_no_listing_shows_keeps_nobody_for_ever(verb):
 
 
 def test_a_full_store_that_does_not_delete_leaves_the_session():
-    """What a save had put is explained by its session, until it is gone for certain."""
+    """The session of a save explains its objects, until it is gone for certain."""
 
     class Full(FaultStore):
         kept = True
@@ -536,7 +514,7 @@ def test_a_full_store_that_does_not_delete_leaves_the_session():
             save(repository, "a", 0, 0)
         store = Full(inner)
         store.kept = kept
-        with Repository.open(store, options=OPTIONS) as repository, pytest.raises(StorageFullError):
+        with opened(store) as repository, pytest.raises(StorageFullError):
             save(repository, "a", 1, 1)
         assert bool(keys_of(inner, "sessions/")) == kept
         with opened(inner) as repository:

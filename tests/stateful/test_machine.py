@@ -1,4 +1,4 @@
-"""A hypothesis state machine over one repository and the dict that it ought to be.
+"""A repository behaves as a dict does under random programs of all verbs (a state machine of hypothesis).
 
 `SNAPSTORE_TEST_THOROUGH=1` runs many more and longer programs (a nightly job).
 """
@@ -12,26 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
-    CRASHES,
-    MODES,
-    OPTIONS,
-    SEED,
-    THOROUGH,
-    Actor,
-    Crash,
-    FaultStore,
-    check_clean,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    save,
-    values,
-    version_of,
-)
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -42,9 +23,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from schedules import saving
-from tally import tally
 
+from kit import foreign
+from kit.actors import Actor
+from kit.faults import CRASHES, MODES, Crash, FaultStore, one_thread
+from kit.objects import keys_of
+from kit.repositories import OPTIONS, check_clean, opened, same, save, values, version_of
+from kit.samples import SEED, THOROUGH
+from kit.schedules import saving
+from kit.tally import tally
 from snapstore import (
     InvalidInputError,
     KeepBest,
@@ -78,7 +65,7 @@ POLICIES = st.lists(
 PROCESSES = st.integers(0, 1)
 LOOKERS = st.integers(0, 2)  # see Machine.looking
 KEEP = [KeepLast(2)]
-#: What may fail on its way, by name.
+#: Verbs that may fail on their way, by name.
 VERBS: dict[str, Callable[[Repository, str], Any]] = {
     "forget": lambda repository, run: repository.forget(KEEP, run=run),
     "gc": lambda repository, run: repository.gc(),
@@ -163,11 +150,11 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def looking(self, process: int) -> Iterator[Repository]:
-        """A process; 2 is a new one, without an index or anything at hand."""
+        """A process; 2 is a new one, without an index or anything cached."""
         if process < 2:
             yield self.at(process)
         else:
-            with Repository.open(self.store, options=OPTIONS, damaged=True) as repository:
+            with opened(self.store, damaged=True) as repository:
                 yield repository
 
     # -- the model
@@ -310,7 +297,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, run=RUNS, keep=st.one_of(st.none(), POLICIES), dry_run=st.booleans())
     def forget(self, process, run, keep, dry_run) -> None:
-        """By policies that are named, or by those that are stored."""
+        """By named policies, or by the stored ones."""
         of_run = self.of(run)
         keep = keep or self.at(process).policies(run) or [KeepLast(2)]
         if not of_run:
@@ -408,7 +395,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, drop=st.booleans(), purge=st.booleans(), level=st.sampled_from(("data", "restore")))
     def repair(self, process, drop, purge, level) -> None:
-        """Nothing is damaged, so it does nothing but build the index anew."""
+        """Nothing is damaged, so it only rebuilds the index."""
         quarantined = quarantined_names(keys_of(self.store, "gc/"))  # of an earlier repair
         before = dict(self.store._objects)
         purge = purge and self.slow is None  # what leaves the quarantine is damage until a gc has deleted it
@@ -510,7 +497,7 @@ class Machine(RuleBasedStateMachine):
         before = self.still(before)
         suffering = before.keys() - self.restoring(before)
         assert not whole & suffering, "what was whole was damaged by what went on"
-        assert suffering <= lost or any(key.startswith("packs/") for key in flipped), "built upon what cannot be read"
+        assert suffering <= lost or any(key.startswith("packs/") for key in flipped), "built on what cannot be read"
 
         with self.looking(process) as repository:
             held = dict(self.store._objects)
@@ -529,7 +516,7 @@ class Machine(RuleBasedStateMachine):
         assert {i for p in result.problems for i in p.snapshots} - guessed == lost - guessed, about
         for run in ("a", "b"):
             new = self.go_on_damaged(min(process, 1), "save", run)
-            assert self.restoring({new.id: new}), "a save has built upon damage that is known"
+            assert self.restoring({new.id: new}), "a save has built on damage that is known"
         if report.ok and not result.problems and not tidy and not guessed:
             self.note_swept()  # by a gc meanwhile
             return
@@ -581,13 +568,13 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def still(self, snapshots: dict[str, Snapshot]) -> dict[str, Snapshot]:
-        """Those that no gc has taken; what cannot be read stays."""
+        """The snapshots that no gc has deleted; an unreadable record stays."""
         with self.looking(2) as repository:
             view = repository.view()
         return {i: s for i, s in snapshots.items() if (view.get(i) or s).state in ("committed", "forgotten")}
 
     def agree(self, process: int, snapshots: dict[str, Snapshot], whole: set[str], guessed: set[str]) -> Any:
-        """What check says is what restoring everything has shown."""
+        """check says the same as restoring everything shows."""
         with self.looking(process) as repository:
             result = repository.check("restore")
         assert {s.id for s in result.restorable} - guessed == whole - guessed, result.problems
@@ -618,7 +605,7 @@ class Machine(RuleBasedStateMachine):
         return None
 
     def recover(self, lost: set[str], guessed: set[str]) -> None:
-        """What a person does behind a repair; then the model learns what has become of it."""
+        """Act as a person does after a repair; then tell the model the result."""
         now = self.store.clock() + 3601
         self.store.clock = lambda: now  # a damaged session is removed once it was silent
         if keys_of(self.store, "sessions/"):  # and nobody has it open: not the save that failed to remove it either
@@ -633,7 +620,7 @@ class Machine(RuleBasedStateMachine):
                     repository.untag(f"id:{snapshot.id}", tag)
                     if snapshot.id in lost:
                         self.known[snapshot.id].tags.discard(tag)
-            if snapshot.metadata is None:  # made up from its manifests: nobody could tell what it must hold
+            if snapshot.metadata is None:  # reconstructed from its manifests: its content is unknown
                 repository.forget_snapshots([f"id:{snapshot.id}"], force=True)
         assert repository.repair(apply=True, drop=True).left == []  # a damaged pack that nobody needs is left to gc
         repository.gc()

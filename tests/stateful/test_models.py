@@ -1,11 +1,12 @@
-"""The models of rewriting, quarantine and wrong answers: their rules keep what they promise; none can be spared."""
+"""The protocol's rules are sufficient and necessary in its models: rewriting, quarantine and wrong answers."""
 
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from tally import tally
+
+from kit.tally import tally
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 

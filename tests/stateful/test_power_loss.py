@@ -1,4 +1,4 @@
-"""Power lost after every system call of every verb on a local disk: what a save had returned is there, bit by bit."""
+"""A power loss after any system call on a local disk loses no snapshot whose save had returned."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import faults
-import foreign
-import power
 import pytest
-from faults import OPTIONS, check_whole, keys_of, lasting, one_thread, opened, sampled, save, values
-from tally import tally
 
+from kit import foreign, power
+from kit.faults import one_thread
+from kit.objects import flip, keys_of
+from kit.repositories import OPTIONS, check_whole, lasting, opened, save, values
+from kit.samples import SEED, THOROUGH, sampled
+from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format import pack
@@ -32,7 +33,7 @@ Standing = dict[str, Any]
 
 @dataclass
 class History:
-    """What was done to files, and what a user could rely on.
+    """The operations on files, and what a user could rely on.
 
     Attributes:
         begins: of every verb, its first event.
@@ -52,7 +53,7 @@ class History:
 
 
 def standing(repository: Repository) -> Standing:
-    """Of every snapshot its state, its tags and what no verb may change; of every run its policies."""
+    """Return each snapshot's state, tags and lasting fields, and each run's policies."""
     found = repository.view().snapshots(states=("committed", "forgotten", "swept"))
     of_runs = {f"policies of {run}": repository.policies(run) for run in sorted({s.run for s in found})}
     return {s.id: (s.state, s.tags, lasting(s)) for s in found} | of_runs
@@ -102,13 +103,10 @@ def _damage(repository):
     store, wanted = repository.store, repository.snapshot("a@4").id
     heads = {key: pack.read_header(store, key) for key in keys_of(store, "packs/")}
     key = min((head.sequence, key) for key, head in heads.items() if head.save_id.hex() == wanted)[1]
-    data = bytearray(store.get(key))
-    data[pack.HEADER.size + 50] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
+    flip(store, key, pack.HEADER.size + 50)
 
 
-#: In these somebody has to repair, whatever the power loss has done.
+#: These need a repair, whatever the power loss has done.
 DAMAGED = {"damage", "repair", "purge", "last gc"}
 PAGE_BYTES = 4096
 HISTORIES = {"verbs": _verbs, "rewriting": _rewriting}
@@ -181,7 +179,7 @@ def check(which, moment, disk, choose, about, store=None):
     for name, data in disk.left(choose).items():
         if is_key(name) and not name.startswith("tmp/"):
             store.put(name, data)
-    if "config" not in set(faults.keys_of(store)):
+    if "config" not in set(keys_of(store)):
         assert verb == "create", about
         return
     with opened(store) as repository:
@@ -218,8 +216,8 @@ def test_at_random(monkeypatch, which):
     total = len(history(which).events)
     one_thread(monkeypatch, index=False)
     for moment, disk in disks(which, sampled(total, 24)):
-        for seed in range(8 if faults.THOROUGH else 1):
-            seed += 1000 * moment + faults.SEED
+        for seed in range(8 if THOROUGH else 1):
+            seed += 1000 * moment + SEED
             check(which, moment, disk, power.at_random(seed), f"seed {seed}")
 
 
@@ -229,7 +227,7 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
     total = len(history(which).events)
     one_thread(monkeypatch)
     for moment, disk in disks(which, sampled(total, 90)):
-        random = Random(1000 * moment + faults.SEED)
+        random = Random(1000 * moment + SEED)
         store = LocalStore(tmp_path / str(moment), create=True)
         sealed = [(data, seal) for number, data, seal in history(which).index if number <= moment]
         if sealed:

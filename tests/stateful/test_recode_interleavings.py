@@ -1,4 +1,4 @@
-"""Recodes that take turns with saves, forgets, gcs and each other: no snapshot ever dangles, and none goes back.
+"""Recodes that run beside saves, forgets, gcs and each other undo nothing; no snapshot dangles.
 
 Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Recode", is what saves the day.
 """
@@ -8,20 +8,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import foreign
 import pytest
-from faults import (
-    OPTIONS,
-    check_clean,
-    clone,
-    keys_of,
-    opened,
-    restored,
-    same,
-    save,
-    values,
-)
-from schedules import (
+
+from kit import foreign
+from kit.objects import clone, keys_of
+from kit.repositories import check_clean, created, opened, restored, same, save, values
+from kit.schedules import (
     PER_TEST,
     SCHEDULES,
     Stage,
@@ -33,8 +25,6 @@ from schedules import (
     tagging,
     unforgetting,
 )
-
-from snapstore import Repository
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
@@ -42,8 +32,7 @@ from snapstore.storage.memory import MemoryStore
 @cache
 def history() -> MemoryStore:
     """a@0 to a@2 in codec 70, of which a@1 is forgotten, b@0 that was forked from a@1, a@3 portable."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         with foreign.written():
             for step in range(3):
@@ -140,7 +129,7 @@ def test_a_fence_between_the_revision_and_reading_it_back(stage):
     assert stage.check()["a@0"].revision == 1
 
 
-def test_a_fence_after_somebody_else_has_taken_the_revision(stage):
+def test_a_fence_after_another_process_has_taken_the_revision(stage):
     """The key is taken: nothing is to be created, and nothing is published by the one that was given up."""
     recode = stage.enter("R", recoding("a@0")).until("put", "snapshots/")
     tagging("a@0", "t")(stage.store)
@@ -207,7 +196,7 @@ def test_two_recodes_at_once(stage):
     assert {s.revision for ref, s in stage.check().items() if ref != "a@3"} == {1}
 
 
-def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
+def test_a_duplicate_that_a_mark_names_is_not_used(stage):
     """a@0 was recoded; forgotten when a gc marked, back when the recode of a@2 looks, forgotten again at the sweep."""
     recoding("a@0")(stage.store)
     forgetting("a@0")(stage.store)
@@ -221,7 +210,7 @@ def test_a_twin_that_a_mark_names_is_not_built_upon(stage):
 
 
 @pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
-def test_what_was_made_for_a_snapshot_that_is_gone_is_not_built_upon(stage, stand):
+def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
     """The recode of a@2 would share what it made for a@0, which was forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("lock")

@@ -1,4 +1,4 @@
-"""repair that dies, fails or takes turns with saves, forgets and gcs: nothing gets worse, and the next one finishes."""
+"""A repair that dies, fails or runs beside saves, forgets and gcs makes nothing worse, and the next one finishes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-from faults import (
-    CRASHES,
-    MODES,
-    OPTIONS,
-    Actor,
-    Crash,
-    FaultStore,
-    check_clean,
-    check_restores,
-    clone,
-    index_in_place,
-    keys_of,
-    one_thread,
-    opened,
-    same,
-    sampled,
-    save,
-    values,
-    version_of,
-)
-from schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, saving, several, unforgetting
-from stalls import Stalling, others_meanwhile
-from tally import tally
 from test_crash_points import on_a_disk
 
+from kit.actors import Actor
+from kit.faults import CRASHES, MODES, Crash, FaultStore, index_in_place, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values, version_of
+from kit.samples import sampled
+from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, repairing, saving, several, unforgetting
+from kit.stalls import Stalling, others_meanwhile
+from kit.tally import tally
 from snapstore import IntegrityError, Repository, SnapstoreError, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore
@@ -44,8 +29,7 @@ def wounded() -> MemoryStore:
 
     A record of a@2 cannot be read either: it was tagged.
     """
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(4):
             save(repository, "a", step, step)
@@ -59,10 +43,7 @@ def wounded() -> MemoryStore:
         if (head := pack.read_header(store, key)).save_id.hex() == first and head.sequence == 0
     )
     for damaged, at in ((key, pack.HEADER.size + 200), (tagged.key, 60)):
-        data = bytearray(store.get(damaged))
-        data[at] ^= 1
-        store.delete([damaged])
-        store.put(damaged, bytes(data))
+        flip(store, damaged, at)
     return store
 
 
@@ -80,16 +61,8 @@ def whole(store: ObjectStore) -> set[str]:
     return found
 
 
-def repairing(**options: Any) -> Any:
-    def body(store: ObjectStore) -> Any:
-        with opened(store) as repository:
-            return repository.repair(apply=True, **options)
-
-    return body
-
-
 def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5, level: str = "data") -> None:
-    """Another repair mends what is left, and no trace of the damage stays."""
+    """Another repair finishes, and no trace of the damage stays."""
     with opened(store) as repository:
         report = repository.repair(apply=True, level=level)
         assert (report.lost, report.open) == ([], []), about
@@ -116,7 +89,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def points(writes_every: int, reads_every: int) -> list[int]:
-    """The operations to try: more of those that change the store."""
+    """The operations to try: more of the ones that change the store."""
     changing = ("put", "lock", "release", "delete")
     writes = [i for i, (operation, _) in enumerate(operations()) if operation in changing]
     reads = [i for i, (operation, _) in enumerate(operations()) if operation not in changing]
@@ -159,7 +132,7 @@ def test_every_fault(mode, monkeypatch):
 
 @pytest.mark.no_cover
 def test_every_torn_put(monkeypatch):
-    """Of what a repair was writing half is there: the next one, a gc and a purge leave no trace of it."""
+    """Half of an object that a repair was writing is there: the next one, a gc and a purge leave no trace of it."""
     one_thread(monkeypatch, index=False)
     puts = [k for k, (operation, _) in enumerate(operations()) if operation == "put"]
     for k in (puts[i] for i in sampled(len(puts), 3)):
@@ -256,7 +229,7 @@ STANDS = ["lock", "list gc/", "list snapshots/", "get_range packs/", "put packs/
 
 @pytest.mark.parametrize("stand", STANDS)
 @pytest.mark.parametrize("marked", [False, True])
-def test_what_heals_is_forgotten_and_collected_meanwhile(stand, marked, actors):
+def test_the_source_of_a_repair_is_forgotten_and_collected_meanwhile(stand, marked, actors):
     """The chains that were found go away under the repair: what it calls healed is, and the rest is as it was."""
     store = clone(wounded())
     with opened(store) as repository:

@@ -1,4 +1,4 @@
-"""A tag that two give to two snapshots at once, maybe by their saves: it is on one in the end, and never on none.
+"""A tag that two processes give to two snapshots at once ends on exactly one of them.
 
 All schedules of two, one operation on the records at a time; else a sample of them.
 """
@@ -11,11 +11,12 @@ from itertools import chain, cycle, repeat
 from random import Random
 
 import pytest
-from faults import OPTIONS, SEED, THOROUGH, Actor, opened, save
-from schedules import Body, Stage, forgetting, saving, tagging
-from tally import tally
 
-from snapstore import Repository
+from kit.actors import Actor
+from kit.repositories import created, opened, save
+from kit.samples import SEED, THOROUGH
+from kit.schedules import Body, Stage, forgetting, saving, tagging
+from kit.tally import tally
 from snapstore.format import records
 from snapstore.format.records import Snapshot
 from snapstore.storage.memory import MemoryStore
@@ -35,8 +36,7 @@ BRANCHES = 14
 @cache
 def history(first: str) -> MemoryStore:
     """a@0 to a@2, of which one has the tag."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    store = created()
     with opened(store) as repository:
         for step in range(3):
             save(repository, "a", step, step, full=True)
@@ -63,7 +63,7 @@ def holders(store: MemoryStore) -> set[str]:
 
 
 def play(name: str, cast: list[Actor], choices: Iterator[int]) -> list[int]:
-    """A schedule of a cast, by choices of who goes next; those that were made while there were two."""
+    """Run a schedule by choices of who goes next; return the choices made while there were two."""
     tally("schedules")
     first, *bodies = CASTS[name]
     stage = Stage(history(first), cast)
@@ -112,7 +112,7 @@ def test_two_that_take_turns_to_take_it_back_come_to_an_end(actors):
     assert len(made) < 40
 
 
-def test_who_gives_it_on_purpose_is_not_undone_by_one_who_revises_the_old_holder(actors):
+def test_a_deliberate_tag_is_not_undone_by_a_revision_of_the_old_holder(actors):
     """The newer of the two had it before: nobody gives it both at once."""
     stage = Stage(history("a@2"), actors)
     mover = stage.enter("M", tagging("a@1", "t")).until("put", "snapshots/a/000000000001-")

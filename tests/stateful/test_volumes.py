@@ -1,4 +1,4 @@
-"""The volume of a repository goes away, or another takes its place, at every store operation of every verb.
+"""A volume that goes away, or is replaced, at any store operation loses nothing and nothing is written elsewhere.
 
 Two ways: folders are renamed, and volumes are really unmounted and mounted over. Whatever is done: nothing lies in what
 took the place, every snapshot that was called committed is in the repository once it is back, and life goes on there.
@@ -16,25 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from faults import (
-    OPTIONS,
-    FaultStore,
-    check_whole,
-    keys_of,
-    one_thread,
-    opened,
-    sampled,
-    save,
-)
-from tally import tally
 
+from kit.faults import FaultStore, one_thread
+from kit.objects import flip, keys_of
+from kit.repositories import OPTIONS, check_whole, opened, save
+from kit.samples import sampled
+from kit.tally import tally
 from snapstore import KeepLast, Repository, SnapshotManager, SnapstoreError, StorageError
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.no_cover
 
-#: What takes the place: nothing, another repository, an older copy of the same one.
+#: The replacement: nothing, another repository, an older copy of the same one.
 OTHERS = ("empty", "another", "copy")
 
 
@@ -52,7 +46,7 @@ def _steps(repository):
     return [s.step for s in repository.snapshots()]
 
 
-#: What is done; and what holds then if it raised nothing.
+#: The verb, and what holds then if it raised nothing.
 VERBS: dict[str, tuple[Callable[[Repository], Any], Callable[[Repository], bool]]] = {
     "save": (lambda r: save(r, "a", 4, 4), lambda r: _steps(r) == [0, 1, 3, 4]),
     "tag": (_tag, lambda r: r.snapshot("a@new").step == 3 and r.snapshot("a@1").tags == []),
@@ -84,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
-    """Of every kind of place one: the repository, and what may take its place."""
+    """One place of every kind: the repository, and what may take its place."""
     folder = tmp_path_factory.mktemp("volumes")
     places = {name: folder / name for name in ("repository", *OTHERS)}
     places["empty"].mkdir()
@@ -332,17 +326,16 @@ def test_a_config_that_is_not_as_it_was_stops_no_training(how, caplog):
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
-        data = bytearray(store.get("config"))
-        data[40] ^= 1
-        store.delete(["config"])
-        if how != "lost":
-            store.put("config", bytes(data))
+        if how == "lost":
+            store.delete(["config"])
+        else:
+            flip(store, "config", 40)
         if how == "repaired":
-            with Repository.open(store, options=OPTIONS, damaged=True) as found:
+            with opened(store, damaged=True) as found:
                 found.repair(apply=True)
         save(repository, "a", 1, 1)
         repository.gc()
         assert {"lost": "has no config", "damaged": "is damaged", "repaired": "another uuid"}[how] in caplog.text
-        with Repository.open(store, options=OPTIONS, damaged=True) as found:
+        with opened(store, damaged=True) as found:
             found.repair(apply=True)
     check_whole(store)

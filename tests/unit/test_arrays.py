@@ -1,13 +1,13 @@
-"""Bytes of arrays: every dtype, layout and kind comes back to the bit."""
+"""The bytes of an array of every dtype, layout and kind come back to the bit."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
-from states import again, random_tensor, same
 from torch import nn
 
+from kit.states import again, random_tensor, same
 from snapstore.state.arrays import as_bytes, as_memory, fill
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TORCH_DTYPES

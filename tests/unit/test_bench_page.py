@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what the records beside it say, in every section that a bench writes."""
+"""The tables of docs/benchmarks.md match the records beside it."""
 
 import json
 import sys
@@ -15,11 +15,9 @@ RECORDS = ROOT / "docs" / "benchmarks"
 def tools(monkeypatch):
     """The benches' modules."""
     monkeypatch.syspath_prepend(ROOT / "tools")
-    import bench_gpu
-    import bench_gpu_page
-    import bench_page
+    from benchmarks import gpu, gpu_page, page
 
-    return SimpleNamespace(page=bench_page, gpu_page=bench_gpu_page, gpu=bench_gpu)
+    return SimpleNamespace(page=page, gpu_page=gpu_page, gpu=gpu)
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def record(name):
 
 
 @pytest.mark.parametrize("bench", ["cpu", "compact", "scale"])
-def test_the_figures_of_the_page_are_those_of_the_record(tools, bench):
+def test_the_figures_of_the_page_match_the_record(tools, bench):
     assert tools.page.figures(record(bench)["figures"]) in tools.page.placed(bench)
 
 
@@ -51,7 +49,7 @@ def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkey
     whole = page.read_text()
     tools.page.place("gpu", "stale\n")
     assert page.read_text() != whole
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--page"])
+    monkeypatch.setattr(sys, "argv", ["tools/bench gpu", "--page"])
     tools.gpu.main()
     assert page.read_text() == whole
     page.write_text(whole.replace("<!-- end of gpu -->", ""))
@@ -76,8 +74,8 @@ def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch
 
 
 def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
-    """What the page is after a bench whose sections do nothing."""
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *(a.format(tmp_path) for a in arguments)])
+    """Return the page after a benchmark whose sections do nothing."""
+    monkeypatch.setattr(sys, "argv", ["tools/bench gpu", *(a.format(tmp_path) for a in arguments)])
     monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
     monkeypatch.setattr(tools.gpu, "run", lambda *_: None)
     monkeypatch.setattr(tools.gpu.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -1,4 +1,4 @@
-"""Blobs: chains of every shape round-trip, nothing grows, and no flipped byte passes."""
+"""Blobs round-trip in chains of every shape, none grows, and every flipped byte is found."""
 
 from functools import partial
 
@@ -94,7 +94,7 @@ def test_parse_gives_what_encode_was_told_and_nothing_grows(kind, element_size, 
 
 
 def test_each_kind_of_plane_gets_its_codec():
-    """Of floats by their skew, of anything else by its repeats; noise stays raw."""
+    """Floats are judged by their skew, anything else by its repeats; noise stays raw."""
     split = np.stack([content(kind, 65536) for kind in ("noise", "skewed", "sparse", "zero")])
     chunk = np.empty(4 * 65536, np.uint8)
     raw, zstd, deflate = codecs.RAW, codecs.ZSTD, codecs.DEFLATE
@@ -211,7 +211,7 @@ def check_headers(blobs, layouts):
 
 @settings(deadline=None)
 @given(shapes)
-def test_headers_of_many_are_those_of_each(drawn):
+def test_headers_of_many_equal_the_single_ones(drawn):
     check_headers(encode_all(drawn), np.array([layout for _, _, layout, _, _ in drawn], np.uint8))
 
 
@@ -222,12 +222,12 @@ def test_headers_with_many_block_lengths():
     check_headers(blobs, np.array([layout for _, _, layout, _, _ in drawn], np.uint8))
 
 
-#: What `parse` says of a blob that `read_headers` cannot see: it looks at 80 bytes and a length.
+#: Errors of `parse` that `read_headers` cannot see: it looks at 80 bytes and a length.
 UNSEEN = "checksum mismatch"
 
 
 def agree(data, length=None):
-    """`read_headers` and `parse` think the same of one blob, but for the checksum, which is mended."""
+    """`read_headers` and `parse` think the same of one blob, but for the checksum, which is corrected."""
     stored = np.frombuffer(bytes(data), np.uint8)
     length = len(data) if length is None else length
     mended = bytearray(data)[:length]
@@ -289,7 +289,7 @@ def test_read_headers_of_what_is_too_short():
         max_size=20,
     )
 )
-def test_estimates_of_many_are_those_of_each(drawn):
+def test_estimates_of_many_equal_the_single_ones(drawn):
     bits = np.array([b for b, _, _ in drawn], np.float64).reshape(-1, 8)
     sizes, lengths = (np.array([d[i] for d in drawn], np.int64) for i in (1, 2))
     found = blob.estimates(bits, sizes.astype(np.uint8), lengths)
@@ -310,7 +310,7 @@ def test_kinds_of_planes():
     assert both.tolist() == [floats, others]
 
 
-# --- a base whose plain bytes are at hand
+# --- a base whose plain bytes are cached
 
 
 @pytest.mark.parametrize("deltas", [1, 3])

@@ -1,4 +1,4 @@
-"""The cache is bounded: what was used longest ago goes, what is in use stays, and nothing else is touched."""
+"""The cache stays within its bound: it evicts the longest unused index, never one in use, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import OPTIONS, check_restores, save
 
+from kit.repositories import OPTIONS, check_restores, opened, save
 from snapstore import Repository
 from snapstore.storage import cache_dir
 from snapstore.storage.cache_dir import begin_use, end_use, shrink
@@ -62,13 +62,13 @@ def test_a_sparse_map_counts_by_what_it_takes(folder):
     assert names(folder) == {path.name}
 
 
-def test_what_is_no_index_of_ours_is_left_alone(folder):
+def test_a_folder_that_is_no_index_of_ours_is_left_alone(folder):
     path = index_of(folder, 1)
     others = ["held", "0" * 32, f"{'0' * 32}-{'0' * 31}", f"{'0' * 32}-{'0' * 32}.bak", "photos", f"x{path.name}"]
     for name in others:
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(bytes(8 * KiB))
-    (folder / "evicted-0123456789abcdef").mkdir()  # somebody was killed
+    (folder / "evicted-0123456789abcdef").mkdir()  # a process was killed
     (folder / "evicted-0123456789abcdef" / "data.mdb").write_bytes(b"x")
     shrink(0)
     assert names(folder) == set(others)
@@ -85,7 +85,7 @@ sys.stdin.read()
 """
 
 
-def test_what_is_in_use_stays_however_old_it_is(folder):
+def test_an_index_in_use_stays_however_old_it_is(folder):
     mine, theirs, nobodys = (index_of(folder, n, used_s=1000 + n) for n in range(3))
     use = begin_use(mine)
     os.utime(mine / "used", (1, 1))
@@ -104,7 +104,7 @@ def test_what_is_in_use_stays_however_old_it_is(folder):
     assert names(folder) == set()
 
 
-def test_users_beside_those_who_remove(folder):
+def test_users_beside_removers(folder):
     """A folder in use is there and whole, however often others remove it; six threads, each with locks of its own."""
     path = folder / f"{'a' * 32}-{'b' * 32}"
     begun_s, failures, removed = time.monotonic(), [], []
@@ -166,7 +166,7 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
             for step in range(2):
                 save(repository, "a", step, n + step)
     monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
-    with Repository.open(roots[0], options=OPTIONS) as first:
+    with opened(roots[0]) as first:
         with Repository.open(roots[1]) as second:
             assert names(folder) == {first.context.index.folder.name, second.context.index.folder.name}
             assert len(check_restores(second)) == 2
@@ -189,7 +189,7 @@ def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
-    """mkdir finds it; then somebody removes it."""
+    """mkdir finds it; then another process removes it."""
     real, calls = os.mkdir, []
 
     def mkdir(path, *rest):

@@ -1,9 +1,10 @@
-"""check: finds each class of damage at the level that can see it, and names exactly the snapshots that suffer."""
+"""check finds each class of damage at the level that can see it, and names exactly the affected snapshots."""
 
 import numpy as np
 import pytest
-from kit.packs import scan
 
+from kit.objects import flip, keys_of, replace
+from kit.packs import scan
 from snapstore.errors import InvalidInputError
 from snapstore.format import blob, pack, records
 from snapstore.format.keys import parse_record_key
@@ -39,22 +40,6 @@ def check(store, level, **options):
 
 def names(snapshots):
     return [s.ref for s in snapshots]
-
-
-def keys_of(store, prefix):
-    return sorted(info.key for info in store.list(prefix))
-
-
-def replace(store, key, data):
-    store.delete([key])
-    if data is not None:
-        store.put(key, bytes(data))
-
-
-def flip(store, key, at, mask=1):
-    data = bytearray(store.get(key))
-    data[at] ^= mask
-    replace(store, key, data)
 
 
 def packs_of(store, ref):
@@ -133,7 +118,7 @@ def test_a_flipped_byte_in_a_pack(store, place, ref, part, users):
 
 
 def test_a_blob_that_only_one_snapshot_needs(store):
-    """A chunk that step 2 holds anew: damage of the old one is no loss for step 2."""
+    """A chunk that step 2 holds again: damage of the old one is no loss for step 2."""
     old = np.concatenate([floats(1)[:2048], floats(9)[:2048]])
     new = np.concatenate([floats(1)[:2048], floats(10)[:2048]])  # of the second chunk nothing is left
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
@@ -151,14 +136,14 @@ def test_a_blob_that_only_one_snapshot_needs(store):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_missing_pack(store, level):
     key = packs_of(store, "a@1")["model"]
-    replace(store, key, None)
+    store.delete([key])
     found(check(store, level), "pack", key, ["a@1"])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_missing_shared_pack(store, level):
     key = packs_of(store, "a@0")["frozen"]
-    replace(store, key, None)
+    store.delete([key])
     found(check(store, level), "pack", key, ["a@0", "a@1"])
 
 
@@ -185,11 +170,12 @@ def test_an_extended_pack(store, level):
 def test_a_damaged_manifest(store, level, how):
     key = manifest_of(store, "a@0", "frozen")
     data = store.get(key)
-    changed = {"truncate": data[:-1], "extend": data + b"x", "remove": None}
     if how == "flip":
         flip(store, key, len(data) // 2)
+    elif how == "remove":
+        store.delete([key])
     else:
-        replace(store, key, changed[how])
+        replace(store, key, {"truncate": data[:-1], "extend": data + b"x"}[how])
     found(check(store, level), "manifest", key, ["a@0"])
 
 
@@ -282,7 +268,7 @@ def test_a_tree_that_does_not_fit_its_parts(store):
 
 def test_two_damages_are_both_found(store):
     flip(store, packs_of(store, "b@0")["other"], 400)
-    replace(store, manifest_of(store, "a@1", "model"), None)
+    store.delete([manifest_of(store, "a@1", "model")])
     result = check(store, "data")
     assert sorted(p.kind for p in result.problems) == ["manifest", "pack"]
     assert names(result.restorable) == ["a@0"]

@@ -1,4 +1,4 @@
-"""Codecs: exact round trips, standard streams, and decoders that trust nothing."""
+"""Codecs round-trip exactly, write standard streams, and their decoders reject invalid input."""
 
 import zlib
 

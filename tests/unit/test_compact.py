@@ -1,15 +1,17 @@
-"""compact: every state stays bit for bit, what gc leaves never grows, and what is dead goes."""
+"""compact keeps every state bit for bit, never increases what gc leaves, and drops dead chunks."""
 
 import dataclasses
 
-import faults
-import foreign
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import foreign
+from kit.faults import Unreadable, one_thread
+from kit.objects import flip, flip_in_place, keys_of
+from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values, version_of
 from snapstore import (
     IntegrityError,
     InvalidInputError,
@@ -31,23 +33,23 @@ from snapstore.storage.memory import MemoryStore
 @pytest.fixture(params=["memory", "local"])
 def store(request, tmp_path):
     made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "r", create=True)
-    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
+    Repository.create(made, chunk_bytes=1024, options=OPTIONS).close()
     return made
 
 
 @pytest.fixture
 def repo(store):
     """a@0 to a@9, of which the last three stay: their chains lead through what is forgotten."""
-    with faults.opened(store) as repository:
+    with opened(store) as repository:
         for step in range(10):
-            faults.save(repository, "a", step, step)
+            save(repository, "a", step, step)
         repository.forget([KeepLast(3)], run="a")
         repository.gc()
         yield repository
 
 
 def needed(repository):
-    """What gc leaves [bytes]."""
+    """Return the bytes that gc leaves."""
     stats = repository.stats()
     return stats.stored_bytes - stats.unneeded_bytes
 
@@ -78,7 +80,7 @@ def test_all_of_it(repo):
     assert report.encoded > 0
     assert report.moved > 0
     assert report.bytes_read >= report.bytes_written > 0
-    faults.check_restores(repo)
+    check_restores(repo)
     deleted = repo.gc().deleted_bytes
     assert needed(repo) == report.bytes_after == repo.stats().stored_bytes
     assert deleted >= report.freed_bytes > 0.1 * size
@@ -92,10 +94,10 @@ def test_all_of_it(repo):
             assert repr(getattr(snapshot, name)) == repr(getattr(was, name))
         depths = [len(links) - 1 for _, links in chains(repo, snapshot.ref)]
         assert snapshot.depth == max(depths) <= was.depth
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
-def test_what_is_dead_is_little_afterwards(repo):
+def test_little_is_dead_afterwards(repo):
     repo.compact()
     repo.gc()
     live = {}
@@ -116,18 +118,18 @@ def test_what_is_dead_is_little_afterwards(repo):
 def test_nothing_to_do_writes_nothing(repo):
     repo.compact()
     repo.gc()
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     report = repo.compact()
     assert (report.rewritten, report.bytes_written, report.freed_bytes, len(report.skipped)) == ([], 0, 0, 3)
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
     with Repository.create(MemoryStore()) as empty:
         assert empty.compact().rewritten == []
 
 
 def test_a_dry_run_changes_nothing_and_is_about_right(repo):
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     dry = repo.compact(dry_run=True)
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
     real = repo.compact()
     assert dry.dry_run
     assert (dry.encoded, [s.id for s in dry.rewritten]) == (real.encoded, [s.id for s in real.rewritten])
@@ -141,13 +143,13 @@ def test_only_what_is_named(repo):
     report = repo.compact(["a@7", "a@7"])
     assert {s.ref for s in report.rewritten} <= {"a@7"}
     assert all(repo.snapshot(ref) == snapshot for ref, snapshot in others.items())
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.gc()
     assert needed(repo) <= size
     repo.compact()
     repo.gc()
     assert not strays(repo)
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.3, 0.6, 1.0])
@@ -156,7 +158,7 @@ def test_no_more_is_written_than_allowed(repo, share):
     limit = int(share * dry.bytes_written)
     report = repo.compact(max_repack_bytes=limit)
     assert report.bytes_written <= limit
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.gc()
     assert needed(repo) <= size
     for _ in range(30):  # in small steps it comes to the same end
@@ -164,7 +166,7 @@ def test_no_more_is_written_than_allowed(repo, share):
             break
         repo.gc()
     assert needed(repo) <= 1.1 * dry.bytes_after
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_the_most_profitable_comes_first():
@@ -189,7 +191,7 @@ def test_full_chunks_become_deltas(store):
     """Saved full, as a policy wanted it; kept beside each other, deltas are less. Chains stay within the bound."""
     rng = np.random.default_rng(2)
     state = {"w": rng.standard_normal(8192).astype(np.float32)}
-    with faults.opened(store) as repository:
+    with opened(store) as repository:
         for step in range(8):
             state["w"][step::50] += 1
             repository.save(state, run="a", step=step, full=True)
@@ -198,7 +200,7 @@ def test_full_chunks_become_deltas(store):
         assert report.failed == []
         repository.gc()
         assert needed(repository) < 0.6 * size
-        assert max(s.depth for s in repository.snapshots()) == faults.OPTIONS.max_depth
+        assert max(s.depth for s in repository.snapshots()) == OPTIONS.max_depth
         assert (repository.restore("a@7")["w"] == state["w"]).all()
         assert repository.check("restore").ok
         assert repository.compact().freed_bytes >= 0
@@ -208,25 +210,24 @@ def test_a_nan_beside_tensors_is_as_good_as_any_value():
     """It equals no other NaN, so what a new manifest says must not be compared value by value."""
     rng = np.random.default_rng(0)
     state = {"trainer": {"w": rng.standard_normal(8192).astype(np.float32), "best": float("nan"), "zero": -0.0}}
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
-    with faults.opened(store) as repository:
+    store = created()
+    with opened(store) as repository:
         for step in range(6):
             state["trainer"]["w"][step::50] += 1
             repository.save(state, run="a", step=step)
         repository.forget([KeepLast(2)], run="a")
         report = repository.compact()
         assert (len(report.rewritten), report.failed) == (2, [])
-        assert faults.same(repository.restore("a@5"), state)
+        assert same(repository.restore("a@5"), state)
 
 
 def test_saves_go_on_from_a_compacted_parent(repo):
     repo.compact()
     repo.gc()
-    snapshot = faults.save(repo, "a", 10, 10)
+    snapshot = save(repo, "a", 10, 10)
     assert snapshot.bases
     assert snapshot.new_chunks < snapshot.chunks
-    faults.check_restores(repo)
+    check_restores(repo)
 
 
 def test_a_manager_goes_on_over_a_compacted_parent(tmp_path):
@@ -258,11 +259,11 @@ def test_forgotten_ones_are_left_alone_and_come_back(repo):
     assert {s.ref for s in repo.compact().rewritten} <= {"a@8", "a@9"}
     assert repo.view().get(forgotten.id) == forgotten
     repo.unforget("a@7")
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.compact()
     repo.gc()
     assert not strays(repo)
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_bad_arguments(repo):
@@ -286,7 +287,7 @@ def forked(count, scale=1, chunks=4):
     rng = np.random.default_rng(3)
     base = rng.standard_normal(4096 * chunks).astype(np.float32)
     states = {}
-    with faults.opened(store) as repository:
+    with opened(store) as repository:
         repository.save({"w": base}, run="base", step=0)
         for number in range(count):
             state = base.copy()
@@ -302,7 +303,7 @@ def forked(count, scale=1, chunks=4):
 def test_forks_of_a_base_that_is_gone(count):
     """One of them becomes full, the others deltas to it."""
     store, states = forked(count)
-    with faults.opened(store) as repository:
+    with opened(store) as repository:
         size = needed(repository)
         assert repository.stats().base_only_bytes > 0
         report = repository.compact()
@@ -321,7 +322,7 @@ def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
     monkeypatch.setattr(manifest, "read", lambda *args: (counts.append(1), read(*args))[1])
     found = []
     for chunks in (4, 40):
-        with faults.opened(forked(2, chunks=chunks)[0]) as repository:
+        with opened(forked(2, chunks=chunks)[0]) as repository:
             counts.clear()
             assert repository.compact().encoded > chunks
             found.append(len(counts))
@@ -329,11 +330,10 @@ def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
 
 
 def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():
-    """Zeros, and noise upon them in two runs: full, the noise takes as much again, and the base is next to nothing."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=4096, options=faults.OPTIONS).close()
+    """Zeros, and noise on them in two runs: full, the noise takes as much again, and the base is next to nothing."""
+    store = created(4096)
     rng = np.random.default_rng(5)
-    with faults.opened(store) as repository:
+    with opened(store) as repository:
         zeros = np.zeros(16384, np.uint8)
         repository.save({"w": zeros}, run="a", step=0)
         noise = zeros.copy()
@@ -351,19 +351,12 @@ def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays():
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def alter(store, key, at):
-    data = bytearray(store.get(key))
-    data[at] ^= 1
-    store._objects[key] = bytes(data), store._objects[key][1]
-
-
 @pytest.fixture
 def in_memory():
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
-    with faults.opened(made) as repository:
+    made = created()
+    with opened(made) as repository:
         for step in range(10):
-            faults.save(repository, "a", step, step)
+            save(repository, "a", step, step)
         repository.forget([KeepLast(3)], run="a")
         repository.gc()
         yield repository
@@ -380,9 +373,9 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     elif harm == "blobs":
         for key in map(pack_key, header.pack_names):
             for at in range(100, store.stat(key).size_bytes - 1000, 97):
-                alter(store, key, at)
+                flip_in_place(store, key, at)
     else:
-        alter(store, key, -40 if harm == "footer" else 60)
+        flip_in_place(store, key, -40 if harm == "footer" else 60)
     before = {s.id: s for s in repo.snapshots()}
     sound = {s.id for s in before.values() if not _fails(repo, s)}
     report = repo.compact()
@@ -394,12 +387,12 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     assert report.failed
     for snapshot in before.values():
         assert _fails(repo, snapshot) == (snapshot.id not in sound)
-    assert faults.keys_of(store, "sessions/") == []
+    assert keys_of(store, "sessions/") == []
 
 
 def _fails(repo, snapshot):
     try:
-        return not faults.same(repo.restore(f"id:{snapshot.id}"), faults.values(*faults.version_of(snapshot)))
+        return not same(repo.restore(f"id:{snapshot.id}"), values(*version_of(snapshot)))
     except Exception:  # noqa: BLE001
         return True
 
@@ -417,7 +410,7 @@ def _with_manifest(store, was, m, **changes):
 def test_a_manifest_that_names_a_pack_twice_is_left(store):
     rng = np.random.default_rng(5)
     kept, other = rng.standard_normal((2, 4096)).astype(np.float32)
-    with faults.opened(store) as repo:
+    with opened(store) as repo:
         repo.save({"x": kept, "y": other}, run="a", step=0, full=True)
         repo.save({"x": kept, "y": -other[::-1]}, run="a", step=1)
         repo.forget_snapshots(["a@0"])
@@ -449,7 +442,7 @@ def two_runs(repo, steps, **options):
 def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
     """A dtype of a later release; a tensor that has lost a chunk. Neither is damage that its SHA-256 tells."""
     store = MemoryStore()
-    with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repo:
         state = two_runs(repo, 3, full=True)
         was = repo.snapshot("a@0")
         m = manifest.read(store, was.manifests[0], None)
@@ -468,20 +461,19 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
 
 @pytest.mark.parametrize("verb", ["compact", "recode"])
 @pytest.mark.parametrize("what", ["pack", "manifest"])
-def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other(what, verb, monkeypatch):
+def test_an_unreadable_object_fails_only_the_snapshots_that_need_it(what, verb, monkeypatch):
     """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
     foreign.readable(monkeypatch)
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
-    with faults.opened(store) as repo, foreign.written():
+    store = created()
+    with opened(store) as repo, foreign.written():
         lost = repo.save({"w": np.arange(8192)}, run="a", step=0, tags=["paper"])
         for step in range(10):
-            faults.save(repo, "b", step, step)
+            save(repo, "b", step, step)
         repo.forget([KeepLast(3)], run="b")
     (ref,) = lost.manifests
     names = manifest.read(store, ref, None).header.pack_names
     bad = [ref.key] if what == "manifest" else map(pack_key, names)
-    with faults.opened(faults.Unreadable(store, *bad)) as repo:
+    with opened(Unreadable(store, *bad)) as repo:
         report = getattr(repo, verb)()
         ((failed, message),) = report.failed
         assert failed == lost
@@ -489,13 +481,13 @@ def test_what_a_disk_will_not_read_fails_the_snapshot_that_needs_it_and_no_other
         rewritten = report.rewritten if verb == "compact" else report.recoded
         assert {s.ref for s in rewritten} == {"b@7", "b@8", "b@9"}
         for snapshot in rewritten:
-            assert faults.same(repo.restore(snapshot.ref), faults.values(*faults.version_of(snapshot)))
+            assert same(repo.restore(snapshot.ref), values(*version_of(snapshot)))
 
 
 @pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
 def test_a_forged_chain_does_not_stop_the_others(what):
     store = MemoryStore()
-    with Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS) as repo:
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repo:
         state = two_runs(repo, 6)
         for run in "ab":
             repo.forget([KeepLast(2)], run=run)
@@ -522,17 +514,17 @@ def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):
         wrong[7] ^= 4
         return real(wrong, *rest)
 
-    keys = faults.keys_of(repo.store, "snapshots/")
+    keys = keys_of(repo.store, "snapshots/")
     with monkeypatch.context() as patch:
         patch.setattr(blob, "encode", encode)
         report = repo.compact()
     assert report.failed
     assert all("does not decode to what it was made of" in message for _, message in report.failed)
-    faults.check_restores(repo)
-    assert len(faults.keys_of(repo.store, "snapshots/")) == len(keys) + len(report.rewritten)
+    check_restores(repo)
+    assert len(keys_of(repo.store, "snapshots/")) == len(keys) + len(report.rewritten)
     assert repo.compact().failed == []
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_a_store_that_fails_ends_it(in_memory, monkeypatch):
@@ -547,19 +539,18 @@ def test_a_store_that_fails_ends_it(in_memory, monkeypatch):
             repo.compact()
     assert repo.compact().failed == []
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
-def test_blobs_that_only_a_gpu_decodes_move_and_are_not_encoded_anew(monkeypatch):
+def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
     """nvCOMP's ANS without nvCOMP: chains stay, packs are left all the same."""
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=1024, options=faults.OPTIONS).close()
-    with faults.opened(store) as repo:
+    store = created()
+    with opened(store) as repo:
         with monkeypatch.context() as patch:
             foreign.readable(patch)
             with foreign.written():
                 for step in range(8):
-                    faults.save(repo, "a", step, step)
+                    save(repo, "a", step, step)
         repo.forget([KeepLast(2)], run="a")
         repo.gc()
         size = needed(repo)
@@ -568,7 +559,7 @@ def test_blobs_that_only_a_gpu_decodes_move_and_are_not_encoded_anew(monkeypatch
         repo.gc()
         assert needed(repo) <= size
         foreign.readable(monkeypatch)
-        faults.check_restores(repo)
+        check_restores(repo)
 
 
 # --- any history -----------------------------------------------------------------------------------------------------
@@ -583,16 +574,15 @@ def test_any_history(data):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_plan, "PART_BYTES", 8)
-        faults.one_thread(patch, index=False)
+        one_thread(patch, index=False)
         _any_history(data.draw)
 
 
 def _any_history(draw):
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=512, options=faults.OPTIONS).close()
+    store = created(512)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     states = []
-    with faults.opened(store) as repo:
+    with opened(store) as repo:
         for number in range(draw(st.integers(1, 9))):
             again = draw(st.integers(0, len(states) - 1)) if states and draw(st.booleans()) else len(states) - 1
             base = dict(states[again][1]) if states else {}
@@ -603,7 +593,7 @@ def _any_history(draw):
                 if value is None or draw(st.integers(0, 3)) == 0:
                     value = (rng.standard_normal(size) * 3).astype(kind)
                     if draw(st.booleans()):
-                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                        value[:] = np.tile(value[: size // 4], 4)  # duplicates
                 else:
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
@@ -636,12 +626,12 @@ def _any_history(draw):
         assert repo.stats().stored_bytes == final.bytes_after <= before + 512 * len(final.rewritten)
         for ref, state in states:
             if ref not in gone:
-                assert faults.same(repo.restore(ref), state)
+                assert same(repo.restore(ref), state)
         assert repo.check("restore").ok
 
 
 @pytest.mark.parametrize("verb", ["recode", "compact, encoding", "compact, moving"])
-def test_a_blob_is_not_taken_for_its_twin_by_its_name(verb, monkeypatch):
+def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
     """a@0 was damaged before it was encoded: its blob has the right label, the right checksum, and the wrong bytes."""
     foreign.readable(monkeypatch)
     rng, real = np.random.default_rng(0), blob.encode
@@ -653,7 +643,7 @@ def test_a_blob_is_not_taken_for_its_twin_by_its_name(verb, monkeypatch):
             source[7] ^= 4
         return real(source, *rest)
 
-    store, options = MemoryStore(), dataclasses.replace(faults.OPTIONS, pack_bytes=2**20, verify_writes="off")
+    store, options = MemoryStore(), dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off")
     Repository.create(store, chunk_bytes=4096).close()
     with Repository.open(store, options=options) as repo:
         with monkeypatch.context() as patch:
@@ -692,7 +682,7 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
         source[7] ^= 4
         return real(source, *rest)
 
-    store, options = MemoryStore(), dataclasses.replace(faults.OPTIONS, pack_bytes=2**20, verify_writes="off")
+    store, options = MemoryStore(), dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off")
     Repository.create(store, chunk_bytes=4096).close()
 
     def repairing():
@@ -741,12 +731,9 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
 
 
 def test_an_unreadable_record_stops_it(repo):
-    """What its snapshot needs would count as dead."""
+    """Everything that its snapshot needs would count as dead."""
     snapshot = repo.snapshot("a@8")
-    data = bytearray(repo.store.get(snapshot.key))
-    data[40] ^= 1
-    repo.store.delete([snapshot.key])
-    repo.store.put(snapshot.key, bytes(data))
+    flip(repo.store, snapshot.key, 40)
     before = {info.key for info in repo.store.list("")}
     with pytest.raises(IntegrityError, match=r"compact: .*nothing was rewritten"):
         repo.compact()

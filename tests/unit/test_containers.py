@@ -1,10 +1,10 @@
-"""Containers: paths in them, and copies of their kind."""
+"""Paths lead into containers of every kind, and copies of a container keep its kind."""
 
 import collections
 
 import msgspec
-from states import bits
 
+from kit.states import bits
 from snapstore.state.containers import display, like, step
 
 

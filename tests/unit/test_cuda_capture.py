@@ -1,4 +1,4 @@
-"""Beside captures of CUDA graphs: what needs no driver."""
+"""The parts of CUDA graph capture that need no driver work without one."""
 
 import ctypes
 from contextlib import suppress
@@ -10,7 +10,7 @@ from snapstore.engine.cuda import graph_capture
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What loads the driver is a function of the test's."""
+    """A function of the test loads the driver."""
 
     def use(load):
         graph_capture.driver.cache_clear()

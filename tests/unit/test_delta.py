@@ -1,4 +1,4 @@
-"""Delta: which chunk is known, which is the base, and when a difference pays."""
+"""Delta finds known chunks, chooses a base, and stores a difference only where it pays."""
 
 import hashlib
 
@@ -108,7 +108,7 @@ def test_depths_and_chain_bytes():
     assert bases.chain_bytes.tolist() == [100, 400]
 
 
-def test_places_are_those_of_the_first_base_that_has_them():
+def test_places_come_from_the_first_base_that_has_them():
     first = a_base(a_manifest([1, 2, 3], entries=[entry("a", 0, 1), entry("b", 1, 2)]), a_manifest([4], part="opt"))
     second = a_base(a_manifest([5, 6, 7], entries=[entry("b", 0, 2), entry("c", 2, 1)]))
     bases = Bases([first, second])

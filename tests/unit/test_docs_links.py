@@ -1,4 +1,4 @@
-"""The pages a user reads hold what they show: code runs, links lead somewhere, the picture looks alike everywhere."""
+"""The pages for users are right: their code runs, their links lead somewhere, their picture needs no font."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ def anchors(page):
 
 
 def problem(page, link):
-    """What is wrong with a relative link; empty if nothing is."""
+    """Return what is wrong with a relative link; empty if nothing is."""
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     if not target.is_relative_to(ROOT) or not target.exists():

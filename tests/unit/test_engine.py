@@ -1,4 +1,4 @@
-"""The CPU engine: batches in order, deltas where they pay, errors raised, threads that survive a fork."""
+"""The CPU engine keeps the order of batches, deltas where they pay, raises errors, and survives a fork."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""docs/format.md says what the code does: every table and every list of keys is compared with it."""
+"""docs/format.md matches the code: every table and every list of keys is compared."""
 
 import re
 import struct
@@ -16,7 +16,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
 def section(title):
-    """What stands under a heading, up to the next one of its level or above."""
+    """Return the text under a heading, up to the next one of its level or above."""
     level, _ = re.search(rf"^(#+) ({re.escape(title)}.*)$", TEXT, re.M).groups()
     body = TEXT.split(f"\n{level} {title}", 1)[1].split("\n", 1)[1]
     return re.split(rf"^#{{1,{len(level)}}} ", body, maxsplit=1, flags=re.M)[0]

@@ -1,4 +1,4 @@
-"""Without a GPU, or without the packages for it: what still works, and what is said of the rest."""
+"""Without a GPU or its packages everything else works, and errors name what is missing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from kit.packs import scan
 
+from kit.objects import change, keys_of
+from kit.packs import scan
 from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cuda
 from snapstore.engine.cpu import CpuEngine
@@ -30,7 +31,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """What is said where there is one, as far as that can be asked without it."""
+    """The answers where there is a GPU, as far as they can be asked without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -137,7 +138,7 @@ class CompileError(Exception):
     ids=["NVRTC", "compiler", "nvCOMP", "engine"],
 )  # fmt: skip
 def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, module, name, error):
-    """Is lacking, as packages are: whoever did not ask for it goes on without, warned once."""
+    """A missing GPU is like a missing package: a caller that did not ask for it goes on without, warned once."""
 
     def fails(*args):
         raise error
@@ -197,7 +198,7 @@ def test_ans_leaves_tensors_of_the_host_portable():
     store = MemoryStore()
     with Repository.create(store, options=SaveOptions(codec="ans", threads=1)) as repository:
         repository.save({"w": floats(1)}, run="r", step=0)
-    used = {c for key in packs(store) for _, h in blobs(store.get(key)) for c in h.codecs[: h.element_size]}
+    used = {c for key in keys_of(store, "packs/") for _, h in blobs(store.get(key)) for c in h.codecs[: h.element_size]}
     assert used <= {codecs.RAW, codecs.ZSTD, codecs.DEFLATE}
     assert used != {codecs.RAW}
     with Repository.open(store) as repository:
@@ -207,26 +208,23 @@ def test_ans_leaves_tensors_of_the_host_portable():
 # --- blobs in nvCOMP's ANS
 
 
-def packs(store):
-    return [info.key for info in store.list("packs/")]
-
-
 def blobs(data):
     return list(scan(memoryview(bytes(data)), "pack"))
 
 
 def with_codec(store, codec):
     """All coded planes of a repository claim another codec."""
-    for key in packs(store):
-        data, info = store._objects[key]
-        edited = bytearray(data)
+
+    def edit(data):
         for offset, header in blobs(data):
             for k in range(header.element_size):
                 if header.codecs[k]:
-                    edited[offset + 32 + k] = codec
+                    data[offset + 32 + k] = codec
             length = header.payload_start + header.payload_bytes
-            struct.pack_into("<Q", edited, offset + 8, checksum(bytes(edited[offset + 16 : offset + length])))
-        store._objects[key] = bytes(edited), info
+            struct.pack_into("<Q", data, offset + 8, checksum(bytes(data[offset + 16 : offset + length])))
+
+    for key in keys_of(store, "packs/"):
+        change(store, key, edit)
 
 
 @pytest.fixture
@@ -242,7 +240,7 @@ def test_the_decoder_says_where_it_can_be_read():
         codecs.decoder(ANS, "here")([memoryview(b"abc")], np.empty(10, np.uint8), 64)
 
 
-def test_a_restore_is_refused_with_a_way_out(store):
+def test_a_restore_is_refused_with_advice(store):
     with_codec(store, ANS)
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
         with pytest.raises(CapabilityError, match="snapstore recode"):
@@ -273,14 +271,14 @@ def test_a_base_that_cannot_be_read_here_is_none(store, codec):
 
 
 @pytest.mark.parametrize("codec", [ANS, 71, 9])
-def test_what_cannot_be_read_here_is_not_damaged(store, codec):
+def test_an_object_that_cannot_be_read_here_is_not_damaged(store, codec):
     """A check goes on, and says that it could not tell; a repair drops nothing, and heals the others."""
     with_codec(store, codec)  # the packs' names no longer fit, so a repair wants to move their blobs, which are intact
-    before = set(packs(store))
+    before = set(keys_of(store, "packs/"))
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
         for step in range(2):
             repository.save({"w": floats(2)}, run="s", step=step)
-        (pack,) = set(packs(store)) - before
+        (pack,) = set(keys_of(store, "packs/")) - before
         data, info = store._objects[pack]
         store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
         found = repository.check("restore")

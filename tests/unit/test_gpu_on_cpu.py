@@ -1,16 +1,14 @@
-"""The tests of the GPU engine on a CPU that plays a GPU (tests/fake_cuda.py): its host code runs in CI as well."""
+"""The host code of the GPU engine passes its tests on a CPU that plays a GPU (tests/kit/fake_cuda.py)."""
 
-import os
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from kit import processes
 
 #: A process each: together they take minutes on a busy machine.
 RUNS = [
@@ -42,8 +40,8 @@ LEFT_OUT = {
         "gpu/test_gpu_ans.py::test_recode_there_and_back[cpu]",
         "gpu/test_gpu_memory.py::test_small_chunks_take_little_memory",
         "gpu/test_gpu_memory.py::test_many_saves_keep_nothing[host]",
-        "gpu/test_gpu_memory.py::test_whoever_says_that_memory_ran_out[allocator]",
-        "gpu/test_gpu_memory.py::test_whoever_says_that_memory_ran_out[CuPy, driver]",
+        "gpu/test_gpu_memory.py::test_memory_that_runs_out_at_any_level[allocator]",
+        "gpu/test_gpu_memory.py::test_memory_that_runs_out_at_any_level[CuPy, driver]",
         "gpu/test_gpu_memory.py::test_copies_when_memory_runs_out[allocator-_gather]",
         "gpu/test_gpu_memory.py::test_copies_when_memory_runs_out[allocator-_device_rooms]",
         "gpu/test_gpu_staging.py::test_auto_decides_again_when_the_state_grows",
@@ -70,10 +68,10 @@ def test_the_gpu_engine_on_a_cpu(tmp_path, names):
     report = tmp_path / "report.xml"
     done = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-p", "fake_cuda", "-p", "no:cacheprovider", "-m", "gpu", "-q",
+            sys.executable, "-m", "pytest", "-p", "kit.fake_cuda", "-p", "no:cacheprovider", "-m", "gpu", "-q",
             f"--junitxml={report}", *left_out, *(f"tests/{name}" for name in names),
         ],
-        cwd=TESTS.parent, env=environment(), capture_output=True, text=True, timeout=1700,
+        cwd=processes.ROOT, env=environment(), capture_output=True, text=True, timeout=1700,
     )  # fmt: skip
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-20_000:]}\n{done.stderr[:6000]}"
     counts = Counter(outcome(case) for case in ElementTree.parse(report).iter("testcase"))
@@ -83,10 +81,8 @@ def test_the_gpu_engine_on_a_cpu(tmp_path, names):
 
 def environment():
     """Ours, without what belongs to this run of pytest, and to its coverage."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    own.pop("CUDA_VISIBLE_DEVICES", None)
-    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return own | {"PYTHONPATH": os.pathsep.join(paths)}
+    dropped = ("PYTEST_", "COV_", "CUDA_VISIBLE_DEVICES")
+    return {name: value for name, value in processes.environment().items() if not name.startswith(dropped)}
 
 
 def outcome(case):

@@ -1,4 +1,4 @@
-"""The index is never the truth: whatever happens to its folder costs time, and nothing else."""
+"""The index is only a cache: whatever happens to its folder costs time, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ import lmdb
 import msgspec
 import pytest
 import xxhash
-from faults import OPTIONS, SEED, check_restores, clone, index_of, keys_of, save
-from s3_stores import fresh_url, moto_bucket, needs_server
 
+from kit.objects import clone, flip_file, keys_of
+from kit.processes import environment
+from kit.repositories import OPTIONS, check_restores, index_of, opened, save
+from kit.s3_stores import fresh_url, moto_bucket, needs_server
+from kit.samples import SEED
 from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError
 from snapstore.catalog import index as index_module
 from snapstore.catalog.lmdb_file import Environment
@@ -55,14 +58,14 @@ def root(made, tmp_path) -> Path:
 
 
 def check_works(root: Path) -> None:
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert [s.ref for s in repository.snapshots()] == ["a@1", "a@2", "a@3", "b@0"]
         check_restores(repository)
         save(repository, "a", 4, 4)
         repository.forget([KeepLast(1)], run="a")
         repository.gc()
         assert repository.stats().unneeded_bytes == 0
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         check_restores(repository)
         assert repository.context.index._environment is not None
 
@@ -97,7 +100,7 @@ def test_a_deleted_folder(root):
 def test_a_folder_in_the_way_of_a_file(root):
     (index_of(root) / "data.mdb").unlink()
     (index_of(root) / "data.mdb").mkdir()
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         check_restores(repository)
         save(repository, "a", 4, 4)
         repository.rebuild_index()
@@ -150,7 +153,7 @@ def test_any_flipped_byte(root, start):
 
 
 def test_a_write_that_was_not_sealed(root):
-    """A crash between LMDB's commit and the seal: built anew."""
+    """A crash between LMDB's commit and the seal: the index is rebuilt."""
     environment = lmdb.open(str(index_of(root)), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:
         transaction.put(b"snapshots/x", b"not a record", db=environment.open_db(b"records", txn=transaction))
@@ -167,12 +170,12 @@ def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
 
     with monkeypatch.context() as patch:
         patch.setattr(Environment, "put", put)
-        with Repository.open(root, options=OPTIONS) as repository:
+        with opened(root) as repository:
             save(repository, "a", 4, 4)
             check_restores(repository)
             repository.gc()
             assert "cannot be written" in caplog.text
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert len(check_restores(repository)) == 5
 
 
@@ -182,7 +185,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(Environment, "get", get)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         save(repository, "a", 4, 4)
         check_restores(repository)
         repository.gc()
@@ -191,7 +194,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
 def test_a_small_map(root, monkeypatch):
     monkeypatch.setattr(index_module, "MAP_BYTES", 64 * 1024)
     shutil.rmtree(index_of(root))
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         for step in range(10, 30):
             save(repository, "a", step, step % 5)
         assert len(check_restores(repository)) == 24
@@ -203,7 +206,7 @@ def test_an_index_that_cannot_be_opened(root, monkeypatch, error, caplog):
         raise error
 
     monkeypatch.setattr(index_module.lmdb, "open", open_)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert "cannot be used" in caplog.text
         save(repository, "a", 4, 4)
         check_restores(repository)
@@ -269,7 +272,7 @@ def test_a_cache_that_is_not_for_us_alone_is_not_used(root, cache, harm, monkeyp
             real(path, *args, **options)
 
         monkeypatch.setattr(Path, "mkdir", mkdir)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert cache not in repository.context.index.folder.parents
         assert repository.context.index.folder.stat().st_mode & 0o777 == 0o700
         assert f"the cache {cache}" in caplog.text
@@ -296,9 +299,9 @@ def test_a_network_file_system_is_known(root, monkeypatch):
     assert not cache_module.on_network(root)
 
 
-def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
+def test_a_new_repository_in_the_place_of_an_open_one(root):
     """As when a notebook's cell removes it and runs again: the old one's records must not be looked for in the new."""
-    with Repository.open(root, options=OPTIONS) as old:
+    with opened(root) as old:
         old.view()
         shutil.rmtree(root)
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as new:
@@ -311,7 +314,7 @@ def test_a_repository_made_anew_in_the_place_of_an_open_one(root):
             assert new.context.index._environment._file == new.context.index._environment._file_now()
             assert len(new.snapshots("a")) == 1
             new.gc()
-        with Repository.open(root, options=OPTIONS) as new:
+        with opened(root) as new:
             assert new.view().vanished == []
             check_restores(new)
 
@@ -326,7 +329,7 @@ def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path)
         with (root / "config").open("rb") as file:  # likely of the number that the index had
             check_works(root)
             os.fstat(file.fileno())
-        with Repository.open(tmp_path / "other", options=OPTIONS) as again:
+        with opened(tmp_path / "other") as again:
             assert again.context.index._environment is other.context.index._environment
         save(other, "z", 0, 0)
 
@@ -338,7 +341,7 @@ import lmdb, os, signal
 reader = lmdb.open({str(index_of(root))!r}, max_dbs=3).begin()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    with Repository.open(root, options=OPTIONS) as repository:  # else the last to close clears them
+    with opened(root) as repository:  # else the last to close clears them
         assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
         code = f"from snapstore import Repository\nRepository.open({str(root)!r}).close()"
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -346,7 +349,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):
-    """Of a job that was suspended, say: saves wait for it a little, once, and do without the index from then on."""
+    """The lock of a suspended job, say: saves wait for it a little, once, and do without the index from then on."""
     script = f"""
 import os, signal
 from pathlib import Path
@@ -356,7 +359,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
     os.kill(os.getpid(), signal.SIGSTOP)
 """
     monkeypatch.setattr("snapstore.catalog.lmdb_file.PATIENCE_S", 0.5)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
             try:
                 assert other.stdout.readline() == "held\n"
@@ -372,7 +375,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
         save(repository, "a", 6, 6)
         assert not caplog.text
         check_restores(repository)
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -389,7 +392,7 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
     data = path.read_bytes()
     packs = keys_of(LocalStore(root), "packs/")
     path.unlink()
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         (key,) = repository.view().vanished
         assert key.startswith("snapshots/a/000000000002-")
         assert [p.kind for p in repository.check().problems] == ["index"]
@@ -415,19 +418,19 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
 @pytest.mark.parametrize("first", ["original", "copy"])
 def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
     """`cp -al`: the objects are the same files of both."""
-    with Repository.open(root, options=OPTIONS) as original:
+    with opened(root) as original:
         before = [s.ref for s in original.snapshots()]
         shutil.copytree(root, tmp_path / "copy", copy_function=os.link)
         original.forget_snapshots(["a@2"])
         assert original.gc().deleted_objects
     for place in [root, tmp_path / "copy"][:: 1 if first == "original" else -1]:
-        with Repository.open(place, options=OPTIONS) as repository:
+        with opened(place) as repository:
             assert repository.view().vanished == []
             assert [s.ref for s in repository.snapshots()] == [r for r in before if r != "a@2" or place != root]
             assert repository.check("restore").ok
             repository.gc()
             assert repository.check("restore").ok
-    with Repository.open(root, options=OPTIONS) as original:
+    with opened(root) as original:
         assert original.check("restore").ok
 
 
@@ -438,7 +441,7 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
     shutil.rmtree(index_of(root))
     path.write_bytes({"flipped": data[:60] + bytes([data[60] ^ 4]) + data[61:], "cut": data[:50], "empty": b""}[how])
     packs = keys_of(LocalStore(root), "packs/")
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert list(repository.view().damaged) == [str(path.relative_to(root))]
         (problem,) = repository.check("restore").problems
         assert problem.kind == "record"
@@ -458,12 +461,10 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
 def test_a_record_damaged_behind_the_index_is_found_by_check(root, monkeypatch):
     path = record_of(root, "a@2")
     info = LocalStore(root).stat(str(path.relative_to(root)))
-    data = bytearray(path.read_bytes())
-    data[80] ^= 1
-    path.write_bytes(data)
+    flip_file(path, 80)
     real = local._info  # a bit that flips on the disk renews no time and no tag
     monkeypatch.setattr(local, "_info", lambda key, status: info if key == info.key else real(key, status))
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         repository.restore("a@2")  # from the cached record: nothing is wrong with its data
         (problem,) = repository.check().problems
         assert (problem.kind, problem.key) == ("record", str(path.relative_to(root)))
@@ -473,7 +474,7 @@ def test_a_record_that_is_another_than_it_was_is_read_again(root):
     """Damaged, then whole again: by its size or its time the listing says that it is not the one that is cached."""
     path = record_of(root, "a@2")
     data, status = path.read_bytes(), path.stat()
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         for damaged, later_s in ((data[:50], 0), (data[:60] + bytes([data[60] ^ 4]) + data[61:], 1)):
             path.write_bytes(damaged)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later_s * 10**9))
@@ -575,7 +576,7 @@ def test_another_record_of_the_same_second_and_size(kind, tmp_path, monkeypatch)
 
 def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
     """Committing asks the store for nothing more; from the listing on, another record in its place is seen."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         made = save(repository, "a", 4, 4)
         assert len(repository.snapshots()) == 5
         path = root / made.key
@@ -593,7 +594,7 @@ def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
 def test_a_known_repository_reads_no_record(root, monkeypatch):
     """Nor one that was committed or revised here: the cache knows what the listing will say."""
     read = []
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         save(repository, "a", 4, 4)
         repository.tag("a@4", "mine")
         real = LocalStore.get
@@ -601,14 +602,14 @@ def test_a_known_repository_reads_no_record(root, monkeypatch):
             LocalStore, "get", lambda *args, **options: (read.append(args[1]), real(*args, **options))[1]
         )
         assert repository.snapshot("a@mine").step == 4
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert repository.snapshot("a@mine").step == 4
     assert [key for key in read if key.startswith("snapshots/")] == []
 
 
 def test_a_cached_header_of_another_manifest_is_not_believed(root):
     """However it got there: a gc deletes by it."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         index, (ref, other) = repository.context.index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
         right = index.header(ref)
         index.header(other)
@@ -740,7 +741,7 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
     with pytest.raises(IntegrityError, match=expected):
         gc.collect(SimpleNamespace(store=store, index=index))
     assert before.items() <= store._objects.items()
-    store._objects[ref.key] = data, info  # mended: nothing of the damage was cached
+    store._objects[ref.key] = data, info  # repaired: nothing of the damage was cached
     assert gc.collect(SimpleNamespace(store=store, index=index)).deleted_objects > 0
     index.close()
 
@@ -749,14 +750,14 @@ def test_a_record_under_another_name(root):
     path = record_of(root, "a@2")
     shutil.rmtree(index_of(root))
     path.rename(path.with_name(path.name.replace("000000000002", "000000000007")))
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert len(repository.view().damaged) == 1
         with pytest.raises(IntegrityError, match="moved or altered"):
             repository.gc()
 
 
-def test_rebuild_reads_everything_anew(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+def test_rebuild_reads_everything_again(root):
+    with opened(root) as repository:
         before = repository.view().snapshots(states=None)
         assert repository.rebuild_index() == len(before)
         assert [s.key for s in repository.view().snapshots(states=None)] == [s.key for s in before]
@@ -764,14 +765,14 @@ def test_rebuild_reads_everything_anew(root):
 
 
 def test_rebuild_beside_another_open_repository(root):
-    with Repository.open(root, options=OPTIONS) as one, Repository.open(root, options=OPTIONS) as two:
+    with opened(root) as one, opened(root) as two:
         one.rebuild_index()
         save(two, "a", 4, 4)
         assert len(check_restores(one)) == len(check_restores(two)) == 5
 
 
 def test_lineage(root):
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert [s.ref for s in repository.children("a@3")] == ["b@0"]
         assert [s.ref for s in repository.children("a@2")] == ["a@3"]
         before = {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)}
@@ -779,8 +780,8 @@ def test_lineage(root):
         assert {s.id: (s.parent, s.state, s.tags) for s in repository.view().snapshots(states=None)} == before
 
 
-def test_an_index_that_does_not_fit_is_begun_anew(tmp_path, caplog):
-    """What rules is kept; a limit that is too small for that even costs time, and nothing else."""
+def test_an_index_that_does_not_fit_is_rebuilt(tmp_path, caplog):
+    """The current records are kept; a limit that is too small even for them costs time, and nothing else."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(60):
@@ -840,7 +841,7 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
 
 def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
     """While a save or a restore is looking something up."""
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         index, ref = repository.context.index, repository.snapshot("a@2").manifests[0]
         index.header(ref)
         environment, looks = index._environment, iter(range(10))
@@ -854,12 +855,11 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
             index._store_all(b"manifests", {"a": b"b"})
 
 
-def test_an_index_that_another_process_begins_anew_is_gone_on_with(root, caplog):
+def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):
     """Its seal would else be none of the file that is there: every opener would throw that away."""
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from faults import OPTIONS, save
+from kit.repositories import OPTIONS, save
 from snapstore import Repository
 with Repository.open({str(root)!r}, options=OPTIONS) as repository:
     repository.view()
@@ -869,19 +869,24 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
         print("saved", flush=True)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=environment(),
     ) as other:
         assert other.stdout.readline() == "opened\n"
         for step in range(2):
-            with Repository.open(root, options=OPTIONS) as repository:
+            with opened(root) as repository:
                 repository.rebuild_index()
             for number in range(2):
-                with Repository.open(root, options=OPTIONS) as repository:
+                with opened(root) as repository:
                     assert len(repository.snapshots("other")) == 2 * step + number
                 other.stdin.write(f"{2 * step + number}\n")
                 assert other.stdout.readline() == "saved\n"
         other.stdin.close()
-    with Repository.open(root, options=OPTIONS) as repository:
+    with opened(root) as repository:
         assert len(repository.snapshots("other")) == 4
     assert "damaged or unfinished" not in caplog.text
 

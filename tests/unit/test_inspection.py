@@ -1,12 +1,12 @@
-"""Inspection: exact numbers of a diff on known tensors, and stats that sum up."""
+"""diff gives exact numbers on known tensors, and the figures of stats add up."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from kit.packs import scan
 
+from kit.packs import scan
 from snapstore.format import blob, pack
 from snapstore.inspect.inspection import TensorDiff, group_of
 from snapstore.options import SaveOptions
@@ -128,7 +128,7 @@ def test_a_nan_that_keeps_its_bits_is_the_same(repo):
     assert diff(repo, {"x": x}, {"x": x.clone()}).tensors == [TensorDiff("x", "same")]
 
 
-def test_what_has_no_numbers(repo):
+def test_diffs_without_numbers(repo):
     words = np.array(["abc", "hello"] * 1000)  # 20 bytes an element: chunks of 1 KiB cut through them
     other = words.copy()
     other[:500] = "x"

@@ -1,4 +1,4 @@
-"""Limits: how much memory there is, by machines, control groups and resource limits that were made up."""
+"""The memory limit follows the machine, its control groups and its resource limits."""
 
 import resource
 
@@ -40,7 +40,7 @@ def test_no_machine_that_says(machine):
 GROUP = {"proc/self/cgroup": "0::/a.slice/b.scope\n"}
 
 
-def test_a_control_group_and_those_above_it(machine):
+def test_a_control_group_and_its_parents(machine):
     at = "sys/fs/cgroup/a.slice/"
     own = {f"{at}b.scope/memory.max": "max\n", f"{at}b.scope/memory.current": GIB}
     assert machine(GROUP | own) == 10
@@ -90,7 +90,7 @@ def test_this_machine_has_some():
     assert limits.available_bytes() is None or limits.available_bytes() > 16 * 1024 * 1024
 
 
-def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
+def test_a_restore_that_does_not_fit_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr(limits, "available_bytes", lambda: 2 * GIB)
     limits.require_memory(2 * GIB, "x")
     with pytest.raises(CapabilityError) as caught:

@@ -1,4 +1,4 @@
-"""What a local store does when the disk, the kernel or the other processes misbehave."""
+"""A local store loses nothing when the disk, the kernel or other processes misbehave."""
 
 import errno
 import fcntl
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.objects import keys_of
 from snapstore.errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -65,10 +66,6 @@ def no_leak():
     before = set(locks._LOCKED_FDS)
     yield
     assert before == locks._LOCKED_FDS
-
-
-def keys_of(store, prefix=""):
-    return sorted(info.key for info in store.list(prefix))
 
 
 def temps_of(store):

@@ -1,4 +1,4 @@
-"""Manifests: exact round trips, a million chunks in a second, and no damage that passes."""
+"""Manifests round-trip exactly, hold a million chunks in a second, and every damage is found."""
 
 import hashlib
 import time
@@ -256,7 +256,7 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
             manifest.decode(encode(table), "here")
 
 
-def test_what_hardly_compresses_below_its_bound_is_stored_as_it_is(monkeypatch):
+def test_a_plane_that_hardly_compresses_is_stored_raw(monkeypatch):
     """A reader refuses small manifests that unpack to much; so a writer must not make any."""
     monkeypatch.setattr(layout, "MAX_INLINE_BYTES", 1000)
     monkeypatch.setattr(layout, "MAX_NODES_BYTES", 1000)
@@ -268,7 +268,7 @@ def test_what_hardly_compresses_below_its_bound_is_stored_as_it_is(monkeypatch):
 
 @pytest.mark.parametrize("tree", [["list", [None] * 10**6], ["list", [["list", []]] * 10**5], "x" * 10**6])
 def test_trees_of_one_value_are_stored_in_a_64th_or_as_they_are(tree):
-    """What compresses better is legitimate, and stored as it is."""
+    """A section that compresses better is legitimate, and stored as it is."""
     data = encode(ChunkTable.empty(), tree=tree)
     assert manifest.decode(data, "here").tree == tree
     assert len(data) > 10**5 * 7 / 64

@@ -1,4 +1,4 @@
-"""Objects with state_dict and load_state_dict: torch's own, loaders, and those that misbehave."""
+"""Objects with state_dict and load_state_dict restore: torch's own, data loaders, and misbehaving ones."""
 
 import collections
 import copy
@@ -7,11 +7,11 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from states import Loader, Saved, again, net, same, train
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
+from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.flatten import flatten
 
@@ -275,7 +275,7 @@ def test_part_of_an_object():
 
 
 class Metric:
-    """Hands out its own arrays, some of which it makes anew when it loads."""
+    """Hands out its own arrays, and replaces some of them when it loads."""
 
     def __init__(self, fill):
         self.state = {

@@ -1,4 +1,4 @@
-"""Packs: what is written is listed, scanned and read back, in few long reads."""
+"""Packs can be listed, scanned and read back in a few long reads."""
 
 from functools import partial
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.packs import scan
 
+from kit.packs import scan
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, hashing, pack, planes
@@ -85,7 +85,7 @@ class Late:
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8), st.data())
-def test_blobs_added_in_several_goes_are_those_of_one(shapes, data):
+def test_blobs_added_in_several_calls_equal_those_of_one_call(shapes, data):
     blobs = [a_blob(size, e, i) for i, (size, e) in enumerate(shapes)]
     whole, places = a_pack(blobs)
     for make in (encoded, Late):

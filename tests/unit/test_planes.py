@@ -1,4 +1,4 @@
-"""Planes: split and merge against a plain reference, sampled histograms against exact entropy."""
+"""split and merge match a plain reference, and sampled histograms match the exact entropy."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,7 @@
-"""recode: every state stays bit for bit, each blob is rewritten once, nothing is lost by damage or a bad encoder."""
+"""recode keeps every state bit for bit and rewrites each blob once, despite damage or a wrong encoder."""
 
 import re
 
-import faults
-import foreign
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import foreign
+from kit.objects import flip_in_place, keys_of, replace
+from kit.repositories import check_clean, check_restores, created, opened, same, save, values
 from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
 from snapstore.engine.registry import Engines
 from snapstore.format import blob, codecs, manifest, pack, records
@@ -28,20 +29,18 @@ def _readable(monkeypatch):
 
 @pytest.fixture
 def store():
-    made = MemoryStore()
-    Repository.create(made, chunk_bytes=1024, options=faults.OPTIONS).close()
-    return made
+    return created()
 
 
 @pytest.fixture
 def repo(store):
-    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable upon them."""
-    with faults.opened(store) as repository:
+    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable on them."""
+    with opened(store) as repository:
         with foreign.written():
             for step in range(4):
-                faults.save(repository, "a", step, step)
-            faults.save(repository, "b", 0, 1, parent="a@1", bases=["a@1"])
-        faults.save(repository, "a", 4, 4)
+                save(repository, "a", step, step)
+            save(repository, "b", 0, 1, parent="a@1", bases=["a@1"])
+        save(repository, "a", 4, 4)
         yield repository
 
 
@@ -102,7 +101,7 @@ def test_all_of_it(repo):
     for snapshot, was in zip(repo.snapshots(), before, strict=True):
         assert snapshot.revision == 1
         assert snapshot.stored_bytes > 0
-        same = (
+        lasting = (
             "id",
             "seq",
             "state",
@@ -116,11 +115,11 @@ def test_all_of_it(repo):
             "run",
             "step",
         )
-        assert [getattr(snapshot, f) for f in same] == [getattr(was, f) for f in same]
-    faults.check_restores(repo)
+        assert [getattr(snapshot, f) for f in lasting] == [getattr(was, f) for f in lasting]
+    check_restores(repo)
     repo.gc()
     assert not going(repo)
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
@@ -143,20 +142,20 @@ def test_the_headers_of_new_packs_and_manifests_fit_their_blobs(repo):
 
 def test_nothing_to_do_writes_nothing(repo):
     repo.recode()
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     result = repo.recode()
     assert (result.recoded, result.blobs, len(result.skipped)) == ([], 0, 6)
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
     repo.gc()
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     assert repo.recode(["a@4"]).recoded == []
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
 
 
 def test_a_dry_run_changes_nothing(repo):
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     result = repo.recode(dry_run=True)
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
     real = repo.recode()
     assert (result.blobs, result.bytes_before) == (real.blobs, real.bytes_before)
     assert [s.id for s in result.recoded] == [s.id for s in real.recoded]
@@ -171,9 +170,9 @@ def test_only_what_is_named(repo):
     assert not stale(blobs(repo, ["a@2"]))
     assert stale(blobs(repo, ["a@1"]))
     assert [s.revision for s in repo.snapshots("a")] == [0, 0, 1, 0, 0]
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.gc()
-    faults.check_restores(repo)
+    check_restores(repo)
 
 
 def test_one_after_the_other_shares_as_all_at_once(repo):
@@ -182,7 +181,7 @@ def test_one_after_the_other_shares_as_all_at_once(repo):
     assert made == len(wanted)
     assert len({identity(h) for h in blobs(repo).values()}) == len(blobs(repo))
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_forgotten_ones_are_left_alone_unless_named(repo):
@@ -191,10 +190,10 @@ def test_forgotten_ones_are_left_alone_unless_named(repo):
     assert repo.view().resolve("a@1").revision == 1
     (done,) = repo.recode(["a@1"]).recoded
     assert (done.state, done.revision) == ("forgotten", 2)
-    faults.check_restores(repo)
+    check_restores(repo)
     assert repo.unforget("a@1").manifests == done.manifests
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
     with pytest.raises(NotFoundError):
         repo.recode(["a@99"])
 
@@ -202,10 +201,10 @@ def test_forgotten_ones_are_left_alone_unless_named(repo):
 def test_saves_go_on_from_a_recoded_parent(repo):
     repo.recode()
     repo.gc()
-    snapshot = faults.save(repo, "a", 5, 5)
+    snapshot = save(repo, "a", 5, 5)
     assert snapshot.bases
     assert snapshot.new_chunks < snapshot.chunks
-    faults.check_restores(repo)
+    check_restores(repo)
     assert repo.recode().recoded == []
 
 
@@ -219,13 +218,13 @@ def test_bad_arguments(repo):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(repo, monkeypatch):
-    keys = faults.keys_of(repo.store)
+    keys = keys_of(repo.store)
     with pytest.raises(CapabilityError, match="no CUDA device"):
         repo.recode(codec="ans")
     monkeypatch.undo()
     with pytest.raises(CapabilityError, match="only a GPU with nvCOMP"):
         repo.recode()
-    assert faults.keys_of(repo.store) == keys
+    assert keys_of(repo.store) == keys
 
 
 def test_there_and_back_again(repo, monkeypatch):
@@ -238,14 +237,14 @@ def test_there_and_back_again(repo, monkeypatch):
     assert "a@2" in [s.ref for s in result.recoded]
     assert portable.blobs
     assert not stale(blobs(repo), (codecs.RAW, codecs.ANS))
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.gc()
     assert ANS in repo.stats().codecs
     repo.recode()
-    faults.check_restores(repo)
+    check_restores(repo)
     repo.gc()
     assert not going(repo)
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 # --- damage
@@ -263,16 +262,6 @@ def users_of(repository, key, offset=None):
     return {ref for ref, places in found.items() for name, at in places if key.endswith(name) and offset in (None, at)}
 
 
-def alter(store, key, data):
-    store._objects[key] = data, store._objects[key][1]
-
-
-def flip(store, key, at):
-    data = bytearray(store.get(key))
-    data[at] ^= 1
-    alter(store, key, bytes(data))
-
-
 @pytest.mark.parametrize("harm", ["missing", "blob", "footer"])
 def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
     key, offset = place_of(repo, "a@3")
@@ -281,7 +270,7 @@ def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
     if harm == "missing":
         repo.store.delete([key])
     else:
-        flip(repo.store, key, offset + 100 if harm == "blob" else -40)
+        flip_in_place(repo.store, key, offset + 100 if harm == "blob" else -40)
     before = {s.id: s for s in repo.snapshots()}
     result = repo.recode()
     assert {s.ref for s, _ in result.failed} == users
@@ -291,7 +280,7 @@ def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
         assert as_it_was(repo.snapshot(f"id:{snapshot.id}"), before[snapshot.id])
     assert len(result.recoded) + len(result.failed) + len(result.skipped) == 6
     assert not stale(blobs(repo, [s.ref for s in result.recoded]))
-    assert faults.keys_of(repo.store, "sessions/") == []
+    assert keys_of(repo.store, "sessions/") == []
 
 
 def as_it_was(now, before):
@@ -307,7 +296,7 @@ def test_damage_at_any_blob_is_named(repo):
     for name, offset in places:
         store = MemoryStore()
         store._objects = dict(repo.store._objects)
-        flip(store, pack_key(name), offset + 100)
+        flip_in_place(store, pack_key(name), offset + 100)
         with Repository.open(store, options=repo.options) as other:
             before = {s.id: s for s in other.snapshots()}
             failed = other.recode().failed
@@ -328,7 +317,7 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
         wrong[7] ^= 4
         return real(wrong, *rest)
 
-    keys = faults.keys_of(repo.store, "snapshots/")
+    keys = keys_of(repo.store, "snapshots/")
     monkeypatch.setattr(blob, "encode", encode)
     result = repo.recode()
     assert result.recoded == []
@@ -336,14 +325,14 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
     assert len(result.failed) == len([s for s in repo.snapshots() if stale(blobs(repo, [s.ref]))])
     monkeypatch.undo()
     foreign.readable(monkeypatch)
-    assert faults.keys_of(repo.store, "snapshots/") == keys
+    assert keys_of(repo.store, "snapshots/") == keys
     repo.gc()
     assert repo.recode().failed == []
-    faults.check_restores(repo)
+    check_restores(repo)
 
 
 def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
-    """Its checksum holds, its digest does not: somebody's encoder lied before us."""
+    """Its checksum holds, its digest does not: an earlier encoder was wrong."""
     name, offset = next(place for place, h in stale(blobs(repo, ["a@0"])).items() if codecs.RAW in h.codecs[:2])
     key = pack_key(name)
     users = users_of(repo, key, offset)
@@ -357,24 +346,24 @@ def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
     at = whole.tobytes().index(blob.planes.split(plain, header.element_size, header.layout)[raw].tobytes()[:64])
     whole[at] ^= 1
     blob.relabel(whole, header.transform, header.digest, header.base)
-    alter(repo.store, key, bytes(data))
+    replace(repo.store, key, data)
     failed = repo.recode().failed
     assert {s.ref for s, _ in failed} == users
     assert all(re.search("digest mismatch", message) for _, message in failed)
 
 
-def test_a_twin_that_is_damaged_is_not_used(repo):
+def test_a_damaged_duplicate_is_not_used(repo):
     repo.recode(["a@0"])
     old = {identity(h) for h in stale(blobs(repo, ["a@1"])).values()}
     place = next(place for place, h in blobs(repo, ["a@0"]).items() if identity(h) in old)
-    flip(repo.store, pack_key(place[0]), place[1] + blob.HEADER.size + 20)
-    with faults.opened(repo.store) as again:
+    flip_in_place(repo.store, pack_key(place[0]), place[1] + blob.HEADER.size + 20)
+    with opened(repo.store) as again:
         result = again.recode(["a@1", "a@2"])
     assert result.failed == []
     assert result.blobs > 0
     for ref in ("a@1", "a@2"):
         assert place not in blobs(repo, [ref])
-        assert faults.same(repo.restore(ref), faults.values("a", int(ref[-1])))
+        assert same(repo.restore(ref), values("a", int(ref[-1])))
 
 
 def test_a_store_that_fails_ends_it(repo, monkeypatch):
@@ -388,7 +377,7 @@ def test_a_store_that_fails_ends_it(repo, monkeypatch):
     foreign.readable(monkeypatch)
     assert repo.recode().failed == []
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
@@ -410,7 +399,7 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
     with pytest.raises(AlreadyExistsError):
         real(*late[0])
     assert repo.snapshot("a@0").revision == 1
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
@@ -428,7 +417,7 @@ def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
     assert repo.recode().failed == []
     assert given_up
     repo.gc()
-    faults.check_clean(repo.store)
+    check_clean(repo.store)
 
 
 # --- any history
@@ -439,11 +428,10 @@ def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
 def test_any_history(data):
     """Runs, forks, twin chunks, tensors that grow, saved in whichever codec and recoded in whichever order."""
     draw = data.draw
-    store = MemoryStore()
-    Repository.create(store, chunk_bytes=256, options=faults.OPTIONS).close()
+    store = created(256)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     states = []
-    with faults.opened(store) as repo:
+    with opened(store) as repo:
         for number in range(draw(st.integers(1, 6))):
             run = draw(st.sampled_from("abz"))
             base = dict(states[draw(st.integers(0, len(states) - 1))][1]) if states and draw(st.booleans()) else {}
@@ -454,7 +442,7 @@ def test_any_history(data):
                 if value is None or draw(st.booleans()):
                     value = (rng.standard_normal(size) * 3).astype(kind)
                     if draw(st.booleans()):
-                        value[:] = np.tile(value[: size // 4], 4)  # twins
+                        value[:] = np.tile(value[: size // 4], 4)  # duplicates
                 else:
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
@@ -479,7 +467,7 @@ def test_any_history(data):
             assert not going(repo)
             assert repo.recode().recoded == []
             for ref, state in states:
-                assert faults.same(repo.restore(ref), state)
+                assert same(repo.restore(ref), state)
             assert repo.check("restore").ok
         finally:
             codecs._DECODERS[codecs.ANS] = kept

@@ -1,4 +1,4 @@
-"""Small objects: their envelope, names, steps and keys; nothing damaged or forged is taken for one."""
+"""Small objects round-trip with their names, steps and keys; no damaged or forged object passes for one."""
 
 import hashlib
 import os

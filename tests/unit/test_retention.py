@@ -1,3 +1,5 @@
+"""Each retention policy keeps exactly the snapshots that its definition names."""
+
 import datetime as dt
 import math
 import random
@@ -112,7 +114,7 @@ def test_best_is_never_nan_or_missing():
     assert found == {1: (), 2: ("best loss (#1)",), 3: (), 4: ("best loss (#2)",), 5: ("newest",)}
 
 
-def test_of_equally_good_ones_the_newer_is_better():
+def test_the_newer_of_equal_metrics_is_better():
     ranked = KeepBest("loss").ranked(measured(2.0, 1.0, 1.0, None))
     assert [snapshot.id for snapshot in ranked] == ["s003", "s002", "s001"]
     assert kept([KeepBest("loss", mode="max")], measured(1.0, 1.0, 0.0)) == {"s002", "s003"}
@@ -168,14 +170,14 @@ def test_a_clock_once_wrong_does_not_hold_the_latest_period():
 
 
 @pytest.mark.parametrize("created", [math.nan, math.inf, -math.inf, 1e300, -1e300, 253402300800.0])
-def test_a_mad_clock_stops_nothing(created):
+def test_a_clock_far_off_stops_nothing(created):
     assert kept([KeepHourly(1), KeepWeekly(9), KeepYearly(9), KeepWithin("1d")], timed(created, NOON)) >= {"s002"}
 
 
 # --- what always stays, and what never does ---------------------------------------------------------------------------
 
 
-def test_of_several_saves_of_a_step_only_the_newest_counts():
+def test_only_the_newest_save_of_a_step_counts():
     snapshots = series(10, 20, 10)
     assert [d.reasons for d in apply([KeepLast(9), KeepEvery(steps=10), KeepSteps([10])], snapshots)] == [
         (),
@@ -313,7 +315,7 @@ def test_every_duration_survives_its_text(duration):
 
 
 @pytest.mark.parametrize("policies", [None, 3, KeepLast(3), "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
-def test_what_is_no_policy(policies):
+def test_values_that_are_no_policy(policies):
     with pytest.raises(InvalidInputError, match="keep: expected"):
         apply(policies, series(1))
     with pytest.raises(InvalidInputError, match="keep: expected"):
@@ -473,7 +475,7 @@ def test_forgetting_again_forgets_nothing(policies, snapshots):
 
 
 @given(st.lists(policies), runs())
-def test_what_is_kept_for_long_is_kept(policies, snapshots):
+def test_snapshots_kept_for_long_stay(policies, snapshots):
     current = {snapshot.step: snapshot.id for snapshot in snapshots}
     stays = kept(policies, snapshots, force=True)
     assert {id_ for step, id_ in current.items() if keeps_for_long(policies, step)} <= stays

@@ -1,12 +1,12 @@
-"""RngState: the same draws again, after all else was loaded, and never with other CUDA devices."""
+"""RngState restores the same draws, after everything else is loaded, and never with other CUDA devices."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
-from states import Loader, Saved
 
+from kit.states import Loader, Saved
 from snapstore.errors import InvalidInputError
 from snapstore.state.rng import RngState
 

@@ -1,4 +1,4 @@
-"""Pages of a listing: what contradicts itself, or an earlier page, is refused, whatever botocore makes of it."""
+"""A page of a listing that contradicts itself or an earlier page is refused, whatever botocore makes of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 import re
 
 import pytest
-from faults import SEED
-from hostile_s3 import page_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.hostile_s3 import page_of
+from kit.samples import SEED
 from snapstore.storage.s3.listing import Listing, read_page
 from snapstore.storage.s3.transport import InvalidAnswerError
 

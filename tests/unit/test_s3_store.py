@@ -1,4 +1,4 @@
-"""S3Store without a real server: URLs, plans of ranges, bodies, the words of errors; requests go to moto at most."""
+"""S3Store handles URLs, ranges, bodies and errors without a real server; requests go to moto at most."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from botocore import auth
 from botocore import exceptions as aws
 from hypothesis import given
 from hypothesis import strategies as st
-from s3_stores import moto_bucket
 
+from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
 from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
@@ -164,7 +164,7 @@ def test_the_storage_class_is_of_packs(store):
     assert wanted.url == store.url
 
 
-def test_names_that_are_no_keys_are_somebody_elses(store):
+def test_names_that_are_no_keys_belong_to_others(store):
     for name in ("p/", "p/folder/", "p/.hidden", "p/a b", "p/index/x", "p2/x", "x"):
         store._client.put_object(Bucket="moto", Key=name, Body=b"")
     store.put("ours", b"x")
@@ -183,7 +183,7 @@ def test_more_keys_than_one_request_holds(store):
 
 
 def test_a_batch_that_is_partly_refused(store, monkeypatch):
-    """What may pass is tried again; a refusal names the first object and counts the others."""
+    """A transient error is tried again; a refusal names the first object and counts the others."""
     answers = [
         {"Errors": [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}]},
         {},  # which botocore makes of an answer without a body as well

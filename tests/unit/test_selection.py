@@ -1,11 +1,11 @@
-"""`keys`: what a pattern selects, with and without `into`, and which parts are read for it."""
+"""`keys` selects what its pattern says, with and without `into`, and reads only the parts it needs."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import Saved, same
 
+from kit.states import Saved, same
 from snapstore.errors import InvalidInputError, NotFoundError
 from snapstore.state.restore_plan import Target
 from snapstore.state.selection import parts_needed

@@ -1,4 +1,4 @@
-"""Staging: what is held between saves, and for how long a tensor whose deltas never pay goes without a base."""
+"""Staging holds bases between saves, and drops for a while the base of a tensor whose deltas do not pay."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_a_tensor_whose_deltas_never_pay_keeps_no_base(snapshots, monkeypatch):
     assert without == [False, True, True, True, False, True, True, True, False, True, True, True]
 
 
-def test_what_is_dropped_is_used_again_as_room(snapshots):
+def test_dropped_bases_are_used_again_as_room(snapshots):
     for step in range(4):
         save(snapshots, step, {"steady": steady(step), "noise": noise(step)})
     buffers = [*snapshots._staging._base.values(), *snapshots._staging._spare.values()]
@@ -81,14 +81,14 @@ def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch
     assert unpaid[12:15] == [True, True, False]
 
 
-def test_a_tensor_that_is_unchanged_is_not_unpaid(snapshots):
+def test_an_unchanged_tensor_is_no_rejected_delta(snapshots):
     for step in range(4):
         save(snapshots, step, {"w": noise(0), "v": steady(step)})
     assert held(snapshots) == {"w", "v"}
     assert not snapshots._staging._delta_rejected
 
 
-def test_without_deltas_nothing_is_tried_and_nothing_unpaid():
+def test_without_deltas_nothing_is_tried_and_nothing_rejected():
     store = MemoryStore()
     options = SaveOptions(threads=2, max_depth=0)
     Repository.create(store, chunk_bytes=4096, options=options).close()
@@ -131,7 +131,7 @@ def test_rejected_deltas_are_known_by_name():
     assert not y.may_delta, "by name, wherever it is now"
 
 
-def test_a_failed_save_keeps_the_base_and_what_is_unpaid():
+def test_a_failed_save_keeps_the_base_and_the_rejected_deltas():
     made = Staging(Engines(0, threads=1))
     saved(made, {"x": noise(0), "y": noise(1)}, "0" * 32, rejected={"x"})
     x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)  # and no commit

@@ -1,4 +1,4 @@
-"""States to parts: which parts there are, which arrays are tied, and what must be refused."""
+"""flatten cuts a state into the right parts, finds tied arrays, and refuses what cannot be stored."""
 
 import random
 import warnings
@@ -6,9 +6,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from states import Saved, again, same
 from torch import nn
 
+from kit.states import Saved, again, same
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.flatten import flatten
 

@@ -1,16 +1,16 @@
-"""Parts to states: any state comes back, `into` is filled in place, and every difference is named first."""
+"""A state restores from its parts, `into` is filled in place, and every difference is named before any write."""
 
 import collections
 
 import numpy as np
 import pytest
 import torch
-from device_memory import CHECKS, check_any_places, everywhere, sources
 from hypothesis import given
 from hypothesis import strategies as st
-from states import Saved, again, random_tensor, same
 from torch import nn
 
+from kit.device_memory import CHECKS, check_any_places, everywhere, sources
+from kit.states import Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
 from snapstore.state.restore_plan import Target
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec

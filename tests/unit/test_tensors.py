@@ -1,8 +1,8 @@
-"""Specs of arrays: their sizes, and those that no save can have made."""
+"""Specs of arrays give the right sizes, and a spec that no save could have written is refused."""
 
 import pytest
-from states import spec
 
+from kit.states import spec
 from snapstore.errors import FormatError
 from snapstore.state.tensors import StoredPart, numpy_dtype
 from snapstore.state.tree import decode

@@ -1,4 +1,4 @@
-"""The typed tree: exact round trips, honest refusals, and hostile nodes."""
+"""The typed tree round-trips exactly, refuses values it cannot hold, and rejects hostile nodes."""
 
 import collections
 import enum
@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import bits, spec
 
+from kit.states import bits, spec
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
 from snapstore.state.containers import MAX_DEPTH
 from snapstore.state.tensors import StoredPart

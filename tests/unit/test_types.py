@@ -1,4 +1,4 @@
-"""What a type checker and `help()` make of the public API: mypy --strict over right uses and over wrong ones."""
+"""mypy --strict accepts right uses of the public API and rejects wrong ones; `help()` shows its types."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
             continue
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         function = function.fget if isinstance(function, property) else function
-        # What @dataclass and msgspec write themselves has no file of its own.
+        # Methods that @dataclass and msgspec write have no file of their own.
         if inspect.isfunction(function) and function.__code__.co_filename.startswith(str(ROOT)):
             yield f"{cls.__name__}.{name}", function
 
@@ -310,7 +310,7 @@ def test_the_types_are_shipped():
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["snapstore"]
 
 
-def test_the_lazy_names_are_those_that_a_checker_sees():
+def test_the_lazy_names_match_what_a_checker_sees():
     source = Path(inspect.getfile(snapstore)).read_text()
     block = textwrap.dedent(source.split("if TYPE_CHECKING:\n")[1].split("\n_HOME")[0])
     imports = re.findall(r"from \.([\w.]+) import (?:\(([^)]*)\)|(.*))", block)

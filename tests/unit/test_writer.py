@@ -1,4 +1,4 @@
-"""What a writer puts, and how much of it is in memory at a time; whole saves are in tests/integration."""
+"""A writer puts the right objects and holds a bounded amount of memory; whole saves are in tests/integration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from faults import OPTIONS, check_restores, save
 
+from kit.repositories import OPTIONS, check_restores, save
 from snapstore import AlreadyExistsError, IntegrityError, InvalidInputError, Repository, SaveOptions, StorageError
 from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine

@@ -1,0 +1,35 @@
+"""The kit: the modules that several test files share. A test imports them one way: `from kit.faults import FaultStore`.
+
+Each module states in its docstring how to use it. `tests/` is on the path (conftest.py); other processes that import the
+kit get it from `kit.processes.environment`.
+
+| module | it gives | take it when |
+|---|---|---|
+| `repositories` | small repositories whose every version is known; `save`, `opened`, `check_whole`, `check_clean` | a test saves and restores, and the content does not matter |
+| `objects` | the keys of a store, a copy of it, `flip` and `replace` | a test looks at stored bytes or changes them |
+| `samples` | `SEED`, `THOROUGH`, `sampled` | a harness has more cases than a run of the tests can try |
+| `faults` | `FaultStore`, which fails at its k-th operation; `one_thread` | a store fails or a process dies inside an operation |
+| `actors` | threads that take turns, one store operation at a time | the order of two processes' operations matters |
+| `schedules` | verbs as functions of a store, run at the same time in a random or a given order | several processes work on one repository |
+| `stalls` | a store whose k-th operation takes long, and work that others do meanwhile | a process sleeps inside an operation |
+| `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
+| `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |
+| `damage` | a small repository with an object of each class, and every way to damage one | check and repair must find damage |
+| `forge` | blobs, packs, manifests and records with valid checksums and hostile contents; limits on time and memory | the repository is hostile |
+| `changes` | every way to change an array, at every moment of a save | the caller changes a state while it is saved |
+| `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge | whole processes must survive |
+| `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
+| `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
+| `s3_stores` | moto, and the real server of `tools/s3-server` | a test needs S3 |
+| `socket_server` | a server over raw sockets, and the parts of an HTTP head | a test needs a server that speaks no proper HTTP |
+| `tcp_proxy` | a proxy that cuts, stalls and damages the requests to a real S3 server | the network fails |
+| `lying_proxy` | a proxy that answers one request to a real S3 server wrongly | a server or its proxy lies to whole processes |
+| `hostile_s3` | an S3 server over raw sockets that answers by a table of lies | a single answer is malformed, slow or wrong |
+| `states` | exact comparison, a snapshot in memory, objects to put into a state | a test is about flattening and restoring a state |
+| `device_memory` | restores and saves through device memory, played by CPU tensors where there is no device | a test is about where restored tensors are placed |
+| `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |
+| `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), each of which runs a kernel | a test of one kernel |
+| `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
+| `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
+| `processes` | the checkout's folders, and the environment for another process | a test starts Python |
+"""  # noqa: E501

@@ -1,0 +1,247 @@
+"""Forged blobs, packs, manifests and records whose checksums all hold; and limits on time and memory."""
+
+import hashlib
+import struct
+import time
+import tracemalloc
+from contextlib import contextmanager, suppress
+
+import msgspec
+import numpy as np
+import torch  # noqa: F401  (before memory is measured: importing it takes much)
+
+from snapstore import Repository, SaveOptions
+from snapstore.engine.cpu import EncodedChunk, HostEncoded
+from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
+from snapstore.format import blob, layout, manifest, pack, planes, records
+from snapstore.format import hashing as digests
+from snapstore.format.chunk_table import ChunkTable
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import manifest_key, pack_key
+from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.records import Config, ManifestRef, Snapshot
+from snapstore.storage.memory import MemoryStore
+
+MIB = 1024 * 1024
+SIZE = 8192  # of every forged chunk
+CHUNK_BYTES = 8192
+SEED = 0x5EED5EED5EED5EED  # of every forged repository: who forges one has read its config
+
+
+#: The limit for one hostile input [s of this process's time, so that others on the machine do not count]. Most take
+#: milliseconds; tracing memory makes them five times as slow, coverage twice.
+LIMIT_S = 10.0
+
+
+@contextmanager
+def little_time(limit_s=LIMIT_S):
+    """The block ends, and soon: a loop that does not end is pytest's time-out's to stop."""
+    began = time.process_time()
+    yield
+    took_s = time.process_time() - began
+    assert took_s < limit_s, f"{took_s:.1f} s were taken"
+
+
+@contextmanager
+def little_memory(limit_bytes=8 * MIB, limit_s=LIMIT_S):
+    """Nothing in the block may allocate more than this at once; nor take more than `little_time`."""
+    tracemalloc.start()
+    try:
+        with little_time(limit_s):
+            yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit_bytes, f"{peak} bytes were allocated"
+
+
+@contextmanager
+def budget(world, *, decoded_bytes=0, fits=False):
+    """A block may take memory and time by the bytes that a forged repository stores, whatever it declares.
+
+    Args:
+        decoded_bytes: what it may decode, at half a gigabyte a second.
+        fits: what it declares and fits into memory may be allocated.
+    """
+    declared = 2 * 1024 * MIB if fits else 0
+    stored = world.stored_bytes
+    # A byte of a tree is at most 64 unpacked, each an object of some sixty; a chunk and what it is decoded by.
+    limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
+    room = 96 * MIB + 4096 * stored + 8 * world.size + declared  # modules that a verb imports first included
+    with little_memory(room, limit_s):
+        yield
+
+
+def noise(seed, size=SIZE):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def digest(chunk):
+    """As the forged repository's."""
+    return digests.digest(chunk, SEED)
+
+
+def full(chunk, element_size=1):
+    return forge_blob(chunk, digest(chunk), None, element_size)
+
+
+def xor(chunk, base):
+    return forge_blob(np.bitwise_xor(chunk, base), digest(chunk), digest(base))
+
+
+def forge_blob(source, chunk_digest, base, element_size=1):
+    statistics = planes.statistics(planes.histograms(planes.split(source, element_size)))
+    out = np.empty(blob.bound(source.size, element_size), np.uint8)
+    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base, out))
+
+
+FIELDS = (
+    "magic", "version", "zero", "check", "transform", "element_size", "layout", "zero2", "raw_bytes", "payload_bytes",
+    "block_bytes", "codecs", "count", "zero3", "digest", "base",
+)  # fmt: skip
+
+
+def rewrite(data, **changes):
+    """A blob with other header fields and a checksum that holds."""
+    fields = dict(zip(FIELDS, blob.HEADER.unpack_from(data), strict=True)) | changes
+    out = bytearray(blob.HEADER.pack(*(fields[name] for name in FIELDS)) + data[blob.HEADER.size :])
+    struct.pack_into("<Q", out, 8, checksum(bytes(out[16:])))
+    return bytes(out)
+
+
+def coded_blob(chunk, codec, block, **changes):
+    """A blob of one plane in one block of a codec, whatever the block holds."""
+    head = blob.HEADER.pack(
+        blob.MAGIC, 1, 0, 0, 0, 1, 0, 0, chunk.size, len(block), 65536, bytes([codec]).ljust(8, b"\0"), 1, 0,
+        digest(chunk), bytes(16),
+    )  # fmt: skip
+    return rewrite(head + struct.pack("<I", len(block)) + block, **changes)
+
+
+class World:
+    """A repository in memory into which anything can be planted."""
+
+    def __init__(self, size=SIZE):
+        self.size = size  # of its chunks
+        self.store = MemoryStore()
+        config = Config(
+            uuid=records.new_id(), version=1, chunk_bytes=size, digest_seed=SEED, features=[], created=0.0,
+            writer="forge",
+        )  # fmt: skip
+        self.store.put("config", records.encode(config))
+        self.packs = []
+
+    @property
+    def stored_bytes(self):
+        return sum(len(data) for data, _ in self.store._objects.values())
+
+    def pack(self, *blobs, size_bytes=None):
+        """Put a pack; [(number, offset, length)] of its blobs."""
+        writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
+        places, pieces, at = [], [writer.buffer[: pack.HEADER.size].tobytes()], pack.HEADER.size
+        for data in blobs:
+            places.append((len(self.packs), at, len(data)))
+            pieces += [data, bytes(-len(data) % 8)]
+            at += len(data) + -len(data) % 8
+        data = b"".join(pieces) + b"footer" + len(self.packs).to_bytes(4, "little")
+        name = hashlib.sha256(data).hexdigest()
+        self.store.put(pack_key(name), data)
+        self.packs.append((name, size_bytes or len(data)))
+        return places
+
+    def whole_pack(self, *blobs):
+        """As `pack`, with a footer that holds, for verbs that look into it."""
+        writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
+        made = HostEncoded([EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in blobs])
+        offsets = writer.extend(made, 0, len(blobs)).tolist()
+        data = bytes(writer.seal())
+        name = hashlib.sha256(data).hexdigest()
+        self.store.put(pack_key(name), data)
+        self.packs.append((name, len(data)))
+        return [(len(self.packs) - 1, offset, len(b)) for offset, b in zip(offsets, blobs, strict=True)]
+
+    def table(self, chunks):
+        """A table of [(digest, [(number, offset, length)...])...], newest reference first."""
+        refs = [ref for _, chain in chunks for ref in chain]
+        kinds = [kind for _, chain in chunks for kind in [1] * (len(chain) - 1) + [0]]
+        return ChunkTable(
+            digests=np.array([list(d) for d, _ in chunks], np.uint8).reshape(-1, 16),
+            ref_counts=np.array([len(chain) for _, chain in chunks], np.uint16),
+            ref_kinds=np.array(kinds, np.uint8),
+            ref_packs=np.array([r[0] for r in refs], np.uint32),
+            ref_offsets=np.array([r[1] for r in refs], np.uint64),
+            ref_lengths=np.array([r[2] for r in refs], np.uint32),
+            ref_digests=np.array([list(d) for d, chain in chunks for _ in chain], np.uint8).reshape(-1, 16),
+            ref_starts=np.zeros(len(refs), np.uint32),
+            ref_sizes=np.full(len(refs), self.size, np.uint32),
+        )
+
+    def manifest(self, chunks=(), **changes):
+        """A manifest of one byte tensor `w` over these chunks, or of others that share them out."""
+        n = len(chunks)
+        shape = [n * self.size]
+        entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
+        fields = {
+            "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": self.size,
+            "digest_seed": SEED, "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",
+            "table": self.table(chunks), "packs": [name for name, _ in self.packs],
+            "pack_sizes": [size for _, size in self.packs],
+            "logical_bytes": n * self.size + len(changes.get("inline", b"")),
+        }  # fmt: skip
+        return manifest.encode(manifest.ManifestContents(**(fields | changes)))
+
+    def commit(self, *manifests, **changes):
+        """A committed snapshot r@0 of these manifests."""
+        refs = []
+        for data in manifests:
+            name = hashlib.sha256(data).hexdigest()
+            with suppress(AlreadyExistsError):
+                self.store.put(manifest_key(name), data)
+            refs.append(ref_of(name, data))
+        fields = {
+            "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,
+            "logical_bytes": sum(ref.logical_bytes for ref in changes.get("manifests", refs)),
+        }  # fmt: skip
+        snapshot = Snapshot(**(fields | changes))
+        self.store.put(snapshot.key, records.encode(snapshot))
+        return snapshot
+
+    def open(self):
+        return Repository.open(self.store, options=SaveOptions(threads=1))
+
+    def restore(self):
+        with self.open() as repo:
+            return repo.restore("r@0")
+
+
+def ref_of(name, data):
+    """Return a record's entry about a manifest, however hostile it is."""
+    head = data[: layout.PREFIX.size + int.from_bytes(data[12:16], "little")]
+    header = None
+    with suppress(FormatError, IntegrityError):
+        header = header_of(data)
+    told = {
+        field: getattr(header, field, other) for field, other in {"part": "", "rank": 0, "logical_bytes": 0}.items()
+    }
+    header_sha256 = hashlib.sha256(head).hexdigest()
+    return ManifestRef(sha256=name, header_sha256=header_sha256, size_bytes=len(data), **told)
+
+
+def header_of(data):
+    return manifest.decode_header(data, "x")
+
+
+def reheader(data, **changes):
+    """A manifest with other header fields, some beyond what `encode` would write, and a checksum that holds."""
+    fields = msgspec.structs.asdict(header_of(data)) | changes
+    packed = msgspec.msgpack.encode(fields)
+    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    return prefix + packed + data[len(manifest.header_bytes(data)) :]
+
+
+def with_section(data, name, stored, raw_bytes, codec=1):
+    """A manifest in which one section is other bytes, appended at the end."""
+    header = header_of(data)
+    body = len(data) - len(manifest.header_bytes(data))
+    sections = [s if s[0] != name else (name, body, len(stored), raw_bytes, codec) for s in header.sections]
+    return reheader(data, sections=sections) + stored

@@ -1,0 +1,202 @@
+"""Small repositories whose every version is known, and the checks that hold after any fault.
+
+`values(run, version)` is a pure function, so a snapshot that carries (run, version) in its metadata can be compared bit
+by bit by any reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kit.objects import keys_of
+from kit.samples import SEED, THOROUGH
+from snapstore import Repository, SaveOptions, Snapshot
+from snapstore.catalog import index
+from snapstore.check.report import CheckResult
+from snapstore.format import manifest, records
+from snapstore.format.keys import pack_key
+from snapstore.storage.base import ObjectStore
+from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
+
+OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
+Values = Callable[[str, int], Any]
+
+
+def index_of(root: Path) -> Path:
+    """The folder of a local repository's index: in the cache."""
+    store = LocalStore(root)
+    return index.folder_for(store, records.decode(store.get("config"), records.Config, "config").uuid)[0]
+
+
+@lru_cache(maxsize=1000)
+def values(run: str, version: int) -> dict[str, Any]:
+    """The state of a version: a tensor that drifts, one mostly constant, one all new, small ones. Shared: read only."""
+    of_run = np.random.default_rng(sum(run.encode()))
+    drift = of_run.standard_normal(1024).astype(np.float32)
+    constant = of_run.standard_normal(1024).astype(np.float32)
+    drift[:: 64 + version % 3] += np.float32(version) / 1000
+    constant[(version * 97) % constant.size] = version
+    return {
+        "model": {"drift": torch.from_numpy(drift), "bias": torch.arange(5) + version},
+        "optimizer": {"noise": np.random.default_rng(version).integers(0, 255, 4096, np.uint8), "constant": constant},
+        "version": version,
+        "nan": float("nan"),
+    }
+
+
+def save(repository: Repository, run: str, step: int, version: int, **options: Any) -> Snapshot:
+    """Save a version so that `version_of` knows it again."""
+    options.setdefault("metrics", {"loss": float("nan") if version % 3 == 0 else 1 / (1 + version)})
+    return repository.save(values(run, version), run=run, step=step, metadata=[run, version], **options)
+
+
+def version_of(snapshot: Snapshot) -> tuple[str, int]:
+    """(run, version) whose `values` a snapshot must hold."""
+    metadata: Any = snapshot.metadata
+    if isinstance(metadata, dict):  # of a file that the shell has saved (chaos_worker.py)
+        metadata = metadata["safetensors"]["origin"].split(":")
+    run, version = metadata
+    return run, int(version)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit by bit, types included."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return same(
+            a.detach().contiguous().view(torch.uint8).numpy(), b.detach().contiguous().view(torch.uint8).numpy()
+        )
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+def created(chunk_bytes: int = 1024) -> MemoryStore:
+    """Return a store in memory that holds a new, empty repository."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=chunk_bytes, options=OPTIONS).close()
+    return store
+
+
+@contextmanager
+def opened(store: ObjectStore | Path | str, *, damaged: bool = False) -> Iterator[Repository]:
+    """Open a fresh Repository with `OPTIONS`, as a new process with an empty index does; close it at the end."""
+    with Repository.open(store, options=OPTIONS, damaged=damaged) as repository:
+        yield repository
+
+
+def snapshots_of(store: ObjectStore) -> dict[str, Snapshot]:
+    """Return reference -> snapshot of every committed and forgotten one."""
+    with opened(store) as repository:
+        return {s.ref: s for s in repository.view().snapshots(states=("committed", "forgotten"))}
+
+
+#: Fields in which the revisions of a record may differ; no verb may change any other.
+REVISED = {"revision", "state", "write_id", "tags", "policy", "reason"}
+REWRITTEN = {"manifests", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
+
+
+def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple[str, ...], str]]:
+    """id -> (step, version, tags, all that lasts) of every committed snapshot."""
+    with opened(store) as repository:
+        return {s.id: (s.step, version_of(s), tuple(s.tags), lasting(s)) for s in repository.snapshots()}
+
+
+def lasting(snapshot: Snapshot) -> str:
+    """Return the fields of a record that no verb may change; as text, in which NaN equals itself."""
+    fields = {f: getattr(snapshot, f) for f in snapshot.__struct_fields__ if f not in REVISED | REWRITTEN}
+    return repr(fields | {"metadata_node": bytes(snapshot.metadata_node)})
+
+
+#: Contents that freshly opened repositories have restored, see `_content_of`.
+_RESTORED: set[bytes] = set()
+_CLEAN = count(SEED)
+#: At every so many-th of its calls `check_clean` lets `check` decode all chains, as the restores beside it do.
+DECODED_EVERY = 1 if THOROUGH else 8
+
+
+def check_restores(repository: Repository, about: str = "", *, expected: Values = values) -> list[Snapshot]:
+    """Every committed and forgotten snapshot restores bit by bit, and `check` says the same; the committed ones."""
+    return _committed(_check(repository, about, "restore", expected, set()))
+
+
+def check_whole(store: ObjectStore, about: str = "", *, run: str = "a") -> None:
+    """After a fault: all restores, a save works, a gc works and leaves nothing that is not needed."""
+    with opened(store) as repository:
+        before = {s.id for s in restored(repository, about)}
+        after = save(repository, run, 900, 900)
+        assert {s.id for s in repository.snapshots()} == before | {after.id}, about
+        result = repository.gc()
+        assert result.waiting_for == [], about
+    check_clean(store, about)
+
+
+def restored(repository: Repository, about: str = "") -> list[Snapshot]:
+    """As `check_restores`, of a repository that has just been opened: what others like it have restored is believed."""
+    return _committed(_check(repository, about, "metadata", values, _RESTORED))
+
+
+def check_clean(store: ObjectStore, about: str = "", *, expected: Values = values, level: str | None = None) -> None:
+    """All restores, and nothing is there that nobody needs."""
+    with opened(store) as repository:
+        level = level or ("data" if next(_CLEAN) % DECODED_EVERY else "restore")
+        assert _check(repository, about, level, expected, _RESTORED).unneeded_bytes == 0, about
+        assert keys_of(store, "sessions/") == [], about
+        assert [key for key in keys_of(store, "gc/") if not key.endswith(".done")] == [], about
+        assert len(keys_of(store, "gc/")) <= 10, about
+        if isinstance(store, LocalStore):
+            assert list((store.root / "tmp").iterdir()) == [], about
+
+
+def _committed(found: CheckResult) -> list[Snapshot]:
+    return [snapshot for snapshot in found.restorable if snapshot.state == "committed"]
+
+
+def _check(repository: Repository, about: str, level: str, expected: Values, seen: set[bytes]) -> CheckResult:
+    snapshots = repository.view().snapshots(states=("committed", "forgotten"))
+    for snapshot in snapshots:
+        content = _content_of(repository.store, snapshot, expected)
+        if content not in seen:
+            state = repository.restore(f"id:{snapshot.id}")
+            assert same(state, expected(*version_of(snapshot))), f"{about}: {snapshot.ref} differs"
+            if content is not None:
+                seen.add(content)
+    found = repository.check(level)
+    assert found.problems == [], about
+    assert {s.id for s in found.restorable} == {s.id for s in snapshots}, about
+    return found
+
+
+def _content_of(store: ObjectStore, snapshot: Snapshot, expected: Values) -> bytes | None:
+    """A digest of all bytes that a restore reads and of what it must give; None of a store that is far away.
+
+    Thousands of copies of a few prepared stores differ only by what a fault has altered.
+    """
+    if not isinstance(store, MemoryStore | LocalStore):
+        return None
+    refs = snapshot.manifests
+    about = type(store), expected, version_of(snapshot), [(ref.key, ref.part) for ref in refs]
+    digest = hashlib.sha256(repr(about).encode())
+    for ref in refs:
+        data = store.get(ref.key)
+        digest.update(data)
+        for name in manifest.decode_header(data, ref.key).pack_names:
+            digest.update(store.get(pack_key(name)))
+    return digest.digest()

@@ -1,0 +1,142 @@
+"""Schedules: what several processes do at once to one store, each stepped one store operation at a time.
+
+In: what each does, as functions of a store. Out: the store, after a random schedule of all, or after the stands that a
+test has told them (`Stage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from kit.actors import Actor, run_randomly
+from kit.objects import clone
+from kit.repositories import check_clean, opened, restored, save
+from kit.samples import SEED
+from kit.tally import EXAMPLES, tally
+from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
+from snapstore.storage.base import ObjectStore
+from snapstore.storage.memory import MemoryStore
+
+#: As many as a run of the tests makes; other ones in each run.
+SCHEDULES = 100 * EXAMPLES
+PER_TEST = 20
+
+Body = Callable[[ObjectStore], Any]
+
+
+# --- what the actors do ----------------------------------------------------------------------------------------------
+
+
+def saving(run: str, step: int, version: int, **options: Any) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return save(repository, run, step, version, **options)
+
+    return body
+
+
+def collecting(fence_after_s: float = 3600.0) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.gc(fence_after_s=fence_after_s)
+
+    return body
+
+
+def forgetting(*refs: str) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.forget_snapshots(refs, force=True) if refs else repository.forget([KeepLast(1)], run="a")
+
+    return body
+
+
+def unforgetting(ref: str) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.unforget(ref)
+
+    return body
+
+
+def several(*bodies: Body) -> Body:
+    """One after the other; what a lost race or a collected reference refuses does not stop the next."""
+
+    def body(store: ObjectStore) -> None:
+        for each in bodies:
+            with suppress(ConflictError, NotFoundError, InvalidInputError):
+                each(store)
+
+    return body
+
+
+def tagging(ref: str, name: str) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.tag(ref, name)
+
+    return body
+
+
+def repairing(**options: Any) -> Body:
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.repair(apply=True, **options)
+
+    return body
+
+
+# --- all at once -----------------------------------------------------------------------------------------------------
+
+
+def played(
+    made: MemoryStore, cast: Callable[[Body, Random], dict[str, Body]], actors: list[Actor], seeds: range
+) -> Iterator[tuple[Any, str]]:
+    """(a copy of a store after a random schedule, how it came about) for each seed; every actor has ended well.
+
+    Args:
+        cast: of a gc and a source of chance, who plays.
+        actors: gets them, to be stopped at the end.
+    """
+    for seed in seeds:
+        tally("schedules")
+        random = Random(f"{SEED} {seed}")
+        store = clone(made)
+        impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
+        roles = cast(collecting(0.0 if impatient else 3600.0), random)
+        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in roles.items()]
+        actors.extend(playing)
+        trace = run_randomly(playing, random)
+        steps = " | ".join(" ".join(step) for step in trace[-60:])
+        about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: {steps}"
+        for actor in playing:
+            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
+        store.drop_locks()
+        yield store, about
+
+
+class Stage:
+    """A store, and actors that go on when told to.
+
+    Args:
+        look: restores all of a repository; the committed snapshots.
+    """
+
+    def __init__(self, made: MemoryStore, cast: list[Actor], look: Callable[..., Any] = restored) -> None:
+        self.store, self._cast, self._look = clone(made), cast, look
+
+    def enter(self, name: str, body: Any, **options: Any) -> Actor:
+        self._cast.append(Actor(name, self.store, body, **options))
+        return self._cast[-1]
+
+    def check(self) -> dict[str, Any]:
+        """All restores; and after everybody is gone nothing is left over. The committed snapshots."""
+        with opened(self.store) as repository:
+            found = {s.ref: s for s in self._look(repository)}
+            repository.gc()
+            assert {s.ref for s in repository.snapshots()} == set(found)
+        check_clean(self.store)
+        return found

@@ -1,0 +1,161 @@
+"""Exact comparison of states, a snapshot in memory, and objects to put into a state."""
+
+import collections
+import struct
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from snapstore.state.arrays import as_bytes, fill
+from snapstore.state.flatten import flatten
+from snapstore.state.restore_plan import Target
+from snapstore.state.selection import parts_needed
+from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.tree import encode_plain
+
+
+def packed(value):
+    return msgspec.msgpack.encode(encode_plain(value))  # bytes, in which nan equals nan
+
+
+def same(a, b):
+    """Equal to the type and the bit, tensors by their bytes."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        assert as_bytes(a).tobytes() == as_bytes(b).tobytes()
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype.str, a.shape, as_bytes(a).tobytes()) == (b.dtype.str, b.shape, as_bytes(b).tobytes())
+    elif isinstance(a, dict):
+        assert packed(list(a)) == packed(list(b))
+        assert getattr(a, "_metadata", None) == getattr(b, "_metadata", None)
+        for left, right in zip(a.values(), b.values(), strict=True):
+            same(left, right)
+    elif isinstance(a, list | tuple | collections.deque):
+        for left, right in zip(a, b, strict=True):
+            same(left, right)
+    elif len(a) > 4096 if isinstance(a, bytes | bytearray) else False:
+        assert a == b
+    else:
+        assert packed(a) == packed(b)
+
+
+class Saved:
+    """A snapshot in memory: the bytes of every array and the packed trees."""
+
+    def __init__(self, state):
+        parts = flatten(state)
+        pack = msgspec.msgpack
+        self.parts = [StoredPart(p.name, pack.decode(pack.encode(p.tree)), p.specs) for p in parts]
+        self.bytes = []
+        for part in parts:
+            self.bytes.append([])
+            for held in part.arrays:
+                memory = np.empty(held.spec.nbytes, np.uint8)
+                held.copy_into(memory)
+                assert memory.tobytes() == as_bytes(held.value).tobytes()
+                self.bytes[-1].append(memory)
+
+    def spec(self, name, index=0):
+        return next(part.specs[index] for part in self.parts if part.name == name)
+
+    def target(self, **options):
+        names = parts_needed([part.name for part in self.parts], options.get("keys"))
+        self.read = [i for i, part in enumerate(self.parts) if part.name in names]
+        return Target([self.parts[i] for i in self.read], **options)
+
+    def restore(self, **options):
+        target = self.target(**options)
+        self.buffers = []
+        for part, index in target.selected:
+            buffer = target.buffer(part, index)
+            assert buffer is target.buffer(part, index)
+            assert buffer.dtype in (np.uint8, torch.uint8)
+            assert buffer.shape == (self.bytes[self.read[part]][index].size,)
+            fill(buffer, self.bytes[self.read[part]][index])
+            self.buffers.append(buffer)
+        for part, index in target.selected:
+            target.complete(part, index)
+        return target.finish()
+
+
+def again(state, **options):
+    return Saved(state).restore(**options)
+
+
+def random_tensor(name, shape, seed=0):
+    size = int(np.prod(shape)) * TORCH_DTYPES[name][0]
+    noise = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    if name == "bool":
+        noise &= 1
+    memory = torch.from_numpy(noise) if size else torch.empty(0, dtype=torch.uint8)
+    return memory.view(getattr(torch, name)).view(shape)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(dtype)
+
+
+def train(model, optimizer, steps=3):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.linspace(0, 1, 12).view(3, 4).to(next(model.parameters()).dtype)).square().mean()
+        loss.backward()
+        if type(optimizer).__name__ == "SparseAdam":
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.to_sparse()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+class Loader:
+    """As torchdata's StatefulDataLoader: asking for the state of a fresh one is costly."""
+
+    def __init__(self):
+        self.position, self.asked = 0, 0
+
+    def state_dict(self):
+        self.asked += 1
+        return {
+            "_snapshot": {"_steps": self.position, "workers": [{"id": 0, "rng": (3, None, b"x")}]},
+            "_iterator_finished": False,
+        }
+
+    def load_state_dict(self, state):
+        self.position = state["_snapshot"]["_steps"]
+
+
+def bits(value):
+    """A form of plain values in which == means same type and same bits."""
+    kind = type(value)
+    if kind is float:
+        return kind, struct.pack("<d", value)
+    if kind is complex:
+        return kind, struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, np.generic):
+        return kind, value.dtype.str, value.tobytes()
+    if isinstance(value, dict):
+        extra = (getattr(value, "default_factory", None), getattr(value, "_metadata", None))
+        return kind, extra, [(bits(k), bits(v)) for k, v in value.items()]
+    if isinstance(value, set | frozenset):
+        return kind, sorted(map(repr, map(bits, value)))
+    if isinstance(value, list | tuple | collections.deque):
+        return kind, getattr(value, "maxlen", None), [bits(v) for v in value]
+    return kind, value
+
+
+def spec(**changes):
+    fields = {
+        "path": ("a",),
+        "kind": "tensor",
+        "dtype": "float32",
+        "shape": (2, 3),
+        "requires_grad": False,
+        "tie": None,
+    }
+    return TensorSpec(**{**fields, **changes})

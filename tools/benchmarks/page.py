@@ -1,0 +1,87 @@
+"""Where the benches' figures go: a JSON file under docs/benchmarks/, and a table in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import snapstore
+
+ROOT = Path(__file__).parents[2]
+MET = {True: "yes", False: "**no**", None: ""}
+Row = dict[str, Any]
+
+
+@dataclass
+class Figure:
+    """One measured number against its goal; `met` is None where there is none."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    met: bool | None = None
+
+
+def row(name: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> Row:
+    """One measured number against its goal; `met` is None where there is none."""
+    return {"name": name, "value": value, "unit": unit, "goal": goal, "met": met}
+
+
+def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...], *, quick: bool) -> None:
+    """Print the table; unless `quick`, write `docs/benchmarks/<bench>.json` and the table between its two marks."""
+    report = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "versions": {"python": platform.python_version(), "snapstore": snapstore.__version__}
+        | {name: version(name) for name in packages},
+        "seconds": round(time.time() - began),
+        "figures": rows,
+    }
+    text = figures(rows)
+    print(text)
+    if quick:
+        return
+    (ROOT / "docs" / "benchmarks" / f"{bench}.json").write_text(json.dumps(report, indent=1) + "\n")
+    place(bench, text)
+
+
+def figures(rows: Iterable[Row]) -> str:
+    """The table of figures."""
+    cells = ((r["name"], f"{r['value']:.3g} {r['unit']}", r["goal"], MET[r["met"]]) for r in rows)
+    return f"\n{table(('figure', 'measured', 'goal', 'met'), cells)}\n"
+
+
+def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |\n" for row in (columns, *rows)]
+    lines.insert(1, f"|{'---|' * len(columns)}\n")
+    return "".join(lines)
+
+
+def place(bench: str, text: str) -> None:
+    """Write a bench's section of docs/benchmarks.md: what stands between its two marks."""
+    page = ROOT / "docs" / "benchmarks.md"
+    head, begin, _, end, tail = _split(page.read_text(), bench)
+    page.write_text(f"{head}{begin}{text}{end}{tail}")
+
+
+def placed(bench: str) -> str:
+    """The section as it stands in docs/benchmarks.md."""
+    return _split((ROOT / "docs" / "benchmarks.md").read_text(), bench)[2]
+
+
+def _split(page: str, bench: str) -> tuple[str, str, str, str, str]:
+    head, begin, rest = page.partition(f"<!-- {bench}: written by tools/bench {bench} -->\n")
+    text, end, tail = rest.partition(f"<!-- end of {bench} -->")
+    if not end:
+        raise ValueError(
+            f"docs/benchmarks.md: {bench}: expected the two marks of its section, found none; put them there"
+        )
+    return head, begin, text, end, tail

@@ -1,0 +1,193 @@
+"""`tools/bench scale`: a million chunks over a thousand snapshots: what the shell's verbs take, in time and in memory.
+
+The records and manifests are real, and written as a save writes them: every snapshot has ten thousand chunks, a
+thousand of them new, and every chunk is used by ten snapshots. The packs have their sizes, headers and footers, and a
+hole for the blobs: no verb here needs one. Each verb runs in a process of its own, as an operator would run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.page import ROOT, Row, publish, row
+from snapstore import Repository
+from snapstore.format import manifest, pack, records
+from snapstore.format.blob import ALIGNMENT
+from snapstore.format.chunk_table import ChunkTable
+from snapstore.format.hashing import checksum
+from snapstore.format.keys import pack_key
+from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.records import Snapshot
+from snapstore.storage.local import LocalStore
+
+MiB = 1024 * 1024
+PACK_BYTES = 800 * MiB  # of a thousand chunks, some 700 kB each
+KEPT = 10
+#: verb -> (goal [s], goal [MiB], its arguments); docs/reliability.md states the goals
+VERBS: dict[str, tuple[float, int, list[str]]] = {
+    "log, no index yet": (2, 128, ["log"]),
+    "log": (1, 128, ["log"]),
+    "show": (1, 128, ["show", "r@latest"]),
+    "index (rebuild)": (2, 128, ["index", "rebuild"]),
+    "stats": (30, 500, ["stats"]),
+    "check": (5, 128, ["check"]),
+    "repair (dry run)": (5, 128, ["repair", "--level", "metadata"]),
+    "compact (dry run)": (120, 500, ["compact", "--dry-run"]),
+    "forget all but ten": (5, 128, ["forget", "--run", "r", "--keep-last", str(KEPT)]),
+    "gc": (5, 128, ["gc"]),
+}
+PROGRAM = str(Path(sys.executable).with_name("snapstore"))
+
+
+def seconds(function: Callable[[], Any], times: int = 3) -> float:
+    """The fastest of a few calls."""
+    best = float("inf")
+    for _ in range(times):
+        began = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def chunk_table(chunks: int, packs: int, seed: int = 0) -> ChunkTable:
+    """Random digests; every chunk is stored whole, one after the other in its pack."""
+    rng = np.random.default_rng(seed)
+    digests = rng.integers(0, 256, (chunks, 16), np.uint8)
+    numbers = np.sort(rng.integers(0, packs, chunks)).astype(np.uint32)
+    lengths = rng.integers(500_000, 900_000, chunks).astype(np.uint32)
+    ends = np.cumsum(-(-lengths.astype(np.int64) // ALIGNMENT) * ALIGNMENT)
+    before = np.concatenate([[0], ends])[np.searchsorted(numbers, numbers)]  # all that lies in earlier packs
+    offsets = pack.HEADER.size + np.concatenate([[0], ends[:-1]]) - before
+    return ChunkTable(
+        digests=digests, ref_counts=np.ones(chunks, np.uint16), ref_kinds=np.zeros(chunks, np.uint8),
+        ref_packs=numbers, ref_offsets=offsets.astype(np.uint64), ref_lengths=lengths, ref_digests=digests,
+        ref_starts=np.zeros(chunks, np.uint32), ref_sizes=np.full(chunks, MiB, np.uint32),
+    )  # fmt: skip
+
+
+def encode(table: ChunkTable, packs: list[str], digest_seed: int, save_id: bytes = bytes(16)) -> bytes:
+    """A manifest of one tensor over the whole table."""
+    shape = [len(table) * MiB]
+    entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, len(table))], None)
+    contents = manifest.ManifestContents(
+        save_id=save_id, rank=0, sequence=0, part="", chunk_bytes=MiB, digest_seed=digest_seed,
+        tree=["dict", ["w"], [["tensor", 0, False]]], tensors=[entry], inline=b"", table=table, packs=packs,
+        pack_sizes=[PACK_BYTES] * len(packs), logical_bytes=len(table) * MiB,
+    )  # fmt: skip
+    return manifest.encode(contents)
+
+
+def million_chunks(count: int) -> list[Row]:
+    """Encode and decode one manifest."""
+    packs = [f"{i:064x}" for i in range(count // 40)]
+    table = chunk_table(count, len(packs))
+    data = encode(table, packs, 0)
+    encode_s, decode_s = seconds(lambda: encode(table, packs, 0)), seconds(lambda: manifest.decode(data, "bench"))
+    return [
+        row(f"manifest of {count:,} chunks: encode", encode_s, "s", "< 1", encode_s < 1),
+        row(f"manifest of {count:,} chunks: decode", decode_s, "s", "< 1", decode_s < 1),
+    ]
+
+
+def sparse_pack(file: Path, table: ChunkTable, save_id: str) -> None:
+    """A pack with a header and a footer, and a hole for its blobs."""
+    entries = np.zeros(len(table), pack.ENTRY)
+    entries["offset"], entries["length"] = table.ref_offsets, table.ref_lengths
+    entries["raw_bytes"], entries["element_size"] = table.ref_sizes, 1
+    entries["digest"] = table.digests.view("V16").reshape(-1)
+    footer = entries.tobytes()
+    start = PACK_BYTES - pack.TRAILER.size - len(footer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out:
+        save = bytes.fromhex(save_id)
+        out.write(pack.HEADER.pack(pack.MAGIC, pack.VERSION, 0, 0, save, 0, save, 0))
+        out.seek(start)
+        out.write(footer + pack.TRAILER.pack(start, len(table), 0, checksum(footer), pack.FOOTER_MAGIC))
+
+
+def thousand_snapshots(folder: Path, snapshots: int, shared: int) -> None:
+    """Write records, manifests and stand-in packs; `shared` new chunks each, every one used by ten snapshots."""
+    with Repository.create(folder) as repository:
+        store, tables, names = repository.store, [], []
+        ids = [records.new_id() for _ in range(snapshots)]
+        for number in range(snapshots):
+            tables.append(chunk_table(shared, 1, seed=number))
+            names.append(hashlib.sha256(f"pack {number}".encode()).hexdigest())
+            sparse_pack(folder / pack_key(names[-1]), tables[-1], ids[number])
+            window = range(max(0, number - 9), number + 1)
+            table = ChunkTable.concatenate([tables[i] for i in window])
+            table.ref_packs = np.repeat(np.arange(len(window), dtype=np.uint32), shared)
+            data = encode(
+                table, [names[i] for i in window], repository.config.digest_seed, save_id=bytes.fromhex(ids[number])
+            )  # fmt: skip
+            ref = manifest.ref_of(data)
+            store.put(ref.key, data)
+            if number >= 9:
+                tables[number - 9] = ChunkTable.empty()  # no later snapshot has it
+            snapshot = Snapshot(
+                id=ids[number], run="r", step=number, seq=number, state=records.COMMITTED,
+                write_id=records.new_id(), manifests=[ref], created=1e9 + number, logical_bytes=ref.logical_bytes,
+                stored_bytes=PACK_BYTES, chunks=len(table), new_chunks=shared,
+            )  # fmt: skip
+            store.put(snapshot.key, records.encode(snapshot))
+
+
+def shell(url: Path, *arguments: str) -> tuple[float, int, Any]:
+    """(seconds, peak memory of the process [bytes], its JSON) of a verb."""
+    with tempfile.TemporaryFile() as out:
+        began = time.perf_counter()
+        child = os.posix_spawn(
+            PROGRAM, [PROGRAM, *arguments, "--repo", str(url), "--json"], os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, out.fileno(), 1)],
+        )  # fmt: skip
+        _, status, usage = os.wait4(child, 0)
+        took = time.perf_counter() - began
+        out.seek(0)
+        assert os.waitstatus_to_exitcode(status) == 0, (arguments, out.read(1000))
+        return took, usage.ru_maxrss * 1024, json.loads(out.read())
+
+
+def figures(folder: Path, snapshots: int, shared: int) -> list[Row]:
+    """All rows."""
+    help_s = seconds(lambda: subprocess.run([PROGRAM, "--help"], check=True, capture_output=True))
+    rows = [row("snapstore --help", help_s, "s", "< 0.3", help_s < 0.3)]
+    thousand_snapshots(folder / "many", snapshots, shared)
+    answers: dict[str, Any] = {}
+    for verb, (goal_s, goal_mib, arguments) in VERBS.items():
+        took_s, peak_bytes, answers[verb] = shell(folder / "many", *arguments)
+        print(f"  {verb}: {took_s:.2f} s, {peak_bytes / MiB:.0f} MiB", flush=True)
+        rows.append(row(verb, took_s, "s", f"< {goal_s:g}", took_s < goal_s))
+        rows.append(row(f"{verb}: memory", peak_bytes / MiB, "MiB", f"< {goal_mib}", peak_bytes < goal_mib * MiB))
+    assert len(answers["log"]["snapshots"]) == snapshots, "log lists them all"
+    assert len(answers["forget all but ten"]["forgotten"]) == snapshots - KEPT
+    left = LocalStore(folder / "many").list("packs/")
+    assert len(list(left)) == KEPT + 9, "gc keeps the packs of ten snapshots, and no other"
+    return rows + million_chunks(snapshots * shared)  # last: a child's peak is never below what its parent had
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="a tenth of the snapshots; nothing is written to docs/")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
+    began = time.time()
+    os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
+    try:
+        rows = figures(folder, 100 if args.quick else 1000, 1000)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=args.quick)

@@ -630,7 +630,7 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
 
 def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
     """Two managers of one repository: the work of each has to fit into the memory that is left, until it is over."""
-    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.hold
+    reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.lock
 
     def lock(self, key, data):
         if waits:  # the first save, at its beginning

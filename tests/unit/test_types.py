@@ -32,7 +32,7 @@ from snapstore import (
 from snapstore.check.report import CheckResult, Problem
 from snapstore.protocol.gc import GcResult
 from snapstore.inspect.inspection import Diff, GroupStats, Stats, TensorDiff
-from snapstore.repository import ForgetResult
+from snapstore.protocol.forget import ForgetResult
 from snapstore.retention import Policy
 
 

@@ -1,7 +1,7 @@
 """The read path: record -> manifest -> get ranges -> unpack -> decode -> planes -> patch chain -> verify -> state.
 
-In: a snapshot and maybe a target to fill. Out: the state, every chunk of it checked against its digest. Needs the
-record and the manifests alone, no index.
+In: a snapshot, and a target to fill if there is one. Out: the state; every chunk is checked against its digest. The
+record and the manifests are enough: no index is needed.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def restore(
     keys: str | Sequence[str] | None = None,
     device: Any = None,
 ) -> Any:
-    """The state of a snapshot, or `into` filled with it.
+    """Return the state of a snapshot, or `into` filled with it.
 
     Raises:
-        InvalidInputError: `into` does not fit; every difference is listed and nothing was written.
-        CapabilityError: `device` is a CUDA device that is not there; the state does not fit into the memory that is, or
-            takes more decoding than what is stored explains. Nothing was written.
-        IntegrityError, FormatError: damage; `into` may then be half written.
+        InvalidInputError: `into` does not fit; every difference is listed, and nothing was written.
+        CapabilityError: `device` is a CUDA device that is not there; or the state does not fit into memory, or takes
+            more decoding than its stored bytes explain. Nothing was written.
+        IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
     manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
@@ -98,7 +98,7 @@ def restore(
 def read_manifests(
     store: ObjectStore, digest_seed: int, snapshot: Snapshot, keys: str | Sequence[str] | None = None
 ) -> list[Manifest]:
-    """The manifests whose parts `keys` can match, the root part first; their tensors are as large as they say."""
+    """Read and check the manifests whose parts `keys` can match; return them, the root part first."""
     names = parts_needed([ref.part for ref in snapshot.manifests], keys)
     manifests = [manifest.read(store, ref, digest_seed) for ref in snapshot.manifests if ref.part in names]
     for m in manifests:
@@ -107,18 +107,18 @@ def read_manifests(
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
-    """A manifest's entry as the state knows it."""
+    """Return the spec of a manifest's entry."""
     return TensorSpec(tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie)
 
 
 def check_layouts(m: Manifest, where: str) -> None:
-    """`_check_layout` of every tensor."""
+    """Check the layout of every tensor; raises as `_check_layout` does."""
     for entry in m.tensors:
         _check_layout(m, entry, where)
 
 
 def _check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
-    """A tensor's boxes, chunks and inline bytes hold just its bytes.
+    """Check that a tensor's boxes, chunks and inline bytes have exactly its number of bytes.
 
     Raises:
         FormatError: they do not, or this release cannot read them.
@@ -142,10 +142,10 @@ def _check_layout(m: Manifest, entry: TensorEntry, where: str) -> None:
 
 
 def require_decoding(store: ObjectStore, tensors: Sequence[tuple[Manifest, TensorEntry]], what: str) -> None:
-    """Refuse chains that are longer than snapstore makes by default, and share their blobs by the thousand.
+    """Check that tensors take no more decoding than their stored bytes explain: long chains may share blobs.
 
     Raises:
-        CapabilityError: they take more decoding than what is stored explains.
+        CapabilityError: they take more.
     """
     decoded = sum(decoded_bytes(m.table, box) for m, entry in tensors for box in entry.boxes)
     nbytes = sum(spec_of(entry).nbytes for _, entry in tensors)
@@ -155,7 +155,7 @@ def require_decoding(store: ObjectStore, tensors: Sequence[tuple[Manifest, Tenso
 
 
 def decoded_bytes(table: ChunkTable, box: Box) -> int:
-    """How many bytes all links of all chains of a box give together."""
+    """Return how many bytes are decoded for a box: those of all links of its chains."""
     rows = slice(box.first_chunk, box.first_chunk + box.chunks)
     return int((table.lengths[rows].astype(np.int64) * table.ref_counts[rows]).sum())
 
@@ -163,7 +163,7 @@ def decoded_bytes(table: ChunkTable, box: Box) -> int:
 def _wanted(
     manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: Target, pending: list[tuple[int, int, int]]
 ) -> Iterator[Wanted]:
-    """Every chunk of the selected tensors, in stored order; memory for a tensor is taken when it is reached."""
+    """Yield every chunk of the selected tensors, in stored order; a tensor's memory is taken when it is reached."""
     packs = [m.header.pack_names for m in manifests]
     for part, index in target.selected:
         m = manifests[part]
@@ -180,7 +180,7 @@ def _wanted(
 
 
 def _complete(target: Target, pending: list[tuple[int, int, int]], done: int) -> None:
-    """Hand over the tensors whose last chunk is among the `done` next ones."""
+    """Complete the tensors whose last chunk is among the next `done` chunks."""
     while pending:
         part, index, left = pending[0]
         if left > done:

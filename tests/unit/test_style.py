@@ -35,6 +35,7 @@ WORDS = re.compile(
 )
 #: At the start of a text, of a line of a list or table, or behind a sentence.
 OPENINGS = re.compile(r"(?:\A\s*|[.!?:;]\s+|\n\s*\n\s*|\n\s*[-*|]\s+)(What|Of)\s(?P<rest>[^.!?]*(?:\Z|[.!?]))")
+SUSPECT = re.compile(rf"{WORDS.pattern}|\b(?-i:What|Of)\s", re.IGNORECASE)
 
 
 class Hit(NamedTuple):
@@ -61,8 +62,16 @@ class Source:
 
     def __init__(self, path: str) -> None:
         self.path, self.source = path, (ROOT / path).read_text()
-        self.tree = ast.parse(self.source)
-        self.nodes = list(ast.walk(self.tree))
+        #: Whether the words of the file can break a rule at all: else it need not be parsed for them.
+        self.suspect = path != HERE and bool(SUSPECT.search(self.source.replace("_", " ")))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -157,9 +166,14 @@ def prose(path: str) -> str:
 
 
 def forbidden_words() -> Iterator[Hit]:
-    texts = [(s.path, text) for s in python("snapstore", "tools", "tests") if s.path != HERE for text in s.texts]
+    texts = [(s.path, text) for s in python("snapstore", "tools", "tests") if s.suspect for text in s.texts]
     texts += [(path, Text(1, "prose", (ROOT / path).read_text())) for path in (*pages(), *scripts())]
-    texts += [(s.path, Text(f.lineno, "name", f.name.replace("_", " "))) for s in python("tests") for f in s.functions]
+    texts += [
+        (s.path, Text(f.lineno, "name", f.name.replace("_", " ")))
+        for s in python("tests")
+        if s.suspect
+        for f in s.functions
+    ]
     for path, text in texts:
         for match in WORDS.finditer(text.text):
             yield Hit(path, text.line_at(match.start()), match[0])
@@ -169,7 +183,7 @@ def openings() -> Iterator[Hit]:
     texts = [
         (s.path, text)
         for s in python("snapstore", "tools", "tests")
-        if s.path != HERE
+        if s.suspect
         for text in s.texts
         if text.kind != "string"
     ]

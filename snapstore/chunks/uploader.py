@@ -140,7 +140,7 @@ class Packs:
         """End the threads; nothing is copied any more."""
         if self._writer is not None:
             with suppress(Exception):
-                self._writer.settle()
+                self._writer.sync()
         self._putters.close()
 
 

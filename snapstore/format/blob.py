@@ -130,17 +130,11 @@ def encode(
     Returns:
         The blob, which is the beginning of `out`.
     """
-    chosen: list[int] = []
-    lengths: list[int] = []
-    payload: list[bytes | memoryview] = []
     split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
     kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
-    for kind, plane in zip(kinds, split, strict=True):
-        codec, blocks = _encode_plane(plane, kind)
-        chosen.append(codec)
-        payload.extend(blocks)
-        if codec != codecs.RAW:
-            lengths.extend(map(len, blocks))
+    encoded = [_encode_plane(plane, kind) for kind, plane in zip(kinds, split, strict=True)]
+    payload = [block for _, blocks in encoded for block in blocks]
+    lengths = [len(block) for codec, blocks in encoded if codec != codecs.RAW for block in blocks]
     at = HEADER.size + 4 * len(lengths)
     HEADER.pack_into(
         out.data,
@@ -156,7 +150,7 @@ def encode(
         source.size,
         sum(map(len, payload)),
         codecs.BLOCK_BYTES,
-        bytes(chosen).ljust(8, b"\0"),
+        bytes(codec for codec, _ in encoded).ljust(8, b"\0"),
         len(lengths),
         0,
         chunk_digest,

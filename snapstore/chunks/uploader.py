@@ -140,7 +140,7 @@ class PackUploader:
         """End the threads, and with them every copy."""
         if self._writer is not None:
             with suppress(Exception):
-                self._writer.settle()
+                self._writer.sync()
         self._putters.close()
 
 

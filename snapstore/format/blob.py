@@ -1,7 +1,7 @@
-"""Blob: one chunk as stored, header + encoded planes (docs/format.md, "Blob").
+"""Blob: one chunk as stored, header and encoded planes (docs/format.md, "Blob").
 
-In: a chunk (r,) uint8 and maybe its base; out: one bytes-like blob; and back, a chain of blobs into one chunk. The
-checksum of stored bytes is looked at before any decoder sees them, the digest of the chunk after the last one.
+In: a chunk (r,) uint8, or its XOR with a base. Out: one bytes-like blob; and back, a chain of blobs to one chunk. The
+checksum of stored bytes is verified before any decoder sees them, the digest of the chunk after the last decoder.
 
     off size field               off size field
       0    4 magic SNBL           24    4 payload length
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from ..arrays import Bytes, Column
 from ..errors import FormatError, IntegrityError, UnknownFormatError
 from . import codecs, planes
+from .codec_choice import NOISE, REPEATS, RUNS, plane_kinds
 from .codecs import deflate, zstd
 from .hashing import checksum, digest
 
@@ -38,38 +39,45 @@ FULL, XOR = 0, 1
 TRANSFORMS = {FULL: "full", XOR: "xor"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
-#: A plane with more bits per byte than this is stored raw: a Huffman table costs more than it saves.
-RAW_ABOVE_BITS = 7.9
-#: A plane whose most frequent byte has at least this share is coded by its runs (docs/design/cpu-engine.md).
-RUNS_ABOVE_SHARE = 0.78
-#: Stored bytes that a coded block costs beyond its entropy: frame header, Huffman table, jump table.
-BLOCK_OVERHEAD_BYTES = 96
+
+
+def _row(itemsize: int, *fields: tuple[str, Any, int]) -> np.dtype[np.void]:
+    """Return the dtype of a row of `itemsize` bytes with these fields: (name, format, offset)."""
+    names, formats, offsets = (list(column) for column in zip(*fields, strict=True))
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize})
+
 
 #: A blob's header without its block lengths, as columns.
-HEADER_COLUMNS = np.dtype(
-    {
-        "names": ["magic", "version", "zero", "checksum", "transform", "element_size", "layout", "raw_bytes",
-                  "payload_bytes", "block_bytes", "codecs", "count", "digest", "base"],
-        "formats": ["S4", "<u2", "<u2", "<u8", "u1", "u1", "u1", "<u4", "<u4", "<u4", ("u1", 8), "<u4", ("u1", 16),
-                    ("u1", 16)],
-        "offsets": [0, 4, 6, 8, 16, 17, 18, 20, 24, 28, 32, 40, 48, 64],
-        "itemsize": 80,
-    }
-)  # fmt: skip
-#: What a pack's footer says of a blob (docs/format.md, "Pack"); `offset` counts from wherever the blobs lie.
-ENTRY = np.dtype(
-    {
-        "names": ["offset", "length", "raw_bytes", "transform", "element_size", "codecs", "digest", "base",
-                  "plane_bytes"],
-        "formats": ["<u8", "<u4", "<u4", "u1", "u1", ("u1", 8), "V16", "V16", ("<u4", 8)],
-        "offsets": [0, 8, 12, 16, 17, 24, 32, 48, 64],
-        "itemsize": 96,
-    }
-)  # fmt: skip
-
-
-#: What a histogram says of a plane: noise; noise with a skew; mostly one value; or no float's, so maybe repeats.
-NOISE, SKEWED, RUNS, REPEATS = range(4)
+HEADER_COLUMNS = _row(
+    80,
+    ("magic", "S4", 0),
+    ("version", "<u2", 4),
+    ("zero", "<u2", 6),
+    ("checksum", "<u8", 8),
+    ("transform", "u1", 16),
+    ("element_size", "u1", 17),
+    ("layout", "u1", 18),
+    ("raw_bytes", "<u4", 20),
+    ("payload_bytes", "<u4", 24),
+    ("block_bytes", "<u4", 28),
+    ("codecs", ("u1", 8), 32),
+    ("count", "<u4", 40),
+    ("digest", ("u1", 16), 48),
+    ("base", ("u1", 16), 64),
+)
+#: A blob's entry in a pack's footer (docs/format.md, "Pack"); `offset` counts from the start of the bytes in question.
+ENTRY = _row(
+    96,
+    ("offset", "<u8", 0),
+    ("length", "<u4", 8),
+    ("raw_bytes", "<u4", 12),
+    ("transform", "u1", 16),
+    ("element_size", "u1", 17),
+    ("codecs", ("u1", 8), 24),
+    ("digest", "V16", 32),
+    ("base", "V16", 48),
+    ("plane_bytes", ("<u4", 8), 64),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,72 +97,65 @@ class Header:
 
     @property
     def payload_start(self) -> int:
-        """Offset of the payload in the blob."""
+        """Return the offset of the payload in the blob."""
         return HEADER.size + 4 * len(self.block_lengths)
 
 
-def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
-    """What planes of these entropies [bits per byte] will take when stored."""
-    overhead = BLOCK_OVERHEAD_BYTES * -(-plane_bytes // codecs.BLOCK_BYTES)
-    return sum(plane_bytes if b > RAW_ABOVE_BITS else min(plane_bytes, plane_bytes * b / 8 + overhead) for b in bits)
-
-
-def estimates(bits: npt.NDArray[np.float64], element_sizes: Column, plane_bytes: Column) -> npt.NDArray[np.float64]:
-    """`estimate_bytes` of many chunks: bits (n, 8), element sizes and plane lengths (n,) -> (n,)."""
-    size = plane_bytes[:, None].astype(np.float64)
-    overhead = BLOCK_OVERHEAD_BYTES * np.ceil(size / codecs.BLOCK_BYTES)
-    stored = np.where(bits > RAW_ABOVE_BITS, size, np.minimum(size, size * bits / 8 + overhead))
-    total: npt.NDArray[np.float64] = (stored * (np.arange(8) < element_sizes[:, None])).sum(axis=1)
-    return total
-
-
-def plane_kinds(bits: npt.NDArray[np.float64], top_share: npt.NDArray[np.float64], layout: Any) -> Any:
-    """NOISE, SKEWED, RUNS or REPEATS of every plane; arrays of one shape, or that broadcast."""
-    of_floats = np.where(top_share >= RUNS_ABOVE_SHARE, RUNS, SKEWED)
-    return np.where(bits > RAW_ABOVE_BITS, NOISE, np.where(layout == planes.BYTES, REPEATS, of_floats))
-
-
 def bound(raw_bytes: int, element_size: int) -> int:
-    """The most that a blob of a chunk of `raw_bytes` takes."""
+    """Return the most bytes that a blob of a chunk of `raw_bytes` takes."""
     blocks = element_size * -(-raw_bytes // element_size // codecs.BLOCK_BYTES)
     return HEADER.size + 4 * blocks + raw_bytes
 
 
 def encode(
-    source: Bytes, element_size: int, layout: int, statistics: planes.Statistics, chunk_digest: bytes,
-    base: bytes | None, out: Bytes,
-) -> memoryview:  # fmt: skip
-    """One blob.
+    source: Bytes,
+    element_size: int,
+    layout: int,
+    statistics: planes.Statistics,
+    chunk_digest: bytes,
+    base: bytes | None,
+    out: Bytes,
+) -> memoryview:
+    """Encode one blob.
 
     Args:
         source: (r,) uint8, the chunk, or chunk XOR base.
         element_size: 1, 2, 4 or 8; divides r.
         layout: planes.ROTATED for floats, else planes.BYTES.
-        statistics: of the planes of `source`; they choose each plane's codec.
+        statistics: of the planes of `source`; they decide each plane's codec.
         chunk_digest: of the chunk itself.
         base: digest of the base when `source` is a delta, else None.
         out: `bound` bytes, uint8.
 
     Returns:
-        The blob, the beginning of `out`.
+        The blob, which is the beginning of `out`.
     """
-    chosen: list[int] = []
-    lengths: list[int] = []
-    payload: list[bytes | memoryview] = []
     split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
     kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
-    for kind, plane in zip(kinds, split, strict=True):
-        codec, blocks = _encode_plane(plane, kind)
-        chosen.append(codec)
-        payload.extend(blocks)
-        if codec != codecs.RAW:
-            lengths.extend(map(len, blocks))
+    encoded = [_encode_plane(plane, kind) for kind, plane in zip(kinds, split, strict=True)]
+    payload = [block for _, blocks in encoded for block in blocks]
+    lengths = [len(block) for codec, blocks in encoded if codec != codecs.RAW for block in blocks]
     at = HEADER.size + 4 * len(lengths)
     HEADER.pack_into(
-        out.data, 0, MAGIC, VERSION, 0, 0, FULL if base is None else XOR, element_size, layout, 0, source.size,
-        sum(map(len, payload)), codecs.BLOCK_BYTES, bytes(chosen).ljust(8, b"\0"), len(lengths), 0, chunk_digest,
+        out.data,
+        0,
+        MAGIC,
+        VERSION,
+        0,
+        0,
+        FULL if base is None else XOR,
+        element_size,
+        layout,
+        0,
+        source.size,
+        sum(map(len, payload)),
+        codecs.BLOCK_BYTES,
+        bytes(codec for codec, _ in encoded).ljust(8, b"\0"),
+        len(lengths),
+        0,
+        chunk_digest,
         base or NO_BASE,
-    )  # fmt: skip
+    )
     struct.pack_into(f"<{len(lengths)}I", out.data, HEADER.size, *lengths)
     for piece in payload:
         out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
@@ -165,7 +166,7 @@ def encode(
 
 
 def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memoryview]]:
-    """(codec, stored blocks): raw if it would not shrink."""
+    """Return (codec, stored blocks), raw if the codec does not make the plane smaller."""
     if kind != NOISE and plane.size:
         if kind == REPEATS:
             codec, blocks = codecs.ZSTD, zstd.encode_matches(plane, codecs.BLOCK_BYTES)
@@ -181,16 +182,16 @@ def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memo
 def headers(
     entries: npt.NDArray[np.void], layouts: Column, block_bytes: int, counts: Column, block_lengths: Column
 ) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """The headers of many blobs, block lengths and all but the checksums, one after the other.
+    """Return the headers of many blobs one after the other, with block lengths, without checksums.
 
     Args:
         entries: (n,) ENTRY.
         layouts: (n,).
-        counts: (n,) how many block lengths each has.
+        counts: (n,) how many block lengths each blob has.
         block_lengths: (sum of counts,), blob after blob.
 
     Returns:
-        The bytes, and where each header starts in them (n + 1,).
+        The bytes, and the start of each header in them (n + 1,).
     """
     starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(HEADER.size + 4 * counts, out=starts[1:])
@@ -211,9 +212,9 @@ def headers(
 
 
 def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
-    """The headers of many blobs at `offsets` of a buffer, and which of them are as they should be.
+    """Return the headers of many blobs at `offsets` of a buffer, and which of them are valid.
 
-    What `parse` would say of each, but for the checksum; one that is not fine is to be parsed for its error.
+    It checks what `parse` checks, except the checksum. `parse` raises the error of an invalid one.
     """
     whole = lengths >= HEADER.size
     at = np.where(whole, offsets, 0)
@@ -231,19 +232,33 @@ def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.N
 
 
 def parse(blob: memoryview, where: str) -> Header:
-    """Check a blob's frame and read its header; `blob` may be longer than the blob (padding).
+    """Check a blob's frame and read its header; the buffer may be longer than the blob (padding).
 
     Raises:
         FormatError: not a blob.
         UnknownFormatError: of an unknown version, transform or layout.
-        IntegrityError: its checksum does not hold, or its lengths disagree.
+        IntegrityError: its checksum does not match, or its lengths contradict each other.
     """
     if len(blob) < HEADER.size:
         raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
     (
-        magic, version, zero, check, transform, element_size, layout, _, raw_bytes, payload_bytes, block_bytes,
-        codec_ids, count, _, chunk_digest, base,
-    ) = HEADER.unpack_from(blob)  # fmt: skip
+        magic,
+        version,
+        zero,
+        check,
+        transform,
+        element_size,
+        layout,
+        _,
+        raw_bytes,
+        payload_bytes,
+        block_bytes,
+        codec_ids,
+        count,
+        _,
+        chunk_digest,
+        base,
+    ) = HEADER.unpack_from(blob)
     if magic != MAGIC:
         raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
     if version != VERSION:
@@ -252,7 +267,7 @@ def parse(blob: memoryview, where: str) -> Header:
             "newer one; run 'snapstore check --read-data' to see whether it is damaged"
         )
     if zero:  # the one field that the checksum does not cover
-        raise IntegrityError(f"{where}: {zero} where zero must stand; run 'snapstore check --read-data'")
+        raise IntegrityError(f"{where}: {zero} in a field that must be zero; run 'snapstore check --read-data'")
     length = HEADER.size + 4 * count + payload_bytes
     if length > len(blob):
         raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
@@ -272,22 +287,30 @@ def parse(blob: memoryview, where: str) -> Header:
 
 
 def length_of(header: Header) -> int:
-    """Bytes of a blob, without padding."""
+    """Return the bytes of a blob, without padding."""
     return header.payload_start + header.payload_bytes
 
 
 def entry(blob: memoryview, offset: int) -> bytes:
-    """The footer entry, an ENTRY, of a blob that `encode` has made."""
+    """Return the footer entry (an ENTRY) of a blob from `encode`."""
     fields = HEADER.unpack_from(blob)
     _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
     return struct.pack(
-        "<QIIBB6x8s16s16s8I", offset, len(blob), raw_bytes, transform, element_size, codec_ids, chunk_digest, base,
+        "<QIIBB6x8s16s16s8I",
+        offset,
+        len(blob),
+        raw_bytes,
+        transform,
+        element_size,
+        codec_ids,
+        chunk_digest,
+        base,
         *stored_plane_bytes(blob),
-    )  # fmt: skip
+    )
 
 
 def stored_plane_bytes(blob: memoryview) -> list[int]:
-    """Stored length of plane 0 to 7 of a blob that `encode` has made, zero beyond its element size."""
+    """Return the stored lengths of planes 0 to 7 of a blob from `encode`, zero beyond its element size."""
     _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
     plane_bytes = raw_bytes // element_size
@@ -303,7 +326,11 @@ def stored_plane_bytes(blob: memoryview) -> list[int]:
 
 
 def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tuple[int, list[memoryview]]]:
-    """(codec, stored blocks) of every plane; a raw plane is its one block."""
+    """Yield (codec, stored blocks) of every plane; a raw plane is one block.
+
+    Raises:
+        IntegrityError: the planes do not fill the blob.
+    """
     plane_bytes = header.raw_bytes // header.element_size
     blocks_per_plane = -(-plane_bytes // header.block_bytes)
     at, entry = header.payload_start, 0
@@ -327,7 +354,7 @@ def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tupl
 
 
 def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
-    """Decode a blob's planes into, or XOR them onto, planes_out (e, n) uint8."""
+    """Decode a blob's planes into planes_out (e, n) uint8 (`fresh`), or XOR them onto it."""
     for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
         if codec == codecs.RAW:
             plane = np.frombuffer(blocks[0], np.uint8)
@@ -347,7 +374,7 @@ def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: boo
 
 
 def decode_source(blob: memoryview, header: Header, out: Bytes, where: str) -> None:
-    """Undo `encode`: `out` (r,) uint8 becomes the chunk, or chunk XOR base, that the blob was made of.
+    """Decode a blob into `out` (r,) uint8: the chunk, or chunk XOR base. The inverse of `encode`.
 
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
@@ -358,7 +385,7 @@ def decode_source(blob: memoryview, header: Header, out: Bytes, where: str) -> N
 
 
 def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
-    """Say of a blob, in place, whose chunk it is and what it is a delta to; its planes stay."""
+    """Change in place which chunk a blob stands for and which base it is a delta to; its planes stay."""
     blob[16:17] = bytes([transform])
     blob[48:80] = chunk_digest + base
     struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
@@ -367,16 +394,19 @@ def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) 
 def prove_chain(
     blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
 ) -> list[bytes]:
-    """Rebuild one chunk as `decode_chain` does, and on the way every chunk that it builds on.
+    """Rebuild one chunk as `decode_chain` does, and every chunk that it builds on.
 
     Returns:
-        Of each blob, newest first, the digest of the chunk that its chain gives; only the first if an older one does
-        not give its own.
+        For each blob, newest first, the digest of the chunk that its chain decodes to; only the first digest if an
+        older blob does not decode to its chunk.
 
     Raises:
-        FormatError, IntegrityError: the chunk wanted cannot be rebuilt.
+        FormatError, IntegrityError: the requested chunk cannot be rebuilt.
     """
-    digests = [chunk_digest, *(bytes(blob[64:80]) for blob in blobs[:-1])]  # each one's base is the next
+    digests = [
+        chunk_digest,
+        *(bytes(blob[64:80]) for blob in blobs[:-1]),
+    ]  # of each blob's chunk
     rooms, base = (out, planes.scratch.room("link", out.size)), None
     try:
         for i in range(len(blobs) - 1, -1, -1):
@@ -389,30 +419,35 @@ def prove_chain(
 
 
 def decode_chain(
-    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, base: Bytes | None = None,
-    *, seed: int,
-) -> None:  # fmt: skip
-    """Rebuild one chunk from its chain, newest first, patched in plane space and merged once.
+    blobs: Sequence[memoryview],
+    wheres: Sequence[str],
+    chunk_digest: bytes,
+    out: Bytes,
+    base: Bytes | None = None,
+    *,
+    seed: int,
+) -> None:
+    """Rebuild one chunk from its chain, newest first: planes are XORed, then merged once.
 
     Args:
-        blobs: the stored blobs; all but the last are xor, each one's base is the next.
-        wheres: how to name each blob in an error.
-        chunk_digest: of the chunk wanted.
+        blobs: the stored blobs; all but the last are xor, and the base of each is the chunk of the next.
+        wheres: names of the blobs in errors.
+        chunk_digest: of the requested chunk.
         out: (r,) uint8, filled.
         base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
-        seed: of the repository's digests.
+        seed: the repository's.
 
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
     """
-    by_layout: dict[tuple[int, int], Bytes] = {}  # a chain that crosses a reinterpretation (a dedup) has two
-    wanted = chunk_digest
+    by_layout: dict[tuple[int, int], Bytes] = {}  # deduplication across dtypes can give a chain two
+    expected = chunk_digest
     for blob, where in zip(blobs, wheres, strict=True):
         header = parse(blob, where)
-        if header.digest != wanted or header.raw_bytes != out.size:
+        if header.digest != expected or header.raw_bytes != out.size:
             raise IntegrityError(
                 f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
-                f"expected {wanted.hex()} ({out.size} bytes); run 'snapstore check'"
+                f"expected {expected.hex()} ({out.size} bytes); run 'snapstore check'"
             )
         kind = (header.element_size, header.layout)
         fresh = kind not in by_layout
@@ -420,9 +455,9 @@ def decode_chain(
             room = planes.scratch.room(f"planes {kind}", out.size)
             by_layout[kind] = room.reshape(header.element_size, -1)
         patch_planes(blob, header, by_layout[kind], fresh, where)
-        wanted = header.base
-    if wanted != NO_BASE and base is None:
-        raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {wanted.hex()} is not referenced")
+        expected = header.base
+    if expected != NO_BASE and base is None:
+        raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {expected.hex()} is not referenced")
     for i, ((_, layout), merged) in enumerate(by_layout.items()):
         if i == 0:
             planes.merge(merged, out, layout)

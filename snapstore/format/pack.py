@@ -1,7 +1,7 @@
 """Pack: many blobs in one immutable object named by the SHA-256 of its bytes (docs/format.md, "Pack").
 
-In: blobs in tensor order. Out: one buffer a pack; and back: ranges of packs into blobs, neighbours joined into long
-reads. A PackWriter belongs to one thread; reads may run in any.
+In: blobs in tensor order. Out: one buffer per pack; and back: the listing of a pack, and ranges of packs joined into
+long reads. A PackWriter belongs to one thread; reads may run in any thread.
 
     header, 64 bytes        footer entry, 96 bytes         trailer, 32 bytes
      0  8 magic SNAPPACK     0  8 offset of the blob        0  8 offset of the footer
@@ -39,31 +39,37 @@ TRAILER = struct.Struct("<QIIQ8s")
 MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"
 VERSION = 1
 ENTRY = blob.ENTRY
-#: Ranges nearer than this are read as one: a seek, or a request, costs more than these bytes.
+#: Ranges with a smaller gap are read as one: a seek or a request costs more than these bytes.
 JOIN_GAP_BYTES = 64 * 1024
-#: And no single read grows beyond this, so that memory stays bounded.
+#: No joined read grows beyond this, so that memory stays bounded.
 JOIN_MAX_BYTES = 16 * 1024 * 1024
 
 
 class PackWriter:
-    """Collects blobs in one buffer; `seal` gives the pack's bytes.
+    """Collects blobs in one buffer; `seal` returns the pack's bytes.
 
     Args:
-        buffer: (n,) uint8 of an earlier pack to use again; it grows when it must.
-        made_for: the record that will need it; by default revision 0 of the snapshot `save_id`.
+        buffer: (n,) uint8 of an earlier pack, for reuse; a larger one replaces it when needed.
+        made_for: the record that will need the pack; by default revision 0 of the snapshot `save_id`.
 
     Attributes:
-        grown: whether `buffer` is a larger one by now.
+        grown: whether a larger buffer has replaced the one given.
     """
 
     def __init__(
-        self, save_id: bytes, rank: int, sequence: int, part: str, buffer: Bytes | None = None, *,
+        self,
+        save_id: bytes,
+        rank: int,
+        sequence: int,
+        part: str,
+        buffer: Bytes | None = None,
+        *,
         made_for: MadeFor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
         self._entries: list[bytes] = []
         self._part = part
-        self._copies: list[Callable[[], object]] = []  # that may still write into the buffer
+        self._copies: list[Callable[[], object]] = []  # they may still write into the buffer
         self.count = 0
         self.size_bytes = 0
         self.grown = False
@@ -71,10 +77,10 @@ class PackWriter:
         self._write(HEADER.pack(MAGIC, VERSION, 0, rank, save_id, sequence, record.snapshot, record.revision))
 
     def _room(self, nbytes: int) -> Bytes:
-        """The next `nbytes` of the buffer."""
+        """Return the next `nbytes` of the buffer."""
         end = self.size_bytes + nbytes
         if end > self.buffer.size:
-            self.settle()
+            self.sync()
             grown = np.empty(max(end, 2 * self.buffer.size), np.uint8)
             grown[: self.size_bytes] = self.buffer[: self.size_bytes]
             self.buffer, self.grown = grown, True
@@ -85,14 +91,14 @@ class PackWriter:
     def _write(self, data: bytes) -> None:
         self._room(len(data))[:] = np.frombuffer(data, np.uint8)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait for copies into the buffer."""
         while self._copies:
             self._copies.pop()()
 
     def extend(self, encoded: Encoded, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Add the blobs `first` to `last` of a batch; their offsets in the pack."""
-        entries = np.zeros(last - first, ENTRY)  # no copy(): that leaves the bytes between the fields to chance
+        """Add the blobs `first` to `last` of a batch; return their offsets in the pack."""
+        entries = np.zeros(last - first, ENTRY)  # not copy(): it leaves the bytes between the fields undefined
         entries[:] = encoded.entries[first:last]
         begin = int(entries["offset"][0])
         end = int(entries["offset"][-1]) + int(entries["length"][-1])
@@ -104,8 +110,8 @@ class PackWriter:
         return moved
 
     def seal(self) -> memoryview:
-        """All bytes of the pack, in `buffer`; nothing can be added any more."""
-        self.settle()
+        """Return all bytes of the pack, in `buffer`; nothing can be added any more."""
+        self.sync()
         start, name = self.size_bytes, self._part.encode()
         footer = b"".join(self._entries) + name
         self._write(footer)
@@ -114,11 +120,11 @@ class PackWriter:
 
 
 class Encoded(Protocol):
-    """New blobs of a batch, wherever they lie."""
+    """New blobs of a batch, in host or device memory."""
 
     @property
     def entries(self) -> npt.NDArray[np.void]:
-        """(n,) ENTRY; every offset is a multiple of ALIGNMENT, and the blobs follow each other."""
+        """Return (n,) ENTRY; every offset is a multiple of ALIGNMENT, and the blobs follow each other."""
         ...
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
@@ -128,7 +134,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """Who wrote a pack."""
+    """The first bytes of a pack: who wrote it, for which record."""
 
     rank: int
     save_id: bytes
@@ -138,7 +144,7 @@ class PackHeader:
 
 @dataclass(frozen=True, slots=True)
 class PackListing:
-    """What a pack holds, read from its two ends."""
+    """The contents of a pack by its header and its footer."""
 
     header: PackHeader
     part: str
@@ -146,7 +152,7 @@ class PackListing:
 
 
 def read_header(store: ObjectStore, key: str) -> PackHeader:
-    """The first 64 bytes of a pack.
+    """Read the first 64 bytes of a pack.
 
     Raises:
         FormatError: no pack, or of another version.
@@ -164,10 +170,10 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
 
 
 def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
-    """The footer of a pack of `size_bytes`.
+    """Read header and footer of a pack of `size_bytes`.
 
     Raises:
-        FormatError, IntegrityError: damaged; `scan` may still find the blobs.
+        FormatError, IntegrityError: damaged; the blobs can still be found one after the other (docs/format.md, "Pack").
     """
     header = read_header(store, key)
     if size_bytes < HEADER.size + TRAILER.size:
@@ -189,7 +195,7 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Neighbouring ranges of one pack as one read, and where its bytes go in a batch's buffer."""
+    """One read for neighbouring ranges of a pack, and the position of its bytes in a batch's buffer."""
 
     pack: int
     offset: int
@@ -198,27 +204,24 @@ class Read:
 
 
 def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Read], npt.NDArray[np.int64], int]:
-    """Join the neighbours among many ranges of packs.
+    """Join neighbouring ranges of packs into reads.
 
     Args:
-        packs, offsets, lengths: (m,), of every blob wanted.
+        packs, offsets, lengths: (m,), of every blob to read.
 
     Returns:
-        The reads, by pack; where in the buffer each blob will lie (m,); how long the buffer must be.
+        The reads, by pack; the position of each blob in the buffer (m,); the length of the buffer.
     """
     order = np.lexsort((offsets, packs))
     reads: list[Read] = []
     positions = np.zeros(len(order), np.int64)
-    base = end = size = 0  # of the last read: where its offset 0 would lie in the buffer, where it ends in its pack
+    base = end = size = 0  # base, end: the last read's offset 0 as a position in the buffer; its end in its pack
     for at, number, offset, length in zip(
         order.tolist(), packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
     ):
         last = reads[-1] if reads else None
-        joined = (
-            last is not None and last.pack == number and offset - end <= JOIN_GAP_BYTES
-            and offset + length - last.offset <= JOIN_MAX_BYTES
-        )  # fmt: skip
-        if last is not None and joined:
+        near = last is not None and last.pack == number and offset - end <= JOIN_GAP_BYTES
+        if last is not None and near and offset + length - last.offset <= JOIN_MAX_BYTES:
             if offset + length > end:
                 end = offset + length
                 reads[-1] = Read(number, last.offset, end - last.offset, last.position)

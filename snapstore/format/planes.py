@@ -1,7 +1,7 @@
-"""Planes: split a chunk into its byte planes, merge them again, and say how many bits are in them.
+"""Planes: split a chunk into its byte planes, merge them again, and measure their entropy.
 
 Plane k holds the k-th byte (little-endian) of every element: exponents with exponents, noise with noise. LMC calls
-this byte grouping, Blosc shuffle. Shifts and narrowing casts on whole arrays run at 6-7 GB/s on one core where a
+this byte grouping, Blosc shuffle. Shifts and narrowing casts on whole arrays run at 6-7 GB/s on one core, where a
 strided copy of bytes gives 3.6 and a transpose 0.7 - 1.3 (docs/design/cpu-engine.md).
 """
 
@@ -16,22 +16,22 @@ import numpy.typing as npt
 from ..arrays import Bytes
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-#: Layouts: byte k of the element, or of the element rotated left by one bit.
+#: Layouts: plane k has byte k of the element, or of the element rotated left by one bit.
 BYTES, ROTATED = 0, 1
-#: A sampled histogram looks at this many runs of this many elements, spread evenly: 4,096 elements tell the entropy of
-#: a plane to 0.01 bits, and counting more would cost as much as splitting the chunk.
+#: A sampled histogram counts this many runs of this many elements, spread evenly: 4,096 elements give the entropy of a
+#: plane to 0.01 bits, and counting more would cost as much as splitting the chunk.
 SAMPLE_RUNS = 8
 SAMPLE_RUN = 512
 
 
 class Scratch(threading.local):
-    """Memory that a thread uses again for every chunk: fresh pages cost more than what is done in them."""
+    """Memory that a thread reuses for every chunk: new pages cost more than the work in them."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Bytes] = {}
 
     def room(self, purpose: str, nbytes: int) -> Bytes:
-        """(nbytes,) uint8, this thread's until it asks again for the same purpose."""
+        """Return (nbytes,) uint8, valid in this thread until its next call for the same purpose."""
         room = self._rooms.get(purpose)
         if room is None or room.size < nbytes:
             room = self._rooms[purpose] = np.empty(nbytes, np.uint8)
@@ -42,14 +42,14 @@ scratch = Scratch()
 
 
 def split(chunk: Bytes, element_size: int, layout: int = BYTES, out: Bytes | None = None) -> Bytes:
-    """Planes of a chunk.
+    """Split a chunk into its planes.
 
     Args:
         chunk: (r,) uint8, r a multiple of `element_size`.
         element_size: 1, 2, 4 or 8.
-        layout: BYTES, or ROTATED for floats: each element is rotated left by one bit first, so that the sign bit, which
-            is noise, leaves the exponent to a plane of its own.
-        out: (r,) uint8 to put them in; None: new memory.
+        layout: BYTES, or ROTATED for floats: each element is first rotated left by one bit, so that the sign bit, which
+            is noise, does not share a plane with the exponent.
+        out: (r,) uint8, filled; None: new memory.
 
     Returns:
         (element_size, r / element_size) uint8; a view of `chunk` for element size 1.
@@ -70,7 +70,7 @@ def split(chunk: Bytes, element_size: int, layout: int = BYTES, out: Bytes | Non
 
 
 def merge(planes: Bytes, out: Bytes, layout: int = BYTES) -> None:
-    """The inverse of `split`: planes (e, n) uint8 into out (e * n,) uint8."""
+    """Merge planes (e, n) uint8 into out (e * n,) uint8: the inverse of `split`."""
     element_size = planes.shape[0]
     if element_size == 1:
         out[:] = planes[0]
@@ -87,7 +87,7 @@ def merge(planes: Bytes, out: Bytes, layout: int = BYTES) -> None:
 
 
 def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
-    """8 to 15 runs of a chunk's elements, as planes (e, m) uint8; all of a short chunk."""
+    """Return 8 to 15 runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])
     runs = elements.size // SAMPLE_RUN
     if runs >= 2 * SAMPLE_RUNS:
@@ -97,21 +97,21 @@ def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a histogram says of every plane."""
+    """Entropy and skew of every plane, from its histogram."""
 
     bits: npt.NDArray[np.float64]  # (e,) order-0 entropy [bits per byte]
     top_share: npt.NDArray[np.float64]  # (e,) share of the most frequent byte
 
 
 def histograms(planes: Bytes) -> npt.NDArray[np.int64]:
-    """Counts of every byte value, (e, 256) int64."""
+    """Count every byte value of each plane, (e, 256) int64."""
     return np.stack([np.bincount(plane, minlength=256) for plane in planes])
 
 
 def statistics(counts: npt.NDArray[np.int64]) -> Statistics:
-    """Entropy and skew of planes from their histograms (e, 256).
+    """Return entropy and skew of planes from their histograms (e, 256).
 
-    A sampled histogram looks less random than its plane; the Miller-Madow term (K-1)/2N takes that back
+    A sampled histogram looks less random than its plane; the Miller-Madow term (K-1)/2N corrects this
     (Miller 1955, "Note on the bias of information estimates").
     """
     total = np.maximum(counts.sum(axis=1), 1)

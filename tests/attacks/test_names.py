@@ -174,8 +174,8 @@ def test_manifests_swapped_between_snapshots():
         ({"version": 2}, r"at 64\+\d+: blob version 2, this snapstore reads 1"),
         ({"transform": 2}, "transform 2, layout 0, which this snapstore does not read; use the release that wrote it"),
         ({"layout": 2}, "transform 0, layout 2, which this snapstore does not read; use the release that wrote it"),
-        ({"codecs": b"\3" + bytes(7)}, r"codec 3 \(unknown\) is not read by this release"),
-        ({"codecs": b"\x45" + bytes(7)}, r"codec 69 \(nvCOMP 5's own format, .*\) is not read"),
+        ({"codecs": b"\3" + bytes(7)}, r"does not read codec 3 \(unknown\)"),
+        ({"codecs": b"\x45" + bytes(7)}, r"does not read codec 69 \(nvCOMP 5's own format, .*\)"),
         ({"magic": b"SNBX"}, "no blob: magic b'SNBX'"),
     ],
 )

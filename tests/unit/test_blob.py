@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, codecs, hashing, planes
+from snapstore.format.codec_choice import NOISE, REPEATS, RUNS, SKEWED, estimate_bytes, estimates, plane_kinds
 from snapstore.format.hashing import checksum
 
 SEED = 0xD1A5ED5EED
@@ -108,7 +109,7 @@ def test_each_kind_of_plane_gets_its_codec():
 def test_the_estimate_is_near_what_is_stored():
     chunk = content("floats", 1024 * 1024)
     statistics = planes.statistics(planes.histograms(planes.sample(chunk, 4, planes.ROTATED)))
-    estimate = blob.estimate_bytes(statistics.bits.tolist(), chunk.size // 4)
+    estimate = estimate_bytes(statistics.bits.tolist(), chunk.size // 4)
     assert len(full(chunk)) == pytest.approx(estimate, rel=0.01)
 
 
@@ -292,21 +293,19 @@ def test_read_headers_of_what_is_too_short():
 def test_estimates_of_many_equal_the_single_ones(drawn):
     bits = np.array([b for b, _, _ in drawn], np.float64).reshape(-1, 8)
     sizes, lengths = (np.array([d[i] for d in drawn], np.int64) for i in (1, 2))
-    found = blob.estimates(bits, sizes.astype(np.uint8), lengths)
-    expected = [blob.estimate_bytes(b[:e], n) for b, e, n in drawn]
+    found = estimates(bits, sizes.astype(np.uint8), lengths)
+    expected = [estimate_bytes(b[:e], n) for b, e, n in drawn]
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_kinds_of_planes():
     bits = np.array([7.95, 7.9, 3.0, 0.1, 0.1, 7.95])
     share = np.array([0.1, 0.1, 0.77, 0.78, 1.0, 0.9])
-    floats = [blob.NOISE, blob.SKEWED, blob.SKEWED, blob.RUNS, blob.RUNS, blob.NOISE]
-    others = [blob.NOISE, *[blob.REPEATS] * 4, blob.NOISE]
-    assert blob.plane_kinds(bits, share, planes.ROTATED).tolist() == floats
-    assert blob.plane_kinds(bits, share, planes.BYTES).tolist() == others
-    both = blob.plane_kinds(
-        np.stack([bits, bits]), np.stack([share, share]), np.array([[planes.ROTATED], [planes.BYTES]])
-    )
+    floats = [NOISE, SKEWED, SKEWED, RUNS, RUNS, NOISE]
+    others = [NOISE, *[REPEATS] * 4, NOISE]
+    assert plane_kinds(bits, share, planes.ROTATED).tolist() == floats
+    assert plane_kinds(bits, share, planes.BYTES).tolist() == others
+    both = plane_kinds(np.stack([bits, bits]), np.stack([share, share]), np.array([[planes.ROTATED], [planes.BYTES]]))
     assert both.tolist() == [floats, others]
 
 

@@ -145,7 +145,7 @@ def test_flipped_bytes_decode_to_the_length_or_not_at_all():
 
 @pytest.mark.parametrize(("codec", "name"), [(3, "unknown"), (63, "unknown"), (69, "nvCOMP 5"), (255, "unknown")])
 def test_unknown_codecs_are_refused_by_name(codec, name):
-    with pytest.raises(FormatError, match=rf"somewhere: codec {codec} \({name}"):
+    with pytest.raises(FormatError, match=rf"^somewhere: .* does not read codec {codec} \({name}"):
         codecs.decoder(codec, "somewhere")
 
 

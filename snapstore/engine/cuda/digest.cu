@@ -1,16 +1,16 @@
 // Seeded XXH3-128, and XXH3-64 without a seed, of many buffers at once, bit-equal to xxHash 0.8 for every length and
 // alignment. Specification: https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md
 //
-// Up to 240 bytes the seed is mixed into the default secret where that is used. Beyond, it makes a secret of its own:
-// every other 64-bit word plus the seed, the others minus it. That is one addition a word, so each thread makes those
-// that it needs, once a buffer, in registers; a table of them would have to be read from memory.
+// Up to 240 bytes, the seed is mixed into the default secret where that is used. Beyond 240 bytes, the seed makes
+// another secret: every other 64-bit word plus the seed, the others minus the seed. That is one addition per word, so
+// each thread computes the words that it needs, once per buffer, in registers; a table of words would have to be read
+// from memory.
 //
-// In the long-input mode the accumulator of a 1 KiB block is a sum over its 16 stripes that does not depend on what
-// came before: only `acc = scramble(acc + block_sum)` is serial. So WORKERS warps sum blocks as fast as memory gives
-// them, a tile of TILE blocks at a time, while one more warp, a lane per accumulator, chains the sums of the tile
-// before.
+// In the long-input mode the accumulator of a 1 KiB block is a sum over its 16 stripes, independent of earlier blocks:
+// only `acc = scramble(acc + block_sum)` is serial. So WORKERS warps sum blocks as fast as memory delivers them, a tile
+// of TILE blocks at a time, while one more warp, a lane per accumulator, chains the sums of the previous tile.
 //
-// One thread block a buffer: grid (n), block (THREADS).
+// One thread block per buffer: grid (n), block (THREADS).
 
 #define WORKERS 16
 #define THREADS (32 * (WORKERS + 1))
@@ -48,15 +48,15 @@ __device__ __forceinline__ u64 read64(const u8* p) {
 __device__ __forceinline__ u64 read32(const u8* p) {
     return (u64)p[0] | (u64)p[1] << 8 | (u64)p[2] << 16 | (u64)p[3] << 24;
 }
-__device__ __forceinline__ u64 custom_word(int word, u64 seed) {  // of the secret that a seed makes
+__device__ __forceinline__ u64 custom_word(int word, u64 seed) {  // a word of the secret that a seed makes
     return SECRET[word] + (word % 2 ? 0 - seed : seed);
 }
-__device__ __forceinline__ u64 custom64(int offset, u64 seed) {  // at any byte of it
+__device__ __forceinline__ u64 custom64(int offset, u64 seed) {  // 64 bits at any byte of it
     int word = offset / 8, bits = offset % 8 * 8;
     u64 low = custom_word(word, seed);
     return bits == 0 ? low : low >> bits | custom_word(word + 1, seed) << (64 - bits);
 }
-__device__ __forceinline__ u64 secret64(int offset) { return custom64(offset, 0); }  // of the default one
+__device__ __forceinline__ u64 secret64(int offset) { return custom64(offset, 0); }  // 64 bits of the default secret
 __device__ __forceinline__ u64 swap64(u64 x) {
     x = (x & 0x00000000FFFFFFFFull) << 32 | x >> 32;
     x = (x & 0x0000FFFF0000FFFFull) << 16 | (x >> 16 & 0x0000FFFF0000FFFFull);
@@ -71,7 +71,7 @@ __device__ __forceinline__ u64 avalanche(u64 h) {
     h *= MX1;
     return h ^ h >> 32;
 }
-__device__ __forceinline__ u64 avalanche64(u64 h) {  // XXH64's
+__device__ __forceinline__ u64 avalanche64(u64 h) {  // as in XXH64
     h ^= h >> 33;
     h *= P64_2;
     h ^= h >> 29;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void sum_block(const u8* block, u64 keys[4], int lane
     }
 }
 
-__device__ __forceinline__ u64 stripe(const u8* in, int lane, u64 secret) {  // what one stripe adds to accumulator `lane`
+__device__ __forceinline__ u64 stripe(const u8* in, int lane, u64 secret) {  // a stripe's share in accumulator `lane`
     u64 keyed = read64(in + 8 * lane) ^ secret;
     return multiply32(keyed, keyed >> 32) + read64(in + 8 * (lane ^ 1));
 }
@@ -209,10 +209,10 @@ __device__ u64 merge_accumulators(const u64* acc, int secret, u64 seed, u64 star
 }
 
 // what: 0 XXH3-128 to out[2i], canonical (big-endian); 1 XXH3-64 to out[i]; 2 XXH3-64 to the 8 bytes before the input
-// (a blob's checksum precedes what it covers). seed: of XXH3-128; 0 for XXH3-64.
+// (a blob's checksum precedes the bytes that it covers). seed: of XXH3-128; 0 for XXH3-64.
 //
-// Three blocks must fit on a multiprocessor, which leaves 32 registers a thread: on an H200, 3,072 chunks of 1 MiB hash
-// at 3,971 GB/s; with the 60 registers that the compiler takes of itself only one fits, and it is 2,354 GB/s.
+// Three blocks must fit on a multiprocessor, which leaves 32 registers per thread: on an H200, 3,072 chunks of 1 MiB
+// hash at 3,971 GB/s. By itself the compiler takes 60 registers; then one block fits, and the rate is 2,354 GB/s.
 extern "C" __global__ void __launch_bounds__(THREADS, 3) digest(const u64* addresses, const u64* lengths, u64* out, u64 what, u64 seed) {
     __shared__ u64 sums[2][TILE][8];
     __shared__ u64 final_acc[8];

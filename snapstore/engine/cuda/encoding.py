@@ -14,6 +14,7 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...format import blob, codecs, delta
+from ...format.codec_choice import NOISE, RUNS, SKEWED, estimates, plane_kinds
 from ..batches import EncodeBatch
 from . import huffman, kernels, nvcomp
 from .graph_capture import beside_captures
@@ -79,17 +80,17 @@ class Encoding:
 
     def _choose(self, found: npt.NDArray[np.float64]) -> tuple[Column, Column]:
         """Return the kind of each plane (n, 8), and which chunks are stored as deltas (n,)."""
-        full, xor = (blob.estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
+        full, xor = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
         is_delta = has_base & delta.pays(xor, full, self.batch.base_chain_bytes)
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
-        kinds = blob.plane_kinds(bits, top_share, self.batch.layouts[:, None])
+        kinds = plane_kinds(bits, top_share, self.batch.layouts[:, None])
         # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time
         saved = self.plane_bytes[:, None] * (1 - bits) / 8
         worthwhile = saved > np.where(is_delta, xor, full)[:, None] * MATCHES_SAVE
-        kinds = np.where((kinds == blob.RUNS) & ~worthwhile, blob.SKEWED, kinds)
+        kinds = np.where((kinds == RUNS) & ~worthwhile, SKEWED, kinds)
         beyond = (np.arange(8) >= self.sizes[:, None]) | (self.plane_bytes[:, None] == 0)
-        return np.where(beyond, blob.NOISE, kinds), is_delta
+        return np.where(beyond, NOISE, kinds), is_delta
 
     def sample(self) -> torch.Tensor:
         """Begin to take entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""

@@ -17,7 +17,7 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
-from ...format import blob
+from ...format.codec_choice import REPEATS, RUNS, SKEWED
 from ...format.pack import Encoded
 from ...state.arrays import Memory
 from ..batches import Chunks, DecodeBatch, EncodeBatch
@@ -57,10 +57,10 @@ READERS = 8
 #: Pinned host memory kept for the next save or restore.
 PINNED_BYTES = 1280 * 1024 * 1024
 
-_PORTABLE = {blob.SKEWED: HUFFMAN, blob.RUNS: DEFLATE_MATCHES, blob.REPEATS: DEFLATE_MATCHES}
+_PORTABLE = {SKEWED: HUFFMAN, RUNS: DEFLATE_MATCHES, REPEATS: DEFLATE_MATCHES}
 #: Used where every stream has memory for it.
-_PORTABLE_WITH_ZSTD = {blob.SKEWED: HUFFMAN, blob.RUNS: ZSTD, blob.REPEATS: ZSTD}
-_ANS = {blob.SKEWED: ANS, blob.RUNS: ANS, blob.REPEATS: ANS}
+_PORTABLE_WITH_ZSTD = {SKEWED: HUFFMAN, RUNS: ZSTD, REPEATS: ZSTD}
+_ANS = {SKEWED: ANS, RUNS: ANS, REPEATS: ANS}
 
 
 class CudaEngine:

@@ -1,7 +1,7 @@
-// Many pieces of memory to their places, at any addresses: compressed blocks into one buffer, tensors into their
-// copies. A piece should not be longer than some tens of KiB, so that all of the device works.
+// Copy many pieces of memory from any address to any address: compressed blocks into one buffer, tensors into their
+// copies. A piece should be a few tens of KiB at most, so that the whole device works.
 //
-// One thread block a piece: grid (n), block (THREADS).
+// One thread block per piece: grid (n), block (THREADS).
 
 #define THREADS 256
 #define UNROLL 4

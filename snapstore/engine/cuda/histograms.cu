@@ -1,7 +1,7 @@
-// Entropy and skew of the byte planes of many chunks, and of their XOR with a base, from a sample: what
-// planes.sample, planes.histograms and planes.statistics say, for a batch.
+// Entropy and skew of the byte planes of many chunks, and of their XOR with a base, from a sample: a batch's
+// planes.sample, planes.histograms and planes.statistics.
 //
-// One thread block a chunk: grid (n), block (THREADS). A base address of 0 means none.
+// One thread block per chunk: grid (n), block (THREADS). A base address of 0 means no base.
 
 #define THREADS 256
 #define RUNS 8
@@ -39,7 +39,7 @@ extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const
     __syncthreads();
 
     const u64 elements = lengths[blockIdx.x] / size, runs = elements / RUN;
-    u64 total = elements, stride = 1;  // all of a short chunk: its elements as one run
+    u64 total = elements, stride = 1;  // a short chunk: all its elements as one run
     if (runs >= 2 * RUNS) {
         stride = runs / RUNS;
         total = (runs + stride - 1) / stride * RUN;
@@ -53,7 +53,7 @@ extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const
     __syncthreads();
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int row = warp; row < 16; row += THREADS / 32) {  // a warp a plane
+    for (int row = warp; row < 16; row += THREADS / 32) {  // a warp per plane
         double bits = 0;
         u32 most = 0, kinds = 0;
         if (row % 8 < size && total && (row < 8 || base)) {

@@ -1,8 +1,9 @@
-// zstd frames of one block (RFC 8878) without sequences back to bytes: Huffman-coded literals in four streams with sizes of
-// 18 bits, raw or RLE. huffman_encode.cu writes no others, and zstd's own encoder hardly any others for noise with a skew.
+// Decode zstd frames of one block (RFC 8878) without sequences: Huffman-coded literals in four streams with sizes of 18
+// bits, raw, or RLE. huffman_encode.cu writes no other frames, and zstd's encoder hardly any others for skewed noise.
 //
-// One thread block a frame: grid (n), block (THREADS). Reads nothing beyond a frame and writes nothing beyond its room,
-// whatever its bytes say; a frame that is none of these leaves its room as it was, or half written: the caller compares digests.
+// One thread block per frame: grid (n), block (THREADS). Whatever a frame's bytes say, it reads nothing beyond the
+// frame and writes nothing beyond its room. Any other frame leaves its room unchanged or half written: the caller
+// compares digests.
 
 #define THREADS 32
 #define STREAMS 4
@@ -27,7 +28,7 @@ struct Table {
 };
 enum { BAD, RAW, RLE, HUFFMAN };
 
-// Bits least significant first; what lies beyond the end reads as 0.
+// Bits, least significant first; bits beyond the end are 0.
 __device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
     u32 value = 0;
     for (u32 i = bit / 8, k = 0; k < 4; i++, k++)
@@ -42,7 +43,7 @@ __device__ u32 read_back(const u8* p, u32 bytes, int& at, int count) {
     return at + count > 0 ? peek(p, bytes, 0, at + count) << -at : 0;
 }
 
-// The table of an FSE description; its bytes, 0 if it is none. Sets the accuracy.
+// Read the table of an FSE description and set the accuracy; return its length in bytes, 0 if it is invalid.
 __device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
     log = (int)peek(p, bytes, 0, 4) + 5;
     if (log > 6) return 0;
@@ -96,7 +97,7 @@ __device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
     return (bit + 7) / 8;
 }
 
-// Weights in two interleaved FSE streams (4.2.1.2); how many, 0 if they are none.
+// Read weights in two interleaved FSE streams (4.2.1.2); return how many, 0 if they are invalid.
 __device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
     int log;
     const u32 head = fse_table(table, p, bytes, log);
@@ -120,7 +121,7 @@ __device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
     return 0;
 }
 
-// By one thread: what the frame is, and of Huffman-coded literals the weights and where the streams lie.
+// Find, in one thread, the kind of the frame, and for Huffman-coded literals the weights and the streams.
 __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     const u32 content = n < 256 ? 1 : 2, at = 8 + content;
     if (size < at + 1 || get_le(p, 4) != 0xFD2FB528u || p[4] != (content == 1 ? 0x20 : 0x60)) return BAD;
@@ -174,13 +175,13 @@ __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     return HUFFMAN;
 }
 
-// Bits of a stream from its end on.
+// Bits of a stream, read from its end.
 struct BitReader {
     const u8* bytes;
     u32 left;   // unread bytes
-    u32 ahead;  // the aligned word before them, on its way while the ones behind are used
-    u64 held;   // what was read, from the top; below it is 0
-    int have;   // how many bits of it are left; below 0 if more was taken than there was
+    u32 ahead;  // the aligned word before them, loaded while later bytes are used
+    u64 held;   // bits read, from the top; the rest is 0
+    int have;   // how many of its bits are left; negative if more were taken than there were
 
     __device__ __forceinline__ BitReader(const u8* p, u32 count) : bytes(p), left(count - 1), ahead(0) {
         have = (int)high_bit(p[left]);  // below the bit that marks the end
@@ -194,7 +195,7 @@ struct BitReader {
     __device__ __forceinline__ void by_bytes(u32 count) {
         for (; count && left; count--, have += 8) held |= (u64)bytes[--left] << (56 - have);
     }
-    // Enough for two codes, while there is.
+    // Load enough for two codes, while bytes are left.
     __device__ __forceinline__ void refill() {
         if (have >= 2 * MAX_BITS) return;
         if (left >= 4) {
@@ -214,7 +215,7 @@ struct BitReader {
     }
 };
 
-// One stream, `bytes` from p on, into (n,) out.
+// Decode one stream, `bytes` from p on, into (n,) out.
 __device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u32 bytes, u8* out, u32 n) {
     if (!p[bytes - 1]) return;
     const u32 shift = 64 - table.max_bits;
@@ -239,7 +240,7 @@ __device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u
     }
 }
 
-// sizes: of the frames; lengths: of what they hold.
+// sizes: of the frames; lengths: of their plain bytes.
 extern "C" __global__ void huffman_decode(const u64* sources, const u64* sizes, const u64* destinations,
                                           const u64* lengths) {
     __shared__ Table table;

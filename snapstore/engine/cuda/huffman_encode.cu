@@ -1,8 +1,8 @@
-// Blocks of bytes to zstd frames (RFC 8878) whose one block is Huffman-coded literals in four streams, no sequences: what
-// any zstd decoder reads. A block that does not shrink becomes a raw one, a block of one value an RLE one.
+// Encode blocks of bytes as zstd frames (RFC 8878) of one block: Huffman-coded literals in four streams, no sequences.
+// Any zstd decoder reads them. A block that does not shrink becomes a raw one, a block of one value an RLE one.
 //
-// One thread block a frame: grid (n), block (THREADS). Rooms are aligned to 4 bytes and at least length + 16 long.
-// Lengths are 1 to 65,791, what a content size of two bytes says.
+// One thread block per frame: grid (n), block (THREADS). Rooms are aligned to 4 bytes and at least length + 16 long.
+// Lengths are 1 to 65,791, the range of a content size of two bytes.
 
 #define THREADS 256
 #define STREAMS 4
@@ -10,9 +10,9 @@
 #define MAX_BITS 11
 #define MIN_LENGTH 64     // shorter blocks stay raw
 #define WEIGHTS 12        // 0 to MAX_BITS
-#define TREE_BYTES 160    // 1 + 127 at most are used
+#define TREE_BYTES 160    // at most 1 + 127 are used
 
-// Bits, least significant first, into bytes of one thread's own.
+// Write bits, least significant first, into bytes of one thread.
 struct BitWriter {
     u8* out;
     u32 count, fill;
@@ -44,8 +44,8 @@ struct Tree {
     unsigned short states[64];
 };
 
-// Lengths of optimal codes for `n` ascending counts, in place (Moffat and Katajainen 1995), none above MAX_BITS: longer
-// ones are cut, and what that overspends is paid by lengthening the longest of the others.
+// Compute lengths of optimal codes for `n` ascending counts, in place (Moffat and Katajainen 1995), none above
+// MAX_BITS: longer codes are cut, and the longest of the others are lengthened until all codes fit.
 __device__ void code_lengths(Tree& tree, int n) {
     u32* a = tree.sorted;
     a[0] += a[1];
@@ -96,7 +96,8 @@ __device__ __forceinline__ u32 weight_of(const Tree& tree, int symbol) {
     return tree.bits[symbol] ? tree.max_bits + 1 - tree.bits[symbol] : 0;
 }
 
-// Shares of the weights of symbols 0 to n - 1 in a table of 1 << log states, each that comes at least one; how many come.
+// Set the shares of the weights of symbols 0 to n - 1 in a table of 1 << log states, at least 1 for each weight that
+// occurs; return how many weights occur.
 __device__ int weight_shares(Tree& tree, int n, int log) {
     int left = 1 << log, most = 0, kinds = 0;
     for (int w = 0; w < WEIGHTS; w++) tree.next[w] = 0;
@@ -111,14 +112,14 @@ __device__ int weight_shares(Tree& tree, int n, int log) {
         left -= share;
         if (share > tree.shares[most]) most = w;
     }
-    tree.shares[most] += left;  // at most a few: rounding, and the ones that were raised
+    tree.shares[most] += left;  // at most a few, from rounding and from shares raised to 1
     return tree.shares[most] > 0 ? kinds : 0;
 }
 
-// The weights of symbols 0 to n - 1 as two interleaved FSE streams (4.2.1.2), or as nibbles (4.2.1.1); the bytes are 0 if
-// neither can say them.
+// Write the weights of symbols 0 to n - 1 as two interleaved FSE streams (4.2.1.2), or as nibbles (4.2.1.1); return the
+// bytes written, 0 if neither form fits.
 __device__ void describe(Tree& tree) {
-    const int n = tree.last;  // the last one's weight follows from the others
+    const int n = tree.last;  // the weight of the last symbol follows from the others
     const int log = n >= 64 ? 6 : 5, size = 1 << log;
     tree.description_bytes = 0;
     if (n > 2 && weight_shares(tree, n, log) > 1) {
@@ -195,7 +196,7 @@ __device__ __forceinline__ void put_le(u8* out, u64 value, int count) {
     for (int i = 0; i < count; i++) out[i] = (u8)(value >> (8 * i));
 }
 
-// Magic, descriptor, content size, header of the only block; its length.
+// Write magic, descriptor, content size and the header of the only block; return their length.
 __device__ u32 frame_header(u8* out, u32 length, u32 type, u32 block_bytes) {
     const u32 content = length < 256 ? 1 : 2;
     put_le(out, 0xFD2FB528u, 4);
@@ -208,7 +209,7 @@ __device__ u32 frame_header(u8* out, u32 length, u32 type, u32 block_bytes) {
 // sizes: of every frame.
 extern "C" __global__ void huffman_encode(const u64* sources, const u64* destinations, const u64* lengths,
                                           u32* sizes) {
-    __shared__ u32 histogram[256 * 32];  // a column a lane: no two lanes of a warp ever count in the same bank
+    __shared__ u32 histogram[256 * 32];  // a column per lane: no two lanes of a warp count in the same bank
     __shared__ u32 counts[256];
     __shared__ u32 bits_of[THREADS];
     __shared__ u32 stream_bytes[STREAMS];
@@ -229,7 +230,7 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
     }
     if (t == 0) tree.present = 0;
     __syncthreads();
-    u32 own = 0;  // of symbol t
+    u32 own = 0;  // count of symbol t
     for (u32 i = 0; i < 32; i++) own += histogram[t * 32 + (i + t) % 32];
     counts[t] = own;
     tree.bits[t] = 0;
@@ -272,7 +273,7 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
         }
         if (t == 0) describe(tree);
         __syncthreads();
-        // how many bits every thread will write
+        // count the bits that each thread will write
         const u32 stream_end = (stream + 1) * share < n ? (stream + 1) * share : n;
         const u32 span = ((share + PER_STREAM - 1) / PER_STREAM + 15) / 16 * 16;
         begin = stream * share + t % PER_STREAM * span;
@@ -291,7 +292,7 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
         __syncthreads();
         // a stream is read from its end: its last symbols come first
         for (u32 i = t + 1; i < (stream + 1) * PER_STREAM; i++) before += bits_of[i];
-        if (t % PER_STREAM == 0) stream_bytes[stream] = (before + bits) / 8 + 1;  // and the bit that marks the end
+        if (t % PER_STREAM == 0) stream_bytes[stream] = (before + bits) / 8 + 1;  // with the bit that marks the end
         __syncthreads();
         at = n < 256 ? 9 : 10;
         streams_at = at + 5 + tree.description_bytes + 6;
@@ -323,7 +324,7 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
     u32 bit = 8 * streams_at + before;
     for (u32 i = 0; i < stream; i++) bit += 8 * stream_bytes[i];
     u32 word = bit / 32, fill = bit % 32;
-    bool shared = fill > 0;  // with whoever writes the bits before
+    bool shared = fill > 0;  // with the thread that writes the bits before
     u64 held = 0;
     for (u32 i = begin + (end - begin + 15) / 16 * 16; i > begin;) {
         i -= 16;

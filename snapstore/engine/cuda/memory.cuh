@@ -1,10 +1,10 @@
-// Loads and stores of 16 bytes at any address. Included in front of every kernel.
+// Loads and stores of 16 bytes at any address. It precedes the source of every kernel.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// 16 bytes from any address, through whole aligned words: a word that holds a wanted byte is never out of bounds.
+// Load 16 bytes from any address, in whole aligned words: a word that contains a requested byte is never out of bounds.
 __device__ __forceinline__ uint4 load16(const u8* p) {
     u64 address = (u64)p;
     if ((address & 15) == 0) return *(const uint4*)p;
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint4 load16(const u8* p) {
                       __funnelshift_r(d, e, shift));
 }
 
-// count (1 to 16) bytes from any address, the rest zero.
+// Load count (1 to 16) bytes from any address; the rest is zero.
 __device__ __forceinline__ uint4 load_tail(const u8* p, int count) {
     u32 word[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint4 load_upto16(const u8* p, u64 left) {
     return left >= 16 ? load16(p) : load_tail(p, (int)left);
 }
 
-// The first count (1 to 16) bytes of a value to any address.
+// Store the first count (1 to 16) bytes of a value at any address.
 __device__ __forceinline__ void store_upto16(u8* p, uint4 value, u64 count) {
     if (count >= 16 && ((u64)p & 15) == 0) {
         *(uint4*)p = value;

@@ -1,5 +1,5 @@
-// Chains of byte planes into chunks: the planes of all blobs of a chain are XORed, merged once, and XORed with a plain
-// base where there is one. The inverse of split.cu.
+// Merge chains of byte planes into chunks: XOR the planes of all blobs of a chain, merge them once, and XOR the result
+// with a plain base if there is one. The inverse of split.cu.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes of the chunk. Planes may lie at any
 // address (raw ones lie inside a blob's payload).
@@ -8,7 +8,7 @@
 #define UNROLL 2
 #define TILE (16 * THREADS * UNROLL)
 
-// count (1 to 8) bytes of a plane from any address, `left` of them there.
+// Load count (1 to 8) bytes of a plane from any address; `left` bytes are there.
 template <int COUNT>
 __device__ __forceinline__ u64 load_plane(const u8* p, u64 left) {
     if (left >= COUNT) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ u64 load_plane(const u8* p, u64 left) {
     return value;
 }
 
-// 16 bytes of elements from 16 / SIZE bytes of each plane.
+// Merge 16 / SIZE bytes of each plane into 16 bytes of elements.
 template <int SIZE>
 __device__ __forceinline__ uint4 join(const u64* part);
 template <>
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint4 join<8>(const u64* part) {
 }
 
 template <int SIZE>
-__device__ __forceinline__ uint4 unrotate(uint4 v);  // every element right by one bit
+__device__ __forceinline__ uint4 unrotate(uint4 v);  // rotate every element right by one bit
 template <>
 __device__ __forceinline__ uint4 unrotate<2>(uint4 v) {
 #define UNROTATE2(x) (((x) >> 1 & 0x7FFF7FFFu) | ((x) << 15 & 0x80008000u))
@@ -112,7 +112,8 @@ __device__ void merge_tile(const u64* planes, u64 blobs, const u8* base, u8* out
     }
 }
 
-// planes: (refs, 8) addresses; a chunk has the rows firsts[i] to firsts[i + 1]. bases: plain bytes, 0 for none.
+// planes: (refs, 8) addresses; a chunk has the rows firsts[i] to firsts[i + 1]. bases: addresses of plain bytes,
+// 0 for none.
 extern "C" __global__ void merge(const u64* planes, const u64* firsts, const u64* bases, const u64* outs,
                                  const u64* lengths, const u8* element_sizes, const u8* layouts) {
     const u64 i = blockIdx.y, bytes = lengths[i];

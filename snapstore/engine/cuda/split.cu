@@ -1,7 +1,7 @@
-// Chunks, or their XOR with a base, into byte planes: state and base are read once, planes written once.
+// Split chunks, or their XOR with a base, into byte planes: state and base are read once, planes written once.
 //
-// grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes. Every thread takes 16 bytes of elements
-// at a time and gives each plane its 16 / size bytes, so that a warp reads and writes whole lines.
+// grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes. Each thread takes 16 bytes of elements
+// at a time and writes 16 / size bytes of each plane, so that a warp reads and writes whole lines.
 
 #define THREADS 256
 #define UNROLL 4
@@ -11,7 +11,7 @@ __device__ __forceinline__ u64 lower(uint4 v) { return (u64)v.y << 32 | v.x; }
 __device__ __forceinline__ u64 upper(uint4 v) { return (u64)v.w << 32 | v.z; }
 
 template <int SIZE>
-__device__ __forceinline__ uint4 rotate(uint4 v);  // every element left by one bit
+__device__ __forceinline__ uint4 rotate(uint4 v);  // rotate every element left by one bit
 template <>
 __device__ __forceinline__ uint4 rotate<1>(uint4 v) {
     return v;
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint4 rotate<8>(uint4 v) {
     return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
 
-// The planes of 16 bytes, `at` elements from their beginnings.
+// Write the planes of 16 bytes, `at` elements from the start of each plane.
 template <int SIZE>
 __device__ __forceinline__ void put(uint4 v, u8* planes, u64 stride, u64 at);
 template <>
@@ -79,7 +79,7 @@ __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 byte
         if (at >= bytes) break;
         if (base) state[i] = xor16(state[i], prior[i]);
         if (layout) state[i] = rotate<SIZE>(state[i]);
-        put<SIZE>(state[i], planes, stride, at / SIZE);  // a plane has room for 16 bytes more than it needs
+        put<SIZE>(state[i], planes, stride, at / SIZE);  // a plane has memory for 16 more bytes than it needs
     }
 }
 

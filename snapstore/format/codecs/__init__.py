@@ -1,7 +1,7 @@
-"""Codecs: blocks of a plane to stored bytes and back; every function takes a whole plane, a batch of blocks.
+"""Codecs: the blocks of a plane to stored bytes and back; every function takes a whole plane.
 
-Codec ids and streams are those of docs/format.md, "Blob". Encoders may run in any thread; each call makes its own
-compression context or takes its thread's own.
+docs/format.md, "Blob", defines codec ids and streams. Encoders may run in any thread: a compression context belongs to
+one call or to one thread. Read zstd.py first: most planes go through it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decoder(Protocol):
     """Decodes the blocks of one plane."""
 
     def __call__(self, blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-        """Fill `out` (n,) uint8 from its blocks; IntegrityError when a block gives other than its length."""
+        """Fill `out` (n,) uint8 from its blocks; IntegrityError if a block does not decode to its length."""
         ...
 
 
@@ -33,12 +33,12 @@ _DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS
 
 
 def decoder(codec: int, where: str) -> Decoder:
-    """The decoder of a codec id; UnknownFormatError for one that this release does not know."""
+    """Return the decoder of a codec id; UnknownFormatError for an id that this release does not know."""
     try:
         return _DECODERS[codec]
     except KeyError:
         hint = "unknown"
         if 64 <= codec < 128:
-            hint = f"nvCOMP {codec - 64}'s own format, which nvCOMP {codec - 64} alone reads: use the release of "
+            hint = f"nvCOMP {codec - 64}'s own format, which only nvCOMP {codec - 64} reads: use the release of "
             hint += "snapstore that wrote it, and 'snapstore recode' there"
-        raise UnknownFormatError(f"{where}: codec {codec} ({hint}) is not read by this release of snapstore") from None
+        raise UnknownFormatError(f"{where}: this release of snapstore does not read codec {codec} ({hint})") from None

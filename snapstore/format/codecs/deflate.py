@@ -1,6 +1,6 @@
 """Raw deflate (RFC 1951): Huffman codes and runs of one byte, no search for other matches.
 
-For planes that are mostly one value: there zlib's Z_RLE beats zstd on 64 KiB blocks (docs/design/cpu-engine.md).
+It codes planes of mostly one value: on their 64 KiB blocks, zlib's Z_RLE beats zstd (docs/design/cpu-engine.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ID = 2
 
 
 def encode_runs(plane: Bytes, block_bytes: int) -> list[bytes]:
-    """Blocks of a plane that is mostly one value."""
+    """Return the stored blocks of a plane of mostly one value."""
     blocks = []
     for i in range(0, plane.size, block_bytes):
         stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
@@ -26,7 +26,11 @@ def encode_runs(plane: Bytes, block_bytes: int) -> list[bytes]:
 
 
 def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-    """Fill `out`; a stream never gets more room than its block has."""
+    """Fill `out` from its blocks; no stream can write beyond its block.
+
+    Raises:
+        IntegrityError: a block does not decode to its length.
+    """
     for i, block in enumerate(blocks):
         part = out[i * block_bytes : (i + 1) * block_bytes]
         stream = zlib.decompressobj(-15)
@@ -35,5 +39,5 @@ def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
         except zlib.error as error:
             raise IntegrityError(f"deflate block {i}: {error}") from error
         if len(plain) != part.size or not stream.eof or stream.unused_data:
-            raise IntegrityError(f"deflate block {i}: gives {len(plain)} bytes, expected {part.size}")
+            raise IntegrityError(f"deflate block {i}: decodes to {len(plain)} bytes, expected {part.size}")
         part[:] = np.frombuffer(plain, np.uint8)

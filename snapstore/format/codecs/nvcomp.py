@@ -1,8 +1,8 @@
-"""nvCOMP's ANS, for readers in host memory: its blocks go to a GPU and come back. No CPU reads them.
+"""nvCOMP's ANS, for readers in host memory: a GPU decodes the blocks, no CPU can.
 
-nvCOMP does not promise its streams beyond a major release (its header says so of 6.0), hence the id: 64 + the major.
-Engines of devices decode whole batches themselves (engine/cuda/engine.py); this serves check, diff and restores into
-host memory, one plane at a time. The decoder itself comes from the engine registry: the format knows no engine.
+nvCOMP promises to read its streams only within a major release (the header of 6.0 says so), hence the id: 64 + the
+major. CUDA engines decode whole batches themselves (engine/cuda/engine.py); this module serves check, diff and restores
+into host memory, one plane at a time. engine/registry.py sets the decoder: the format knows no engine.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _find: Callable[[], BlockDecoder] | None = None
 
 
 def decode_with(find: Callable[[], BlockDecoder]) -> None:
-    """Set how the decoder is found; `find` raises CapabilityError or ImportError where there is none."""
+    """Set the function that finds the decoder; it raises CapabilityError or ImportError where there is none."""
     global _find
     _find = find
 
 
 def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-    """Fill `out`.
+    """Fill `out` from its blocks.
 
     Raises:
-        CapabilityError: no GPU here, or no nvCOMP of this major.
-        IntegrityError: a block gives other than its length.
+        CapabilityError: there is no GPU here, or no nvCOMP of this major.
+        IntegrityError: a block does not decode to its length.
     """
     try:
         if _find is None:

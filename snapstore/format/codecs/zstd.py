@@ -1,9 +1,8 @@
-"""zstd (RFC 8878): one single-segment frame a block, with its content size, no dictionary, no checksum.
+"""zstd (RFC 8878): one single-segment frame per block, with its content size, no dictionary, no checksum.
 
-Two encoders. `encode_entropy` is for noise with a skew: min_match 7 over a 64-entry hash table finds next to no
-match, so the frame is Huffman-coded literals. It runs at 1 GB/s a core and within 0.2 % of the size that zlib's
-Huffman-only mode reaches at 0.2 GB/s, and decodes five times as fast (docs/design/cpu-engine.md). `encode_matches`
-is for planes with repeats.
+`encode_entropy` codes skewed noise: min_match 7 over a 64-entry hash table finds next to no match, so the frame is
+Huffman-coded literals. It runs at 1 GB/s per core, within 0.2 % of the size that zlib's Huffman-only mode reaches at
+0.2 GB/s, and decodes five times as fast (docs/design/cpu-engine.md). `encode_matches` codes planes with repeats.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MATCHES = zstandard.ZstdCompressionParameters(
 
 
 class _Local(threading.local):
-    """A context belongs to one thread at a time; making one costs more than compressing a block."""
+    """Contexts of one thread; to create one costs more than to compress a block."""
 
     def __init__(self) -> None:
         self.entropy = zstandard.ZstdCompressor(compression_params=_ENTROPY)
@@ -42,17 +41,21 @@ _local = _Local()
 
 
 def encode_entropy(plane: Bytes, block_bytes: int) -> list[bytes]:
-    """Blocks of a plane that is noise with a skew."""
+    """Return the stored blocks of a skewed noise plane."""
     return [_local.entropy.compress(plane[i : i + block_bytes].data) for i in range(0, plane.size, block_bytes)]
 
 
 def encode_matches(plane: Bytes, block_bytes: int) -> list[bytes]:
-    """Blocks of a plane with repeats."""
+    """Return the stored blocks of a plane with repeats."""
     return [_local.matches.compress(plane[i : i + block_bytes].data) for i in range(0, plane.size, block_bytes)]
 
 
 def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-    """Fill `out`; a frame's own content size is checked first, since the decoder would allocate it unasked."""
+    """Fill `out` from its blocks. It checks a frame's content size first: the decoder allocates that much.
+
+    Raises:
+        IntegrityError: a block does not decode to its length.
+    """
     for i, block in enumerate(blocks):
         part = out[i * block_bytes : (i + 1) * block_bytes]
         try:
@@ -67,16 +70,16 @@ def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
 
 def is_literals(
     stored: Bytes, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:  # fmt: skip
-    """Which frames are one block without sequences, by their headers: raw, RLE, or Huffman-coded in four streams.
+) -> npt.NDArray[np.bool_]:
+    """Return which frames are one block without sequences, by their headers: raw, RLE, or Huffman in four streams.
 
     Args:
         offsets, sizes: (n,) of the frames in `stored`.
-        lengths: (n,) bytes that each should hold.
+        lengths: (n,) plain bytes that each frame should hold.
     """
     at = np.minimum(offsets[:, None] + np.arange(_HEADER_BYTES), max(stored.size - 1, 0))
     head = stored[at].astype(np.int64)
-    short = lengths < 256  # then the content size has one byte, and all behind it lies one nearer
+    short = lengths < 256  # then the content size has one byte, and all behind it starts a byte earlier
     block = np.where(short[:, None], head[:, 6:14], head[:, 7:15])
     header = block[:, 0] | block[:, 1] << 8 | block[:, 2] << 16
     kind, block_bytes = header >> 1 & 3, header >> 3

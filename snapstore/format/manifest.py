@@ -19,7 +19,7 @@ import zstandard
 
 from ..arrays import Bytes
 from ..errors import FormatError, IntegrityError, NotFoundError, UnknownFormatError
-from ..state.tree import unpack_nodes
+from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .hashing import checksum

@@ -18,7 +18,8 @@ import msgspec
 import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from ..state.tree import decode_plain, encode_plain, unpack_nodes
+from ..state.tree_decode import decode_plain, unpack_nodes
+from ..state.tree_encode import encode_plain
 from .keys import NAME, manifest_key, pack_key, record_key, sha256_names
 
 VERSION = "0.1.0"

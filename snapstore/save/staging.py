@@ -21,8 +21,9 @@ import numpy as np
 from ..arrays import Bytes
 from ..engine.registry import Engines
 from ..errors import InvalidInputError
-from ..state.arrays import Held, Memory
+from ..state.arrays import Memory
 from ..state.flatten import Part
+from ..state.held import Held
 
 if TYPE_CHECKING:
     from ..engine.cuda.staging import DeviceStaging

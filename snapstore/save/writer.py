@@ -28,8 +28,9 @@ from ..format.manifest import Box, ChunkTable, TensorEntry
 from ..format.pack import DEFAULT_PACK_BYTES, Encoded
 from ..format.records import ManifestRef
 from ..protocol.session import Session
-from ..state.arrays import Memory, as_bytes, changed
+from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part
+from ..state.held import changed
 from ..state.tensors import TensorSpec
 from ..storage.base import ObjectStore
 from .bases import Base, Bases

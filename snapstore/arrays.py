@@ -1,4 +1,7 @@
-"""arrays."""
+"""Types of NumPy arrays that many modules share.
+
+`Bytes` is (n,) uint8. `Column` is (n,) of any dtype: one field of many chunks or blobs, of which several form a table.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,4 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
-
-
 Column = npt.NDArray[Any]

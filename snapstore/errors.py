@@ -1,28 +1,28 @@
-"""Every error snapstore raises, sorted by what a handler would do.
+"""The errors of snapstore, grouped by how a caller would handle them.
 
-SnapstoreError                    anything below; the message names the thing, says expected and got, and what to do
-├── NotFoundError (KeyError)      a snapshot, run, tag or object that is not there
-├── AlreadyExistsError            a create-only object or a repository that is there already
+SnapstoreError                    all errors below; a message says which thing, expected and got, and what to do
+├── NotFoundError (KeyError)      a snapshot, run, tag or object is missing
+├── AlreadyExistsError            a create-only object or a repository exists already
 ├── ConflictError                 another writer won: the save was fenced, or a revision was taken; try again
-├── InvalidInputError (ValueError)  an argument, name, policy or target that cannot be used; nothing was written
-│   └── UnsupportedLeafError      a value in the state that has no stored form, named by its path
+├── InvalidInputError (ValueError)  an argument, name, policy or target cannot be used; nothing was written
+│   └── UnsupportedLeafError      a value in the state has no stored form; the error says its path
 ├── StorageError                  the store failed: unreachable, refused, read-only; nothing was committed
-│   └── StorageFullError          no space or quota left; what is committed stays
-├── FormatError                   bytes that are not of this format, or of a version this release does not read
-├── IntegrityError                bytes of this format that are damaged or missing; see `snapstore check`
-└── CapabilityError               something this machine, store or installation cannot do
+│   └── StorageFullError          no space or quota is left; committed snapshots stay
+├── FormatError                   bytes are not of this format, or of a version that this release does not read
+├── IntegrityError                bytes of this format are damaged or missing; see `snapstore check`
+└── CapabilityError               this machine, store or installation lacks a capability
     └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
 
 
 class SnapstoreError(Exception):
-    """Base of every error that snapstore raises on purpose."""
+    """The base of every error that snapstore raises on purpose."""
 
 
 class NotFoundError(SnapstoreError, KeyError):
-    """A reference, run, tag or object names nothing that exists."""
+    """A snapshot, run, tag or object does not exist."""
 
-    def __str__(self) -> str:  # KeyError's own str() is a repr: quotes and escapes in the user's face
+    def __str__(self) -> str:  # KeyError's own str() is a repr, with quotes and escapes
         return Exception.__str__(self)
 
 
@@ -51,7 +51,7 @@ class StorageFullError(StorageError):
 
 
 class FormatError(SnapstoreError):
-    """Bytes are not of this format or of an unknown version of it."""
+    """Bytes are not of this format, or of an unknown version of it."""
 
 
 class IntegrityError(SnapstoreError):
@@ -59,12 +59,12 @@ class IntegrityError(SnapstoreError):
 
 
 class CapabilityError(SnapstoreError):
-    """This machine, store or installation lacks what was asked for."""
+    """This machine, store or installation lacks a capability that the call needs."""
 
 
 class UnknownFormatError(FormatError, CapabilityError):
-    """Bytes are as they were written, and this release does not know how: no damage, whatever else is in DAMAGE."""
+    """Intact bytes of a format that this release does not know; not damage, although DAMAGE includes FormatError."""
 
 
-#: What reading a damaged repository raises.
+#: The errors of reading a damaged repository.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)

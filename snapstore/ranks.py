@@ -1,7 +1,7 @@
-"""Ranks of one job, as torch.distributed runs them: no two of them save one run without a word.
+"""Ranks of one job under torch.distributed: refuse that two of them save the same run.
 
-In: the run that is to be saved, and whether the caller knows of the ranks. Out: nothing, or an error that says how to
-go on. torch.distributed is looked at only where the program has imported it.
+In: the run to save, and whether the caller takes care of ranks. Out: nothing, or an error that says what to do.
+torch.distributed is used only if the program has imported it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _UNTIL_THEN = (
 def check(run: str, ranks: bool | None) -> None:
     """Refuse to save a run from one of several ranks.
 
-    A launcher (torchrun) that has set WORLD_SIZE is only warned of, once: child processes inherit it as well, and
-    programs that never form a group save what is theirs alone.
+    If only a launcher (torchrun) has set WORLD_SIZE, log one warning: child processes inherit the variable, and
+    programs that never form a group save only their own state.
 
     Args:
-        ranks: False: the caller sees to it that no two ranks save the same run. None: nothing is known.
+        ranks: False: the caller makes sure that no two ranks save the same run. None: unknown.
 
     Raises:
         InvalidInputError: torch.distributed is initialised with more than one rank, or `ranks` is True.

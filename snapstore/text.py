@@ -1,31 +1,34 @@
-"""text."""
+"""Text: words that errors and reports share.
+
+In: counts, names, sizes and errors. Out: the same wording for them everywhere. Pure functions.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-_LOOK_CLOSER = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
+_HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
 
 def strip_hint(error: object) -> str:
-    """What an error says, but not that one should look closer: for the reports of those who just do."""
-    return _LOOK_CLOSER.sub("", str(error))
+    """Return an error's message without its "run 'snapstore check'" hint, for reports of check and repair."""
+    return _HINT.sub("", str(error))
 
 
 def counted(count: int, thing: str) -> str:
-    """So many of a thing, whose plural ends in s."""
+    """Return a count with its noun: 1 pack, 3 packs. The plural must end in s."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
-    """The first few names of a list, and how many more there are."""
+    """Return the first names of a list, and how many more there are: a, b and 3 more."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def human_bytes(count: float) -> str:
-    """`count` bytes in the largest unit that keeps it above one: 999B, 3.2GB."""
+    """Return `count` bytes in the largest unit in which it is at least one: 999B, 3.2GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"

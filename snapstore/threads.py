@@ -1,8 +1,8 @@
-"""Threads: a pool of them, and results on their way from it.
+"""Thread pools that survive a fork and the interpreter's exit, and results that arrive from them.
 
-A thread of ours must not be the first to import a module: a process that is forked meanwhile (a DataLoader's worker)
-has the module locked for ever, and hangs when it imports the same. So what the libraries that run in threads import at
-first use is imported here, and whoever starts a thread has imported what that runs.
+A thread of ours must never be the first to import a module. If a process forks at that moment (a DataLoader starts a
+worker), the module stays locked in the child, which hangs when it imports the same module. So this module imports
+whatever the libraries in our threads import at first use, and code that starts a thread imports what the thread runs.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ R = TypeVar("R")
 
 
 class Pending(Generic[R]):
-    """Results on their way from threads."""
+    """Results that threads are still computing."""
 
     def __init__(self, result: AsyncResult[list[R]]) -> None:
         self._result = result
 
     def __call__(self) -> list[R]:
-        """Wait for them, in order; raises what the first failure raised."""
+        """Wait, and return the results in order; raises the first failure's exception."""
         return self._result.get()
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether they are there, within some time."""
+        """Wait up to `timeout_s` and return whether all results are there."""
         self._result.wait(timeout_s)
         return self._result.ready()
 
 
 class Threads:
-    """A pool of threads, made at first use and again after a fork.
+    """A pool of threads, started at first use and again after a fork.
 
-    Threads of a `multiprocessing.pool.ThreadPool` are daemons: a save that runs while the interpreter exits still
-    finds them, where concurrent.futures refuses work from that moment on.
+    The threads of a `multiprocessing.pool.ThreadPool` are daemons, so a save that runs while the interpreter exits can
+    still use them. concurrent.futures refuses work from that moment on.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPool | None = None
-        self._members: set[int] = set()  # identities of its threads
+        self._members: set[int] = set()  # identifiers of its threads
         self._pid = 0
         self._lock = threading.Lock()
 
     def start(self, function: Callable[[T], R], items: Sequence[T]) -> Pending[R]:
-        """Begin `function` of every item; the call it returns waits for the results, in order."""
+        """Start `function` for every item; calling the returned object waits for the results, in order."""
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
                 self._members = members = set()
@@ -69,11 +69,11 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """End the threads once they are idle, and wait for that.
+        """Wait until the threads are idle, and end them.
 
-        The garbage collector may call this in any thread. One of the pool's own cannot wait for itself.
+        The garbage collector may call this in any thread; a thread of the pool itself does not wait.
         """
-        if self._pid != os.getpid():  # before the lock: a fork may have left it held
+        if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:
             if self._pool is not None:

@@ -94,7 +94,7 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
     """Raise FormatError unless the manifests are those of one whole state."""
     from ..restore.pipeline import spec_of
     from ..state.tensors import StoredPart
-    from ..state.tree import decode
+    from ..state.tree_decode import decode
 
     decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 

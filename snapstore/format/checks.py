@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import InvalidInputError
-from ..state.tree import encode_plain
+from ..state.tree_encode import encode_plain
 from .keys import NAME
 from .records import MAX_FIELD_BYTES, MAX_STEP
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ..errors import FormatError, IntegrityError, NotFoundError
-from ..state.tree import unpack_nodes
+from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from . import layout
 from .chunk_table import ChunkTable

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from ..state.tree import decode_plain, unpack_nodes
+from ..state.tree_decode import decode_plain, unpack_nodes
 from .keys import manifest_key, pack_key, record_key, sha256_names
 
 VERSION = "0.1.0"

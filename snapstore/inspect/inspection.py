@@ -30,7 +30,8 @@ from ..restore.pipeline import read_manifests, require_decoding, spec_of
 from ..state.arrays import as_float64
 from ..state.containers import CONTAINERS, Path, children, display
 from ..state.tensors import Slot, StoredPart
-from ..state.tree import decode, encode_plain
+from ..state.tree_decode import decode
+from ..state.tree_encode import encode_plain
 
 #: So much of two tensors is compared at a time.
 COMPARED_BYTES = 1024 * 1024

@@ -22,7 +22,7 @@ from ..format.chunk_table import ChunkTable
 from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
-from ..state.restore_plan import Target
+from ..state.restore_plan import RestorePlan
 from ..state.selection import parts_needed
 from ..state.tensors import StoredPart, TensorSpec
 from ..storage.base import ObjectStore
@@ -79,7 +79,7 @@ def restore(
     """
     manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
     parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
-    target = Target(parts, into=into, keys=keys, device=device, on_device=context.engines.on_device)
+    target = RestorePlan(parts, into=into, keys=keys, device=device, on_device=context.engines.on_device)
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
         require_device(device)
     limits.require_memory(target.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.selected)} tensors")
@@ -161,7 +161,7 @@ def decoded_bytes(table: ChunkTable, box: Box) -> int:
 
 
 def _wanted(
-    manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: Target, pending: list[tuple[int, int, int]]
+    manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: RestorePlan, pending: list[tuple[int, int, int]]
 ) -> Iterator[Wanted]:
     """Yield every chunk of the selected tensors, in stored order; a tensor's memory is taken when it is reached."""
     packs = [m.header.pack_names for m in manifests]
@@ -179,7 +179,7 @@ def _wanted(
         yield Wanted(m.table, packs[part], rows, buffer, starts)
 
 
-def _complete(target: Target, pending: list[tuple[int, int, int]], done: int) -> None:
+def _complete(target: RestorePlan, pending: list[tuple[int, int, int]], done: int) -> None:
     """Complete the tensors whose last chunk is among the next `done` chunks."""
     while pending:
         part, index, left = pending[0]

@@ -24,7 +24,8 @@ from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, Stora
 from ..format import blob, chunking, delta, planes
 from ..format.pack import Encoded
 from ..protocol.session import Session
-from ..state.arrays import Memory, changed
+from ..state.arrays import Memory
+from ..state.held import changed
 from .bases import Bases
 from .inputs import TensorInput
 

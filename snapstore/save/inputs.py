@@ -19,8 +19,9 @@ from ..arrays import Bytes
 from ..context import Context
 from ..errors import InvalidInputError
 from ..format.checks import check_metrics, check_name, check_step, check_tags, encode_metadata
-from ..state.arrays import Held, Memory
+from ..state.arrays import Memory
 from ..state.flatten import Part
+from ..state.held import Held
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
 

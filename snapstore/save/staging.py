@@ -21,8 +21,9 @@ from ..arrays import Bytes
 from ..engine.registry import Engines
 from ..errors import InvalidInputError
 from ..format.chunking import INLINE_BYTES
-from ..state.arrays import Held, Memory
+from ..state.arrays import Memory
 from ..state.flatten import Part
+from ..state.held import Held
 from .inputs import Key, PartInput, TensorInput, inputs_of
 
 if TYPE_CHECKING:

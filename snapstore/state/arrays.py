@@ -1,17 +1,16 @@
-"""The bytes of one array: its form, where its memory lies, and copies into it and out of it.
+"""The bytes of one array: its form, the place of its memory, and copies into it and out of it.
 
 In: a tensor of any device and strides, an ndarray, or bytes. Out: its kind, dtype and shape, or its bytes in C order as
-(nbytes,) uint8; and back into an array that exists or a new one. Both directions use this: saving reads, restoring
-writes. Bytes lie in host memory, or where the caller works on a device itself, in the memory of that device.
+(nbytes,) uint8; and bytes back into an existing array or a new one. Saves read, restores write. The bytes are in host
+memory, or in device memory where the caller works on the device itself.
 
-Invariants: copies keep every bit, a NaN's payload too; no function keeps a reference to its arguments, only `Held`
-does. torch is imported only once there are tensors. Different arrays may be worked on by different threads.
+Invariants: copies keep every bit, also a NaN's payload. No function keeps a reference to its arguments. torch is
+imported only when there are tensors. Different arrays may be worked on by different threads.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
-from ..errors import CapabilityError, InvalidInputError, UnsupportedLeafError
-from .containers import Path, shown
+from ..errors import CapabilityError, UnsupportedLeafError
+from .containers import shown
 from .tensors import (
     MAX_DIMENSIONS,
     TORCH_DTYPES,
@@ -37,29 +36,32 @@ if TYPE_CHECKING:
 
 Array = Any  # torch.Tensor | np.ndarray | bytes
 Memory = Any  # np.ndarray (nbytes,) uint8 in host memory, or torch.Tensor (nbytes,) uint8 on a device
-OnDevice = Callable[["torch.device"], bool] | None  # whether bytes of tensors there are device memory; None: none are
+OnDevice = Callable[["torch.device"], bool] | None  # whether tensors of a device keep their bytes there; None: none do
 
 
-def described(value: Any, alias: Any = None) -> tuple[str, str, tuple[int, ...]]:
-    """Return kind, dtype name and shape of an array leaf; dtype and shape of `alias`, a view of its memory, if given.
+def describe(value: Any, alias: Any = None) -> tuple[str, str, tuple[int, ...]]:
+    """Return kind, dtype name and shape of an array leaf.
+
+    Args:
+        alias: A view of its memory; if given, dtype and shape are taken from it.
 
     Raises:
-        UnsupportedLeafError: It is of a type, layout or dtype without a stored form.
+        UnsupportedLeafError: Its type, layout or dtype has no stored form.
     """
     form = value if alias is None else alias
     if isinstance(value, np.ndarray):
-        kind, dtype = _described_ndarray(form)
+        kind, dtype = _describe_ndarray(form)
     elif type(value) in (bytes, bytearray):
         return type(value).__name__, "bytes", (len(value),)
     else:
-        kind, dtype = _described_tensor(type(value), form)
+        kind, dtype = _describe_tensor(type(value), form)
     shape = tuple(form.shape)
     if len(shape) > MAX_DIMENSIONS:
         raise UnsupportedLeafError(f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} can be stored: reshape it")
     return kind, dtype, shape
 
 
-def _described_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
+def _describe_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
     name = numpy_dtype_name(value.dtype)
     if type(value) is not np.ndarray or name is None or not value.itemsize:
         raise UnsupportedLeafError(
@@ -69,7 +71,7 @@ def _described_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
     return "array", name
 
 
-def _described_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
+def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
     kind, dtype, problem = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
     if problem is None:
         if value.is_meta:
@@ -85,7 +87,7 @@ def _described_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
 
 
 def _is_whole(value: torch.Tensor) -> bool:
-    """Whether the storage of a tensor holds all of its elements."""
+    """Return whether the storage of a tensor has all of its elements."""
     count = value.numel()
     if count and not value.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -94,7 +96,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 @cache  # a state has thousands of tensors of a few forms
 def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str, str | None]:
-    """Return kind and dtype name of tensors of a type, dtype and layout, and what is wrong with them."""
+    """Return (kind, dtype name, problem or None) of tensors of a type, dtype and layout."""
     import torch
 
     problem, name = None, _torch_name(dtype)
@@ -108,7 +110,7 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
 
 
 def dtype_name(value: Any) -> str:
-    """Return the name a spec stores of an array's dtype: torch's name or NumPy's `dtype.str`."""
+    """Return the name of an array's dtype as a spec stores it: torch's name or NumPy's `dtype.str`."""
     return value.dtype.str if isinstance(value, np.ndarray) else _torch_name(value.dtype)
 
 
@@ -117,14 +119,14 @@ def _torch_name(dtype: torch.dtype) -> str:
 
 
 def address_of(value: Array) -> int:
-    """Return where an array's memory begins, the same of tied ones and quickly found; 0 of an empty one."""
+    """Return the first address of an array's memory, which tied arrays share; 0 for an empty array. Fast."""
     if isinstance(value, np.ndarray):
         return int(value.__array_interface__["data"][0]) if value.nbytes else 0
     return id(value) if type(value) is bytes else value.data_ptr()
 
 
 def memory_key(value: Array) -> tuple[Any, ...] | None:
-    """Return what two leaves share when they are tied; None for empty ones, which share nothing."""
+    """Return a key that is equal for tied arrays (same memory and form); None for an empty array."""
     if type(value) is bytes:
         return ("bytes", id(value))
     if isinstance(value, np.ndarray):
@@ -132,12 +134,12 @@ def memory_key(value: Array) -> tuple[Any, ...] | None:
         return ("array", place, value.shape, value.strides, value.dtype.str) if value.nbytes else None
     if not value.numel():
         return None
-    bits = (value.is_conj(), value.is_neg())  # a conjugated view has other values in the same memory
+    bits = (value.is_conj(), value.is_neg())  # a conjugated view has different values in the same memory
     return ("tensor", str(value.device), value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, *bits)
 
 
 def extent_of(target: Any) -> tuple[str, int, int]:
-    """Return (device, first byte, end) of an array's memory."""
+    """Return (device, first address, end address) of an array's memory."""
     if isinstance(target, np.ndarray):
         start, end = np.lib.array_utils.byte_bounds(target) if target.size else (0, 0)
         return "cpu", int(start), int(end)
@@ -147,12 +149,12 @@ def extent_of(target: Any) -> tuple[str, int, int]:
     return str(target.device), target.data_ptr(), target.data_ptr() + reach * target.dtype.itemsize
 
 
-def cannot_take(spec: TensorSpec, target: Any) -> str | None:
-    """Say why an array of `into` cannot hold a stored one, or return None."""
+def mismatch(spec: TensorSpec, target: Any) -> str | None:
+    """Return why an array of `into` cannot be filled with a stored one, or None if it can."""
     if not is_array(target):
         return f"type: expected {type(target).__name__} as in `into`, got {spec.kind} {spec.dtype}{list(spec.shape)}"
     try:
-        kind, dtype, shape = described(target)
+        kind, dtype, shape = describe(target)
     except UnsupportedLeafError as error:
         return f"type: {error}"
     if family(kind) != family(spec.kind):
@@ -170,7 +172,7 @@ def cannot_take(spec: TensorSpec, target: Any) -> str | None:
 
 
 def _overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether elements may share memory; a layout that interleaves without sharing counts as sharing."""
+    """Return whether elements may share memory; also True for layouts that interleave without sharing."""
     reach = itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride < reach:
@@ -183,7 +185,7 @@ def copy_into(value: Array, destination: np.ndarray[Any, Any]) -> None:
     """Copy a value's bytes in C order; torch copies tensors with its own threads.
 
     Args:
-        value: Tensor of any device and strides, ndarray, or bytes.
+        value: A tensor of any device and strides, an ndarray, or bytes.
         destination: (nbytes,) uint8, writable, aligned to 64.
     """
     if not destination.size:
@@ -191,7 +193,7 @@ def copy_into(value: Array, destination: np.ndarray[Any, Any]) -> None:
     if isinstance(value, bytes):
         destination[:] = np.frombuffer(value, np.uint8)
     elif isinstance(value, np.ndarray):
-        opaque = np.dtype(f"V{value.itemsize}")  # copies bits whatever they mean
+        opaque = np.dtype(f"V{value.itemsize}")  # copies bits without conversion
         np.copyto(destination.view(opaque).reshape(value.shape), value.view(opaque))
     else:
         import torch
@@ -203,12 +205,12 @@ def _copy_tensor(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bits between tensors of one dtype and shape, on any devices."""
     import torch
 
-    if not _is_whole(source):  # torch does not look
+    if not _is_whole(source):  # torch does not check
         raise RuntimeError("the storage of a tensor was freed, or cut short")
     with torch.no_grad():
         source = source.resolve_conj().resolve_neg()  # torch 2.11 copies strided conjugates wrongly between devices
         if not destination.is_conj() and not destination.is_neg():
-            # as integers: no float unit may touch a NaN's payload, and rare dtypes need no kernels of their own
+            # as integers: float units may change a NaN's payload, and rare dtypes may have no copy kernels
             destination, source = _as_integers(destination), _as_integers(source)
         destination.detach().copy_(source.detach())
 
@@ -223,7 +225,7 @@ def _as_integers(value: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(value: Array) -> np.ndarray[Any, Any]:
-    """Return a value's bytes in C order as (nbytes,) uint8: a view where memory holds them so, else a fresh copy."""
+    """Return a value's bytes in C order as (nbytes,) uint8: a view of its memory if possible, else a copy."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     if not isinstance(value, np.ndarray):
@@ -239,9 +241,9 @@ def as_bytes(value: Array) -> np.ndarray[Any, Any]:
 
 
 def as_memory(value: Array, on_device: OnDevice) -> Memory:
-    """Return a value's bytes as `as_bytes` does, but in device memory where a tensor's device is `on_device`.
+    """Return a value's bytes as `as_bytes` does, but in device memory if `on_device` accepts its device.
 
-    Work of the current stream may still be writing them; other streams must wait for it.
+    Work on the current stream may still be writing them; other streams must wait for it.
     """
     device = device_of(value, on_device)
     if device is None:
@@ -254,7 +256,7 @@ def as_memory(value: Array, on_device: OnDevice) -> Memory:
 
 
 def device_of(value: Array, on_device: OnDevice) -> torch.device | None:
-    """Return where a value's bytes are device memory; None for host memory."""
+    """Return the device on which a value's bytes stay; None if they are read in host memory."""
     if on_device is None or isinstance(value, (bytes, np.ndarray)) or not on_device(value.device):
         return None
     device: torch.device = value.device
@@ -262,7 +264,7 @@ def device_of(value: Array, on_device: OnDevice) -> torch.device | None:
 
 
 def new_memory(nbytes: int, device: torch.device | None) -> Memory:
-    """Return uninitialized memory of a device, or of the host."""
+    """Return (nbytes,) uint8 of uninitialized memory, on a device or in host memory."""
     if device is None:
         return np.empty(nbytes, np.uint8)
     import torch
@@ -271,7 +273,7 @@ def new_memory(nbytes: int, device: torch.device | None) -> Memory:
 
 
 def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
-    """Return the memory of an array as bytes, or None where it is not in C order or out of reach."""
+    """Return the memory of an array as bytes; None if it is not in C order or cannot be accessed from here."""
     if isinstance(value, np.ndarray):
         return value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else None
     direct = device_of(value, on_device) is not None
@@ -279,134 +281,26 @@ def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
         return None
     import torch
 
-    # `.data`: as through NumPy, writes are none of autograd's business, so inference tensors can be filled too. The
-    # strides of a contiguous tensor may be any where sizes are 0 or 1.
+    # `.data`: autograd does not track writes to it, as with NumPy, so inference tensors can be filled too. A contiguous
+    # tensor may have any strides where sizes are 0 or 1.
     memory = value.data.as_strided((value.numel(),), (1,)).view(torch.uint8)
     return memory if direct else memory.numpy()
 
 
-class Held:
-    """An array of a state, from `flatten` until its bytes have been taken; others may change it meanwhile.
-
-    A `state_dict()` that is called later, or a thread, may give it other memory (`.data =`, `set_`), resize it or its
-    storage, or assign its dtype or shape. Whoever reads it calls `take`, reads what that returns, then `confirm`: if
-    both return, all that was read lies in memory of the array's own, and is of the form in `spec`.
-
-    The memory stays alive meanwhile, but for a storage that another thread resizes while torch copies out of it: torch
-    has no lock against that. NumPy resizes no array in place to which there is a weak reference.
-    """
-
-    __slots__ = ("_alias", "_place", "_unresizable", "spec", "ties", "value")
-
-    def __init__(self, value: Array, spec: TensorSpec) -> None:
-        self.value, self.spec = value, spec
-        self.ties: tuple[tuple[Path, Array], ...] = ()  # other objects of the state over the same memory
-        self._alias: Array = None
-        self._place: tuple[Any, ...] = ()
-        self._unresizable: Any = None
-
-    def take(self) -> Array:
-        """Return an array of our own over the memory: nobody else can change its form.
-
-        Raises:
-            InvalidInputError: The array is not what was flattened.
-        """
-        value, spec = self.value, self.spec
-        try:
-            if isinstance(value, np.ndarray):
-                self._unresizable = weakref.ref(value)
-            self._alias = alias = _alias_of(value)
-            self._place, form = _place_of(alias), described(value, alias)
-        except (UnsupportedLeafError, RuntimeError) as error:  # torch's of a tensor that is not strided any more
-            raise changed(spec, str(error)) from error
-        if form != (spec.kind, spec.dtype, spec.shape):
-            raise changed(spec, f"{form[0]} {form[1]}{list(form[2])}")
-        for path, other in self.ties:
-            if memory_key(other) != memory_key(alias):
-                raise changed(spec, f"memory of its own, to which {shown(path)} is not tied any more")
-        return alias
-
-    def confirm(self) -> None:
-        """Check that the array is as it was when it was taken: call it once its last byte has been read.
-
-        Raises:
-            InvalidInputError: It is not.
-        """
-        try:
-            same = self._place == _place_of(self.value) == _place_of(self._alias)
-        except RuntimeError as error:
-            raise changed(self.spec, str(error)) from error
-        if not same:
-            raise changed(self.spec, "other memory, or another form, while it was read")
-
-    def memory(self, memory_of: Callable[[Array], Memory]) -> Memory:
-        """Return the bytes as `memory_of` gives them; `confirm` them again if they are the array's own memory.
-
-        Raises:
-            InvalidInputError: The array is not what was flattened.
-        """
-        return self._read(memory_of)
-
-    def copy_into(self, destination: np.ndarray[Any, Any]) -> None:
-        """Copy the bytes in C order, as the function of this name does.
-
-        Raises:
-            InvalidInputError: The array is not what was flattened.
-        """
-        self._read(lambda alias: copy_into(alias, destination))
-
-    def _read(self, read: Callable[[Array], Any]) -> Any:
-        alias = self.take()
-        try:
-            found = read(alias)
-        except (RuntimeError, ValueError):  # of torch or NumPy: a storage that is too short by now, or another shape
-            self.confirm()
-            raise
-        self.confirm()
-        return found
-
-
-def _alias_of(value: Array) -> Array:
-    """Return an array of our own over the memory of another; bytes cannot change and are their own."""
-    if isinstance(value, bytes):
-        return value
-    return value.view() if isinstance(value, np.ndarray) else value.detach()
-
-
-def _place_of(value: Array) -> tuple[Any, ...]:
-    """Return where an array's elements lie, and of which form they are; `memory_key` without what takes time."""
-    if isinstance(value, bytes):
-        return (id(value),)
-    if isinstance(value, np.ndarray):
-        return value.__array_interface__["data"][0], value.dtype, value.shape, value.strides
-    storage = value.untyped_storage().nbytes()
-    form = (value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg())
-    return value.data_ptr(), storage, *form
-
-
-def changed(spec: TensorSpec, got: str) -> InvalidInputError:
-    """Return the error for an array of a state that has become another one."""
-    return InvalidInputError(
-        f"{shown(spec.path)}: was changed while it was saved (by a thread, a later state_dict(), or in a mapped "
-        f"file?): expected {spec.kind} {spec.dtype}{list(spec.shape)} as it was, got {got}; nothing was committed; "
-        "save again, and let nothing change it until that is done"
-    )
-
-
 def fill(memory: Memory, data: np.ndarray[Any, Any]) -> None:
-    """Copy bytes of the host, (nbytes,) uint8, into memory of their size."""
+    """Copy host bytes, (nbytes,) uint8, into memory of the same size."""
     if isinstance(memory, np.ndarray):
         memory[:] = data
     else:
         import torch
 
-        memory.copy_(torch.from_numpy(data.copy()))  # a copy, because torch warns of memory that is read-only
+        memory.copy_(torch.from_numpy(data.copy()))  # a copy: torch warns of read-only memory
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:
     import torch
 
-    dtype = getattr(torch, spec.dtype, None)  # spec.check() found the name in our own table
+    dtype = getattr(torch, spec.dtype, None)  # spec.check() found the name in our table
     if not isinstance(dtype, torch.dtype):
         raise CapabilityError(
             f"{shown(spec.path)}: dtype {spec.dtype} is unknown to torch {torch.__version__}; update it"
@@ -420,13 +314,13 @@ def new_array(spec: TensorSpec, device: str | torch.device | None) -> Any:
         return np.empty(spec.shape, numpy_dtype(spec.dtype))
     import torch
 
-    # Bytes first: torch warns when it is asked for empty complex32. `.data` is a tensor of its own, no view of them.
+    # Bytes first: torch warns about an empty complex32. `.data` is a tensor of its own, not a view of them.
     memory = torch.empty(spec.nbytes, dtype=torch.uint8, device=device or "cpu")
     return memory.view(_torch_dtype(spec)).view(spec.shape).data
 
 
 def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None) -> Any:
-    """Return a new array, or bytes, that holds `home`, the bytes of a stored array in C order."""
+    """Return a new array, or bytes, with the values of `home`, the bytes of a stored array in C order."""
     if spec.kind == "bytes":
         return as_bytes(home).tobytes()
     fresh = new_array(spec, device)
@@ -449,7 +343,7 @@ def assign(target: Any, home: Memory, spec: TensorSpec) -> None:
 
 
 def as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None:
-    """Bytes as numbers (complex: real and imaginary parts); None for what has no numbers."""
+    """Return bytes as numbers (complex: real and imaginary parts); None if they are not numbers."""
     if spec.kind == "bytes" or data.size == 0:
         return None
     if spec.kind == "array":

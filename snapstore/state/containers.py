@@ -1,8 +1,8 @@
 """Nested containers and the paths in them: how every walk over a state steps, compares and rebuilds.
 
-In: a supported container. Out: its children with their path elements, a container like it, or the leaves below it. The
-types are compared exactly, a subclass is no container: it may hold what its type does not say. Path elements are what
-manifests store, so `step` is part of the format. Stateless: any thread may use it.
+In: a supported container. Out: its children with their path elements, a container like it, or the leaves below it.
+Types are compared exactly: a subclass is not a container, since it may have state that its type does not show. Path
+elements are stored in manifests, so `step` is part of the format. Stateless: any thread may use it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..errors import InvalidInputError
 
 Path = tuple[str | int, ...]
 
-MAX_DEPTH = 200  # of containers in one another
-#: Keys of one dict, or members of one set, that may share a hash: each is compared with all of them, so their number
-#: squared is time. Of str and bytes the hash is salted; of all numbers that a float can be at most 35 share one, of the
-#: powers of two up to 2**15000 at most 246.
+MAX_DEPTH = 200  # of nested containers
+#: The most keys of one dict, or members of one set, that may share a hash: each is compared with all others, so the
+#: time grows with their square. Hashes of str and bytes are salted. At most 35 of all float numbers share a hash, and
+#: at most 246 of the powers of two up to 2**15000.
 MAX_ALIKE = 256
-INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # what a node or a path element holds as an int
+INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # the ints that a node or a path element can be
 
 _MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
 _SEQUENCES = frozenset({list, tuple, deque})
@@ -28,17 +28,17 @@ CONTAINERS = _MAPPINGS | _SEQUENCES
 
 
 def display(path: Iterable[str | int]) -> str:
-    """Join a path with dots, for people; dots in keys make this ambiguous, so nothing is looked up by it."""
+    """Join a path with dots for display; dots in keys make it ambiguous, so nothing is looked up by it."""
     return ".".join(map(str, path))
 
 
 def shown(path: Iterable[str | int]) -> str:
-    """Return the dotted path for a message, where the root needs a name too."""
+    """Return the dotted path for a message, or "(root)"."""
     return display(path) or "(root)"
 
 
 def step(key: Any) -> str | int:
-    """Return the path element of a dict key: str and 64-bit int as they are, anything else as text."""
+    """Return the path element of a dict key: str and 64-bit int unchanged, anything else as text."""
     if type(key) is int:
         return key if INT_MIN <= key <= INT_MAX else hex(key)  # repr() of a huge int raises
     text = key if type(key) is str else _text(key)
@@ -48,7 +48,7 @@ def step(key: Any) -> str | int:
 def _text(key: Any) -> str:
     try:
         return repr(key)
-    except ValueError:  # a tuple that holds an int of more than 4,300 digits
+    except ValueError:  # a tuple with an int of more than 4,300 digits
         return f"<{type(key).__name__}>"
 
 
@@ -63,23 +63,23 @@ def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
 
 
 def is_mapping(value: Any) -> bool:
-    """Whether `value` is exactly one of the supported dict types."""
+    """Return whether the type of `value` is one of the supported dict types."""
     return type(value) in _MAPPINGS
 
 
 def crowded(keys: Collection[Any]) -> bool:
-    """Whether more than MAX_ALIKE of these keys or members share a hash; those that are equal count too.
+    """Return whether more than MAX_ALIKE of these keys or members share a hash; equal ones count too.
 
     Raises:
         TypeError: One cannot be hashed.
     """
     if len(keys) <= MAX_ALIKE or all(type(key) is str for key in keys):
         return False
-    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # hashes as keys: no more than nine of them collide
+    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # with hashes as keys, at most nine collide
 
 
 def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """Return a new container of the same type, factory, maxlen and `_metadata` that holds `items` (key, child)."""
+    """Return a new container of the same type, factory, maxlen and `_metadata` with `items` (key, child)."""
     kind: Any = type(container)
     if kind in _MAPPINGS:
         new: Any = defaultdict(container.default_factory) if kind is defaultdict else kind()
@@ -93,7 +93,7 @@ def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf); an empty container is a leaf too."""
+    """Yield (path, leaf) of a tree; an empty container is a leaf too."""
     if type(tree) not in CONTAINERS or not tree:
         yield path, tree
         return

@@ -1,20 +1,21 @@
 """State in, parts out: nested containers, tensors and objects with state_dict/load_state_dict.
 
-In: what the user hands to `save`. Out: `Part`s, each a tree without arrays, specs of its arrays, and the arrays
-themselves, still the user's memory: nothing is copied here, and whoever reads it sees that it is what the specs say
-(`arrays.Held`). `target.py` is the inverse.
+In: the state that the user passes to `save`. Out: `Part`s, each with a tree without arrays, specs of its arrays, and
+the arrays themselves. The arrays are still the user's memory: nothing is copied here, and a reader checks that they
+match their specs (held.py). restore_plan.py is the inverse.
 
 Rules that users see:
 
-- An object with `state_dict` and `load_state_dict` stands for its state; names inside belong to it.
-- Arrays are values: shape, dtype, requires_grad and ties are kept; strides, device, gradients, grad_fn and Python
-  attributes are not. Tied = same memory, shape, stride and dtype; arrays that merely overlap are stored one by one.
-- Functions among the entries of a torch lr_scheduler's state are code that its constructor sets (SWALR's in older
-  releases). They are left out, as torch leaves them out of LambdaLR's state, and `load_state_dict`, which only updates,
-  keeps the constructor's.
+- An object with `state_dict` and `load_state_dict` is stored as its state; names inside belong to the object.
+- Arrays are values: shape, dtype, requires_grad and ties are stored; strides, device, gradients, grad_fn and Python
+  attributes are not. Tied arrays have the same memory, shape, stride and dtype; arrays that only overlap are stored
+  separately.
+- Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
+  left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
+  functions remain.
 
-Invariants: the part "" comes first, and a tie names an earlier part. torch is imported only once there are tensors.
-`flatten` belongs to the thread that owns the state.
+Invariants: the part "" comes first, and a tie refers to an earlier part. torch is imported only when there are tensors.
+`flatten` runs in the thread that owns the state.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .arrays import Held, address_of, described, memory_key
+from .arrays import address_of, describe, memory_key
 from .containers import CONTAINERS, Path, children
+from .held import Held
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
-from .tree import Encoder
+from .tree_encode import Encoder
 
-MAX_PARTS = 64  # more top-level entries than this share the part ""
+MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def flatten(state: Any) -> list[Part]:
         The part "" with the root of the tree, then one part per top-level container or object of a dict, in its order.
 
     Raises:
-        UnsupportedLeafError: Values without a stored form; all of them (up to 20) are named.
+        UnsupportedLeafError: Values have no stored form; all of them (up to 20) are named.
         InvalidInputError: The state contains itself, is nested too deeply, or a `state_dict()` failed.
     """
     return _Flattener().parts(state)
@@ -65,10 +67,10 @@ class _Flattener:
 
     def __init__(self) -> None:
         self._part = Part("", None, [], [])
-        self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> what was put first, and its part and index
-        self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory at an address -> the same
-        self._tied: dict[tuple[str, int], int] = {}  # part and index of an earlier part -> index of what is tied to it
-        self._held: dict[tuple[str, int], Held] = {}  # part and index -> array
+        self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> (first array there, (part, index))
+        self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory_key -> the same
+        self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
+        self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self._encoder = Encoder(self._put, self._expand)
 
     def parts(self, state: Any) -> list[Part]:
@@ -78,7 +80,7 @@ class _Flattener:
         if not names:
             done = [self._fill("", partial(self._encoder.node, root, ()))]
         else:
-            # Part "" comes first, so that a tie always points to an earlier part.
+            # The part "" comes first, so a tie always refers to an earlier part.
             self._encoder.enter(root, ())
             done = [self._fill("", partial(self._root, root, names))]
             done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
@@ -102,7 +104,7 @@ class _Flattener:
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else value
-        kind, dtype, shape = described(stored)
+        kind, dtype, shape = describe(stored)
         tag = "bytearray" if stored is not value else kind
         grad = tag in ("tensor", "parameter") and value.requires_grad
         part, index = self._part, len(self._part.specs)
@@ -121,20 +123,20 @@ class _Flattener:
         return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
-        """Return part and index where this memory was put first, which may be `here`."""
+        """Return the (part, index) where this memory was put first, which may be `here`."""
         address = address_of(value)
         if not address:
             return here
         other, place = self._at.setdefault(address, (value, here))
         if other is value:
             return place
-        # Few arrays begin where another does: only of those the whole key, a dozen calls of torch, is needed.
+        # Few arrays share an address. Only they need the whole key, which takes a dozen calls of torch.
         self._first.setdefault(memory_key(other), (other, place))
         key = memory_key(value)
         first, place = self._first.setdefault(key, (value, here))
         if memory_key(first) == key:
             return place
-        self._first[key] = (value, here)  # a `state_dict()` gave the first other memory; its old place was used again
+        self._first[key] = (value, here)  # a `state_dict()` moved the first array; its old memory was reused
         return here
 
 

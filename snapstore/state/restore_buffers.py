@@ -1,14 +1,14 @@
-"""Where the bytes of a restore go: memory for every stored array, and the places of the state that share it.
+"""The memory of a restore: one buffer for every stored array, and the places of the state that share it.
 
-In: the parts, the slots that were selected, and the arrays of `into` that take them as they come. Out: one buffer per
-array that is read, whatever number of places wants it, and decoded trees with arrays in their slots. A buffer is host
-memory, or memory of a device onto which the caller can put bytes itself.
+In: the parts, the selected slots, and the arrays of `into` that can be filled directly. Out: one buffer per array that
+is read, whatever number of places wants it, and decoded trees with arrays in their slots. A buffer is host memory, or
+device memory that the caller can write itself.
 
-Invariants: nothing of `into` is modified before the first `buffer`. Tied arrays are read once, and share memory where
-there is no `into`. Arrays of `into` that overlap are filled last and then compared: both must hold what was stored.
+Invariants: nothing of `into` is modified before the first `buffer`. Tied arrays are read once, and share memory if
+there is no `into`. Arrays of `into` that overlap are filled last and then compared: both must have the stored values.
 
-`buffer` and `complete` of different arrays may run on any threads; all else belongs to the thread that owns the state.
-torch is imported only once there are tensors.
+`buffer` and `complete` of different arrays may run on any threads; everything else belongs to the thread that owns the
+state. torch is imported only when there are tensors.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One stored array on its way to every place that wants it.
+    """One stored array, and every place that wants it.
 
-    Its bytes arrive in `home`: the memory of the first target that can take them as they come, else the fresh array
-    that the state will hold, else a temporary.
+    Its bytes arrive in `home`: the memory of the first target that can be filled directly, else the fresh array that
+    the state will contain, else a temporary buffer.
     """
 
     part: int
     index: int
     spec: TensorSpec
     slots: list[Slot] = field(default_factory=list)
-    fresh: Any = None  # made for the places without a target
+    fresh: Any = None  # a new array for the places without a target
     home: Memory | None = None
     home_slot: Slot | None = None
     parameters: dict[bool, Any] = field(default_factory=dict)
     complete: bool = False
 
 
-class Filling:
+class RestoreBuffers:
     """The arrays of one restore and their memory.
 
-    Call sequence: `add` every selected slot, `claim` what `into` has for them, `find_overlaps`; then `buffer` and
-    `complete` every entry of `selected`; at last `fill_overlapping` and `build`.
+    Call sequence: `add` every selected slot, `claim` the arrays of `into` for them, `find_overlaps`; then `buffer` and
+    `complete` every entry of `selected`; at the end `fill_overlapping` and `build`.
 
     Args:
-        parts: Those that were decoded; slots name their positions.
+        parts: The decoded parts; slots contain their positions.
         selection: Which leaves are restored.
-        device: Where new tensors go; CPU by default.
-        on_device: Whether bytes for arrays on a device arrive as memory of that device; None has all arrive in host
+        device: The device of new tensors; CPU by default.
+        on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
     """
 
@@ -88,30 +88,30 @@ class Filling:
         self._device = device
         self._on_device = on_device
         self._sources: dict[tuple[int, int], _Source] = {}
-        self._targets: dict[Slot, Any] = {}  # memory to fill
-        self._owned: set[Slot] = set()  # whose target is the state of an object
-        self._overlapping: set[Slot] = set()  # whose target shares memory with that of another source
+        self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
+        self._owned: set[Slot] = set()  # slots whose target belongs to an object
+        self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
 
     def add(self, slot: Slot) -> None:
-        """Note a place that wants its array.
+        """Add a place that wants its array.
 
         Raises:
-            FormatError: Its spec is tied to one that it cannot be tied to.
+            FormatError: Its spec is tied to an entry of another kind, dtype or shape.
         """
         self._source(slot).slots.append(slot)
 
     def claim(self, slot: Slot, target: Any, *, owned: bool) -> None:
-        """Take memory of `into` for a place; `owned` where it is the state of an object, which loads it itself."""
+        """Use an array of `into` for a place; `owned` if it is in the state of an object, which loads it itself."""
         self._targets[slot] = target
         if owned:
             self._owned.add(slot)
 
     def selected(self) -> list[tuple[int, int]]:
-        """Return (position of the part, index) of the arrays to read, in order, each once."""
+        """Return (position of the part, index) of every array to read, in order."""
         return sorted(self._sources)
 
     def spec(self, slot: Slot) -> TensorSpec:
-        """Return what is stored for a place."""
+        """Return the spec of the array that is stored for a place."""
         return self._parts[slot.part].specs[slot.index]
 
     def waiting(self) -> list[Path]:
@@ -119,7 +119,7 @@ class Filling:
         return [source.spec.path for source in self._sources.values() if not source.complete]
 
     def is_overlapping(self, slot: Slot) -> bool:
-        """Whether the memory that `into` has for a place is also that of another array."""
+        """Return whether the array of `into` for a place shares memory with another array."""
         return slot in self._overlapping
 
     def _source(self, slot: Slot) -> _Source:
@@ -129,7 +129,7 @@ class Filling:
         return self._sources[place]
 
     def _origin(self, part: int, index: int) -> tuple[int, int]:
-        """Follow a tie to the array it names, if that was selected as well."""
+        """Follow a tie to its origin if that is selected too."""
         spec = self._parts[part].specs[index]
         if spec.tie is None:
             return part, index
@@ -140,13 +140,15 @@ class Filling:
         specs = self._parts[found].specs
         same = found != part and 0 <= other < len(specs) and _ties_to(spec, specs[other])
         if not same:
-            raise FormatError(f"{shown(spec.path)}: tied to entry {other} of part {name!r}, which is not its like")
+            raise FormatError(
+                f"{shown(spec.path)}: tied to entry {other} of part {name!r}, which has another kind, dtype or shape"
+            )
         return (found, other) if self._selection.matches(specs[other].path) else (part, index)
 
     def find_overlaps(self) -> None:
-        """Find targets that share memory although the snapshot holds them as arrays of their own.
+        """Find targets that share memory although the snapshot stores them as separate arrays.
 
-        They are filled at the end and compared: the snapshot may hold the same values (views saved as copies) or not.
+        They are filled at the end and compared: the stored values may be the same (views saved as copies) or differ.
         """
         claims = sorted(
             ((*extent_of(target), memory_key(target), slot) for slot, target in self._targets.items()),
@@ -156,24 +158,24 @@ class Filling:
         end = 0
         for claim in claims:
             if group and (claim[0] != group[0][0] or claim[1] >= end):
-                self._settle(group)
+                self._note_overlap(group)
                 group = []
             end = max(end, claim[2]) if group else claim[2]
             group.append(claim)
-        self._settle(group)
+        self._note_overlap(group)
 
-    def _settle(self, group: list[Any]) -> None:
+    def _note_overlap(self, group: list[Any]) -> None:
         places = {(id(self._source(slot)), memory) for _, _, _, memory, slot in group}
         if len(places) > 1:
             self._overlapping.update(slot for *_, slot in group)
             for *_, slot in group:
-                if slot in self._owned:  # its object decides what becomes of the memory
+                if slot in self._owned:  # its object decides how to load it
                     del self._targets[slot]
 
     def fresh_bytes(self) -> int:
-        """Return how much host memory the arrays take for which `into` has none, or none that can be filled as it is.
+        """Return the bytes of host memory for arrays that `into` has no array for, or only an overlapping one.
 
-        Those of `into` that can take as much as they say, so they bound themselves.
+        Arrays of `into` are not counted: their memory exists already.
         """
         total = 0
         for source in self._sources.values():
@@ -186,7 +188,7 @@ class Filling:
         """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
 
         Returns:
-            (nbytes,) uint8, writable; the same on every call until `complete`. Work of the current stream may still use
+            (nbytes,) uint8, writable; the same on every call until `complete`. Work on the current stream may still use
             device memory: other streams must wait for it before they write.
         """
         source = self._sources[part, index]
@@ -201,13 +203,13 @@ class Filling:
         return source.home
 
     def _memory_of(self, slot: Slot) -> Memory | None:
-        """Of a target that takes bytes as they come."""
+        """Return the memory of a target that can be filled directly, else None."""
         if slot not in self._targets or slot in self._overlapping:
             return None
         return memory_view(self._targets[slot], self._on_device)
 
     def _in_fresh(self, source: _Source) -> bool:
-        """Whether a place without a target wants memory that bytes can be read into."""
+        """Return whether the bytes can be read directly into the new array of a place without a target."""
         if source.spec.kind == "bytes" or all(slot in self._targets for slot in source.slots):
             return False
         if self._device is None or source.spec.kind == "array":
@@ -219,15 +221,15 @@ class Filling:
         return self._on_device(torch.empty(0, device=self._device).device)  # "cuda" becomes the current "cuda:0"
 
     def _temporary_device(self, source: _Source) -> torch.device | None:
-        """Return where the bytes of the first target may lie; overlapping ones keep theirs to the end, on the host."""
+        """Return the device of the first target that does not overlap; overlapping ones use host memory to the end."""
         slots = [slot for slot in source.slots if slot in self._targets and slot not in self._overlapping]
         devices = (device_of(self._targets[slot], self._on_device) for slot in slots)
         return next(filter(None, devices), None)
 
     def complete(self, part: int, index: int) -> None:
-        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified.
+        """Copy the bytes in `buffer`, which are complete and verified, to every place that wants them.
 
-        Device memory is copied on the current stream, which must have waited for those that wrote it.
+        Device memory is copied on the current stream, which must have waited for the streams that wrote it.
         """
         source = self._sources[part, index]
         home = self.buffer(part, index)
@@ -244,7 +246,7 @@ class Filling:
         """Fill the arrays of `into` that share memory; every entry of `selected` is complete.
 
         Raises:
-            InvalidInputError: The snapshot holds different values for them.
+            InvalidInputError: The snapshot has different values for them.
         """
         slots = [slot for slot in self._overlapping if slot in self._targets]
         for slot in slots:
@@ -254,16 +256,16 @@ class Filling:
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
 
     def require_equal(self, slot: Slot, value: Any, path: Path) -> None:
-        """Refuse an array that does not hold what was stored for an overlapping place.
+        """Check that an array has the values that are stored for an overlapping place.
 
         Raises:
-            InvalidInputError: It does not.
+            InvalidInputError: It has others.
         """
         source = self._source(slot)
         if not np.array_equal(as_bytes(value), as_bytes(self.buffer(source.part, source.index))):
             raise InvalidInputError(
-                f"{shown(path)}: shares memory with another array in `into`, but the snapshot holds other values for "
-                "the two; untie them in `into` and restore again"
+                f"{shown(path)}: shares memory with another array in `into`, but the snapshot has different values "
+                "for the two; untie them in `into` and restore again"
             )
 
     def build(self, tree: Any) -> Any:
@@ -287,7 +289,7 @@ class Filling:
             return source.fresh
         import torch
 
-        value = source.fresh.detach()  # one object per place; all of them share the memory, which is what tied means
+        value = source.fresh.detach()  # one object per place, all over the same memory: they are tied
         if slot.tag == "tensor":
             return value.requires_grad_(slot.requires_grad)
         if slot.requires_grad not in source.parameters:

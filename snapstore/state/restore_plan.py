@@ -1,20 +1,20 @@
-"""Parts in, state out: plans what a restore changes, and puts the state together at the end.
+"""Parts in, state out: plan the changes of a restore, and put the state together at the end.
 
-In: parts as manifests give them, and maybe `into`, what to fill. Out: which arrays to read, memory for each of them
-(filling.py), and the state. All differences between the snapshot and `into` are raised at once, before a byte is
-written. `flatten.py` is the inverse.
+In: parts as manifests store them, and optionally `into`, the state to fill. Out: which arrays to read, memory for each
+of them (restore_buffers.py), and the state. All differences between the snapshot and `into` are raised at once, before
+a byte is written. flatten.py is the inverse.
 
 Rules that users see:
 
-- Names inside an object belong to it and are not checked, except those of modules with torch's own `load_state_dict`,
-  which torch would refuse too.
+- Names inside an object belong to it and are not checked, except in modules with torch's own `load_state_dict`, which
+  would also refuse wrong names.
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
-- With `keys` and no `into`, lists and tuples keep only what is selected, so positions close up.
-- An object whose class says `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
+- With `keys` and no `into`, lists and tuples contain only the selected items, so positions close up.
+- An object whose class has `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
 
-torch is imported only once there are tensors. `Target.__init__` and `finish` belong to the thread that owns the state;
-`buffer` and `complete` of different arrays may run on any threads.
+torch is imported only when there are tensors. `RestorePlan.__init__` and `finish` belong to the thread that owns the
+state; `buffer` and `complete` of different arrays may run on any threads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import InvalidInputError, SnapstoreError
-from .arrays import Memory, OnDevice, cannot_take, dtype_name
+from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
-from .restore_buffers import Filling
+from .restore_buffers import RestoreBuffers
 from .selection import Selection
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree import decode, encode_plain
+from .tree_decode import decode
+from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
     import torch
@@ -43,39 +44,39 @@ MAX_LINES = 50  # differences that one error lists
 
 @dataclass(slots=True)
 class _Load:
-    """A `load_state_dict` to come."""
+    """A call of `load_state_dict` that `finish` makes."""
 
     path: Path
     object: Any
-    stored: Any  # decoded tree of what was stored below path
+    stored: Any  # the decoded tree below path
     assemble: Callable[[], Any]
 
 
-Replace = Callable[[], Any]  # makes the value that a parent must hold instead of its present one
+Replace = Callable[[], Any]  # makes the new value that replaces the present one in its parent
 
 
-class Target:
-    """Where a restore puts its bytes.
+class RestorePlan:
+    """The plan of one restore: which arrays it reads, where they go, and how the state is built.
 
-    Call sequence: construct, then for every entry of `selected`: `buffer`, fill, verify, `complete`; at last `finish`.
-    Construction finds every difference between the snapshot and `into`; nothing is modified before the first `buffer`.
-    An `into` whose restore stopped between `buffer` and `finish` holds a mixture and must be restored again.
+    Call sequence: construct, then for every entry of `selected`: `buffer`, fill, verify, `complete`; at the end
+    `finish`. Construction finds every difference between the snapshot and `into`; nothing is modified before the first
+    `buffer`. If a restore stops between `buffer` and `finish`, `into` has a mixture of values: restore it again.
 
     Args:
         parts: All parts, or with `keys` at least `parts_needed`.
-        into: What to fill; None builds the state anew.
+        into: The state to fill; None builds a new state.
         keys: Patterns (fnmatch, case-sensitive) over dotted paths; None selects everything.
-        device: Where new tensors go when `into` is None; CPU by default.
-        on_device: Whether bytes for arrays on a device arrive as memory of that device; None has all arrive in host
+        device: The device of new tensors when `into` is None; CPU by default.
+        on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
 
     Attributes:
-        selected: (position of the part, index) of the arrays to read, in the order of the manifests, each once.
+        selected: (position of the part, index) of every array to read, in the order of the manifests.
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; every difference is listed (up to 50).
         NotFoundError: A pattern selects nothing.
-        FormatError: The trees are none that `flatten` makes.
+        FormatError: `flatten` cannot have made these trees.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Target:
         on_device: OnDevice = None,
     ) -> None:
         if into is not None and device is not None:
-            raise InvalidInputError("device: has no effect with `into`, whose tensors stay where they are; give one")
+            raise InvalidInputError(
+                "device: has no effect with `into`, whose tensors stay where they are; pass only one"
+            )
         self._into = into
         self._selection = Selection(keys)
-        self._filling = Filling(parts, self._selection, device, on_device=on_device)
+        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device)
         self._differences: list[str] = []
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
@@ -100,12 +103,12 @@ class Target:
         self._stored = self._selection.prune(stored, ()) if into is None else stored
         for path, leaf in leaves(stored, ()):
             if type(leaf) is Slot and self._selection.matches(path):
-                self._filling.add(leaf)
+                self._buffers.add(leaf)
         if into is not None:
             self._plan_root()
-        self.selected: list[tuple[int, int]] = self._filling.selected()
+        self.selected: list[tuple[int, int]] = self._buffers.selected()
 
-    # planning: compares, changes nothing
+    # --- plan: compare, and change nothing ---
 
     def _plan_root(self) -> None:
         replaced = self._plan(self._stored, self._into, ())
@@ -119,13 +122,13 @@ class Target:
                 + "\n  ".join(lines)
                 + "\nrestore without `into` to get all of it, or with `keys` to get what fits"
             )
-        self._filling.find_overlaps()
+        self._buffers.find_overlaps()
 
     def _differ(self, path: Path, text: str) -> None:
         self._differences.append(f"{shown(path)}: {text}")
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
-        """Plan one place; return how to make its new value where the parent must put one in."""
+        """Plan one place; return how to make its new value if the parent must replace it."""
         extent = self._selection.extent(stored, path)
         if extent == "none":
             self._plan_missing(target, path)
@@ -145,33 +148,33 @@ class Target:
         return self._plan_container(stored, target, path)
 
     def _plan_missing(self, target: Any, path: Path) -> None:
-        """Note what `keys` selects in `into` and the snapshot lacks."""
+        """Note the leaves of `into` that `keys` selects and the snapshot lacks."""
         for leaf, _ in leaves(target, path):
             if self._selection.matches(leaf):
                 self._differ(leaf, "missing in the snapshot")
 
     def _plan_array(self, slot: Slot, target: Any, path: Path) -> None:
-        spec = self._filling.spec(slot)
-        problem = cannot_take(spec, target)
+        spec = self._buffers.spec(slot)
+        problem = mismatch(spec, target)
         if problem:
             self._differ(path, problem)
         else:
-            self._filling.claim(slot, target, owned=False)
+            self._buffers.claim(slot, target, owned=False)
 
     def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
         if type(target) in CONTAINERS or is_array(target):
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
             return None
-        return None if _same(stored, target) else lambda: self._filling.build(stored)
+        return None if _same(stored, target) else lambda: self._buffers.build(stored)
 
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {type(stored).__name__}")
         elif type(target) is tuple:
-            return None if _same(stored, target) else lambda: self._filling.build(stored)
+            return None if _same(stored, target) else lambda: self._buffers.build(stored)
         else:
-            self._updates.append(lambda: _refill(target, self._filling.build(stored)))
+            self._updates.append(lambda: _refill(target, self._buffers.build(stored)))
         return None
 
     def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
@@ -201,12 +204,12 @@ class Target:
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
         needed = extent == "some" or not _is_plain(stored) or is_strict_module(target)
-        present = state_of(target, path) if needed else None  # may be costly: a loader starts its workers for it
+        present = state_of(target, path) if needed else None  # may be slow: a loader starts its workers
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
             self._match(stored, present, path)
-        build = self._merge(stored, present, path) if extent == "some" else lambda: self._filling.build(stored)
+        build = self._merge(stored, present, path) if extent == "some" else lambda: self._buffers.build(stored)
         self._loads.append(_Load(path, target, stored, build))
 
     def _compare_names(self, stored: Any, present: Any, path: Path) -> None:
@@ -216,13 +219,13 @@ class Target:
                     self._differ((*path, element), f"missing in {side}")
 
     def _match(self, stored: Any, present: Any, path: Path) -> None:
-        """Find memory of an object's own state that can take stored arrays as they come."""
+        """Find arrays in an object's own state that can be filled directly."""
         if type(stored) is Slot:
             if family(stored.tag) != "bytes" and is_array(present) and self._selection.matches(path):
-                spec = self._filling.spec(stored)
-                problem = cannot_take(spec, present)
+                spec = self._buffers.spec(stored)
+                problem = mismatch(spec, present)
                 if problem is None:
-                    self._filling.claim(stored, present, owned=True)
+                    self._buffers.claim(stored, present, owned=True)
                 elif problem.startswith(("shape", "dtype")):
                     self._differ(path, problem)
             return
@@ -238,13 +241,13 @@ class Target:
                 self._match(child, there[key], (*path, element))
 
     def _merge(self, stored: Any, present: Any, path: Path) -> Replace:
-        """Plan an object's state of which only some is selected: the rest stays as the object has it."""
+        """Plan an object's state that is selected in part: the rest stays as the object has it."""
         extent = self._selection.extent(stored, path)
         if extent != "some":
-            return (lambda: present) if extent == "none" else (lambda: self._filling.build(stored))
+            return (lambda: present) if extent == "none" else (lambda: self._buffers.build(stored))
         sequences = not is_mapping(stored) and type(present) is type(stored) and len(present) == len(stored)
         if not (is_mapping(stored) and is_mapping(present)) and not sequences:
-            self._differ(path, "`keys` selects some of it, but `into` has another structure here; select all of it")
+            self._differ(path, "`keys` selects some of it, but `into` has a different structure here; select all of it")
             return lambda: present
         items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
         for element, key, child in children(stored):
@@ -255,29 +258,21 @@ class Target:
                 items[key] = self._builder(self._selection.prune(child, below))
         return lambda: like(present, [(key, make()) for key, make in items.items()])
 
-    # filling
+    # --- read the arrays ---
 
     def fresh_bytes(self) -> int:
-        """Return how much host memory the restore takes for arrays that `into` has no memory for."""
-        return self._filling.fresh_bytes()
+        """Return the bytes of host memory for arrays that `into` has no memory for."""
+        return self._buffers.fresh_bytes()
 
     def buffer(self, part: int, index: int) -> Memory:
-        """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
-
-        Returns:
-            (nbytes,) uint8, writable; the same on every call until `complete`. Work of the current stream may still use
-            device memory: other streams must wait for it before they write.
-        """
-        return self._filling.buffer(part, index)
+        """Return the memory for an entry of `selected`; see `RestoreBuffers.buffer`."""
+        return self._buffers.buffer(part, index)
 
     def complete(self, part: int, index: int) -> None:
-        """Pass the bytes in `buffer` on to every place that wants them; they are all there and verified.
+        """Copy the bytes of an entry to every place that wants them; see `RestoreBuffers.complete`."""
+        self._buffers.complete(part, index)
 
-        Device memory is copied on the current stream, which must have waited for those that wrote it.
-        """
-        self._filling.complete(part, index)
-
-    # the end
+    # --- finish ---
 
     def finish(self) -> Any:
         """Put the state together; every entry of `selected` is complete.
@@ -286,15 +281,15 @@ class Target:
             The state, or `into`.
 
         Raises:
-            InvalidInputError: A `load_state_dict` failed or cast values, or arrays of `into` share memory for which
-                the snapshot holds different values.
+            InvalidInputError: A `load_state_dict` failed or cast values, or arrays of `into` share memory and the
+                snapshot has different values for them.
         """
-        waiting = self._filling.waiting()
+        waiting = self._buffers.waiting()
         if waiting:
             raise RuntimeError(f"{shown(waiting[0])}: finish() before complete()")
         if self._into is None:
-            return self._filling.build(self._stored)
-        self._filling.fill_overlapping()
+            return self._buffers.build(self._stored)
+        self._buffers.fill_overlapping()
         for update in self._updates:
             update()
         # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
@@ -314,7 +309,7 @@ class Target:
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
         if casts:
             raise InvalidInputError(
-                f"{name} changed dtypes, so the state is not that of the snapshot; build the object with the dtypes it "
+                f"{name} changed dtypes, so the state differs from the snapshot; build the object with the dtypes it "
                 "was saved with:\n  " + "\n  ".join(casts[:MAX_LINES])
             )
 
@@ -322,12 +317,12 @@ class Target:
         if type(stored) is Slot:
             if not is_array(present) or not self._selection.matches(path):
                 return
-            spec = self._filling.spec(stored)
+            spec = self._buffers.spec(stored)
             dtype = dtype_name(present)
             if dtype != spec.dtype:
                 yield f"{shown(path)}: dtype: expected {spec.dtype}, got {dtype}"
-            elif self._filling.is_overlapping(stored):
-                self._filling.require_equal(stored, present, path)
+            elif self._buffers.is_overlapping(stored):
+                self._buffers.require_equal(stored, present, path)
         elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
             there = {key: child for _, key, child in children(present)}
             for element, key, child in children(stored):
@@ -335,7 +330,7 @@ class Target:
                     yield from self._casts(child, there[key], (*path, element))
 
     def _builder(self, tree: Any) -> Replace:
-        return lambda: self._filling.build(tree)
+        return lambda: self._buffers.build(tree)
 
 
 def _constant(value: Any) -> Replace:
@@ -356,7 +351,7 @@ def _stored_name(stored: Any) -> str:
 
 
 def _is_plain(tree: Any, path: Path = ()) -> bool:
-    """Whether neither arrays nor objects are below; long bytes are plain."""
+    """Return whether a tree has neither arrays nor objects; long bytes are plain."""
     return not any(
         (type(leaf) is Slot and family(leaf.tag) != "bytes") or is_array(leaf) or is_stateful(leaf)
         for _, leaf in leaves(tree, path)
@@ -364,9 +359,9 @@ def _is_plain(tree: Any, path: Path = ()) -> bool:
 
 
 def _same(stored: Any, present: Any) -> bool:
-    """Whether two plain values are equal to the bit and the type."""
+    """Return whether two plain values are equal in every bit and type."""
     if not all(type(leaf) is not Slot for _, leaf in leaves(stored, ())):
-        return False  # long bytes, which are not read yet
+        return False  # long bytes are not read yet
     try:
         return msgspec.msgpack.encode(encode_plain(stored)) == msgspec.msgpack.encode(encode_plain(present))
     except SnapstoreError:

@@ -1,8 +1,8 @@
 """The global random generators as an object of a state.
 
 In and out: the generators' states as plain values and arrays, through `state_dict` and `load_state_dict` like any other
-object; a restore sees only `load_last`. The generators are the process's: use it in the thread that
-draws from them. torch is looked at only where the user has imported it, or the snapshot holds its generators.
+object; a restore only looks at `load_last`. The generators belong to the process: use this in the thread that draws
+from them. torch is used only if the user has imported it, or the snapshot has its generators.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class RngState:
     """The global random generators as one object of a state: `state = {"rng": snapstore.RngState(), ...}`.
 
     Covers Python's `random`, NumPy's legacy generator (`np.random.seed`), and, where torch is imported, torch's CPU
-    generator and those of all CUDA devices once CUDA is in use. Restoring sets what was saved and leaves the others
-    alone. A snapshot with CUDA generators restores only where as many CUDA devices are visible: with fewer or more, the
-    run would draw other numbers, which is an error rather than a surprise.
+    generator and those of all CUDA devices once CUDA is in use. A restore sets the saved generators and no others. A
+    snapshot with CUDA generators needs as many visible CUDA devices: with another number, the run would draw different
+    numbers, so the restore fails.
 
     Args:
-        cuda: Whether to save and restore CUDA generators; False restores such a snapshot on any machine.
+        cuda: Whether to save and restore CUDA generators; with False such a snapshot restores on any machine.
 
     Attributes:
-        load_last: Tells a restore to load this after all other objects, which may draw random numbers when they load.
+        load_last: Makes a restore load this after all other objects, which may draw random numbers when they load.
     """
 
     load_last = True
@@ -54,7 +54,7 @@ class RngState:
         """Set the generators to saved states.
 
         Raises:
-            InvalidInputError: The snapshot holds another number of CUDA generators than there are devices.
+            InvalidInputError: The number of CUDA generators in the snapshot is not that of the devices.
         """
         cuda = state.get("cuda") if self._cuda else None
         if cuda is not None:
@@ -77,5 +77,5 @@ class RngState:
         if present != saved:
             raise InvalidInputError(
                 f"CUDA generators: expected {present}, one per device here, got {saved} in the snapshot; run with "
-                f"{saved} visible devices, or use RngState(cuda=False) to leave CUDA's alone"
+                f"{saved} visible devices, or use RngState(cuda=False) to skip CUDA generators"
             )

@@ -1,10 +1,10 @@
-"""Which leaves of a state `keys` selects: patterns (fnmatch, case-sensitive) over dotted paths.
+"""Selection by `keys`: patterns (fnmatch, case-sensitive) over dotted paths of leaves.
 
-In: patterns, and decoded trees or names of parts. Out: what matches, the selected part of a tree, and the parts that
-must be read for it. With no patterns everything is selected; a pattern that selects nothing is an error.
+In: patterns, and decoded trees or names of parts. Out: which leaves match, the selected part of a tree, and the parts
+that must be read for it. Without patterns everything is selected; a pattern that selects nothing is an error.
 
-Invariants: `parts_needed` never leaves out a part that holds a match. A `Selection` remembers containers by identity,
-so it serves one decoded tree, which must outlive it, and one thread.
+Invariants: `parts_needed` includes every part with a match. A `Selection` remembers containers by identity, so it is
+for one decoded tree, which must outlive it, and for one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .containers import CONTAINERS, Path, children, display, leaves, like, shown
 
 
 class Selection:
-    """Which leaves `keys` selects: a pattern names leaves, and with anything above it, all below.
+    """The leaves that `keys` selects.
 
     A pattern is matched against every dotted prefix of a leaf's path, so `model` selects `model.layers.0`.
     """
@@ -36,7 +36,7 @@ class Selection:
         self._extents: dict[int, str] = {}
 
     def matches(self, path: Path) -> bool:
-        """Whether the leaf at `path` is selected."""
+        """Return whether the leaf at `path` is selected."""
         return self.patterns is None or any(_pattern_matches(pattern, path) for pattern in self.patterns)
 
     def extent(self, tree: Any, path: Path) -> str:
@@ -45,13 +45,17 @@ class Selection:
             return "all"
         if type(tree) not in CONTAINERS or not tree:
             return "all" if self.matches(path) else "none"
-        if id(tree) not in self._extents:  # decoded containers live as long as their Target and stand at one path
+        if id(tree) not in self._extents:  # decoded containers live as long as their RestorePlan, at one path
             found = {self.extent(child, (*path, element)) for element, _, child in children(tree)}
             self._extents[id(tree)] = found.pop() if len(found) == 1 else "some"
         return self._extents[id(tree)]
 
     def require_matches(self, tree: Any) -> None:
-        """Refuse a pattern that selects nothing."""
+        """Check that every pattern selects a leaf.
+
+        Raises:
+            NotFoundError: A pattern selects nothing.
+        """
         left = dict.fromkeys(self.patterns or ())
         for path, _ in leaves(tree, ()) if left else ():
             for pattern in [pattern for pattern in left if _pattern_matches(pattern, path)]:
@@ -80,12 +84,12 @@ def _pattern_matches(pattern: str, path: Path) -> bool:
 
 @functools.lru_cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """What matches a dotted path, or any part of it up to a dot, at once."""
+    """Return a pattern that matches a dotted path, or a prefix of it that ends before a dot."""
     return re.compile(translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") + r"(?=\.|\Z)")
 
 
 def parts_needed(part_names: Iterable[str], keys: str | Sequence[str] | None) -> list[str]:
-    """Return the parts that may hold something `keys` selects; "" always, for it holds the root."""
+    """Return the parts that may have leaves that `keys` selects; always "", which has the root."""
     patterns = Selection(keys).patterns
     return [name for name in part_names if not name or patterns is None or any(_may_match(p, name) for p in patterns)]
 

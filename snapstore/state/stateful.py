@@ -1,8 +1,8 @@
-"""Objects that stand for their state by `state_dict` and `load_state_dict`: which do, and what is special with torch's.
+"""Objects with `state_dict` and `load_state_dict`, which are stored as their state.
 
-In: anything found in a state. Out: whether it is such an object, its state, and whether its names can be checked. Calls
-the user's `state_dict`, so everything here belongs to the thread that owns the state. torch is looked at only where the
-user has imported it; what is special about its schedulers and modules is known here and nowhere else.
+In: any value in a state. Out: whether it is such an object, its state, and whether its names can be checked. This calls
+the user's `state_dict`, so it belongs to the thread that owns the state. torch is used only if the user has imported
+it; only this module knows the special cases of its schedulers and modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from .tensors import is_array
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` is an object that stands for its state."""
+    """Return whether `value` is an object that is stored as its state."""
     if isinstance(value, type) or type(value) in CONTAINERS or is_array(value):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def state_of(value: Any, path: Path) -> Any:
-    """Call `state_dict()`; leave functions out of a torch scheduler's (docstring of flatten.py)."""
+    """Return `value.state_dict()`, without the functions in a torch scheduler's (docstring of flatten.py).
+
+    Raises:
+        InvalidInputError: `state_dict()` failed.
+    """
     try:
         state = value.state_dict()
     except Exception as error:
@@ -39,7 +43,7 @@ def state_of(value: Any, path: Path) -> Any:
 
 
 def is_strict_module(value: Any) -> bool:
-    """Whether `value` is a module whose load_state_dict takes exactly the names that its state_dict gives."""
+    """Return whether `value` is a module whose load_state_dict accepts only the names of its state_dict."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return False

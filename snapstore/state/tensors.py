@@ -1,10 +1,10 @@
-"""What is stored of an array besides its values: kind, dtype, shape, ties, and its place in a decoded tree.
+"""Descriptions of stored arrays: kind, dtype, shape, ties, and their places in a decoded tree; no values.
 
-In: names and numbers from a state or a manifest. Out: `TensorSpec`, its sizes in bytes, and FormatError for a spec that
-no save can have made. The tables here say which dtypes can be stored; they name torch's without importing it.
+In: names and numbers from a state or a manifest. Out: `TensorSpec`, its size in bytes, and a FormatError for a spec
+that no save can have made. The tables list the dtypes that can be stored; they name torch's without importing it.
 
 Invariants: a spec that passed `check` has a known dtype and fewer than 2**63 bytes, so it may be used to size memory.
-Specs and parts are immutable, a `Slot` is never changed: any thread may use them.
+Specs and parts are immutable, and a `Slot` is never changed: any thread may use them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from ..errors import FormatError
 from .containers import INT_MAX, Path, shown
 
-Node = Any  # None | bool | int | float | str | bytes | list[Any]; a recursive alias buys nothing over msgpack's Any
+Node = Any  # None | bool | int | float | str | bytes | list[Any], as msgpack decodes it
 
-MAX_DIMENSIONS = 64  # of an array; NumPy and torch's copy stop there as well
+MAX_DIMENSIONS = 64  # of an array: the limit of NumPy and of torch's copy
 
-#: torch dtypes that can be stored: bytes per element, bytes per number (what makes the planes), may require grad.
+#: torch dtypes that can be stored: bytes per element, bytes per number (for byte planes), may require grad.
 TORCH_DTYPES: dict[str, tuple[int, int, bool]] = {
     **{"float64": (8, 8, True), "float32": (4, 4, True), "float16": (2, 2, True), "bfloat16": (2, 2, True)},
     **{"float8_e4m3fn": (1, 1, True), "float8_e4m3fnuz": (1, 1, True), "float8_e5m2": (1, 1, True)},
@@ -43,7 +43,7 @@ _NUMPY_DTYPE = re.compile(
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """Return `dtype.str` if it says all of a dtype that can be stored, else None."""
+    """Return `dtype.str` if the dtype can be stored and that name describes it completely, else None."""
     if dtype.char in "gG" or dtype.metadata is not None or dtype.fields is not None or dtype.subdtype is not None:
         return None  # longdouble differs between machines
     return dtype.str if _NUMPY_DTYPE.fullmatch(dtype.str) else None
@@ -53,7 +53,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of a `dtype.str`.
 
     Raises:
-        FormatError: it names no dtype that snapstore stores.
+        FormatError: snapstore does not store such a dtype.
     """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise FormatError(f"NumPy dtype {name!r}: not one that can be stored")
@@ -64,17 +64,17 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """What a manifest stores of one array, without its values.
+    """The description of one array in a manifest, without its values.
 
-    A Struct, because saves make one per tensor while the GPU waits: a frozen dataclass takes ten times as long.
+    A Struct, because a save makes one per tensor while the GPU waits: a frozen dataclass takes ten times as long.
 
     Attributes:
-        path: Place in the whole state; the first element is the top-level key where there is one.
+        path: Its place in the whole state; the first element is the top-level key if there is one.
         kind: `tensor`, `parameter`, `array` or `bytes`.
         dtype: torch's name (`bfloat16`), NumPy's `dtype.str` (`<f4`), or `bytes`.
-        shape: Of bytes: (length,).
-        requires_grad: Of tensors and parameters; False for the others.
-        tie: (part, index) of an earlier tensor in another part that is the same memory.
+        shape: For bytes: (length,).
+        requires_grad: For tensors and parameters; False for the others.
+        tie: (part, index) of an earlier tensor in another part with the same memory.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def element_size(self) -> int:
-        """Bytes per number (1, 2, 4 or 8): what byte planes are made of; a complex number is two numbers."""
+        """Bytes per number (1, 2, 4 or 8), the number of its byte planes; a complex number is two numbers."""
         itemsize = self.itemsize
         if self.kind in ("tensor", "parameter"):
             return TORCH_DTYPES[self.dtype][1]
@@ -121,7 +121,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         """Bytes of all elements, at most 2**63 - 1.
 
         Raises:
-            FormatError: kind, dtype or shape make no sense.
+            FormatError: kind, dtype or shape is invalid.
         """
         if len(self.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in self.shape):
             raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible")
@@ -132,10 +132,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return elements * itemsize
 
     def check(self) -> None:
-        """Refuse a spec that no flatten can have made.
+        """Check that `flatten` can have made this spec.
 
         Raises:
-            FormatError: kind, dtype, shape or requires_grad make no sense.
+            FormatError: kind, dtype or shape is invalid.
         """
         size = self.nbytes
         if self.kind == "bytes" and self.shape != (size,):
@@ -144,7 +144,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One part as manifests give it back: name, tree and specs; the values are still in packs."""
+    """One part as its manifest stores it: name, tree and specs; the values are in packs."""
 
     name: str
     tree: Node
@@ -153,13 +153,13 @@ class StoredPart:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one array in a decoded tree; its identity is the place, several places may have one source.
+    """The place of one array in a decoded tree; compared by identity, since several places may have one source.
 
     Attributes:
-        part: Position of the part among the parts given.
-        index: Which of the part's specs.
+        part: The position of its part.
+        index: The index of its spec in the part.
         tag: `tensor`, `parameter`, `array`, `bytes` or `bytearray`.
-        requires_grad: Of this place: tied tensors may differ in it.
+        requires_grad: Of this place; tied tensors may differ in it.
     """
 
     part: int
@@ -169,11 +169,11 @@ class Slot:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor or an ndarray, of whatever subclass."""
-    torch = sys.modules.get("torch")  # while torch is not imported, nothing can be a tensor
+    """Return whether `value` is a tensor or an ndarray, of any subclass."""
+    torch = sys.modules.get("torch")  # if torch is not imported, there are no tensors
     return (torch is not None and isinstance(value, torch.Tensor)) or isinstance(value, np.ndarray)
 
 
 def family(kind: str) -> str:
-    """Return which memory a kind lives in: tied arrays are of one family."""
+    """Return `tensor`, `array` or `bytes`: which kinds can be tied to each other."""
     return {"parameter": "tensor", "bytearray": "bytes"}.get(kind, kind)

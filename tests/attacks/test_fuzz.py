@@ -17,7 +17,7 @@ from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFo
 from snapstore.format import blob, codecs, layout, manifest, pack, records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
-from snapstore.state.tree import _READERS
+from snapstore.state.tree_decode import READERS
 from snapstore.storage.memory import MemoryStore
 
 OURS = (FormatError, IntegrityError, NotFoundError)
@@ -148,7 +148,7 @@ leaves = (
 nodes = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
 )
-tags = st.sampled_from(sorted(_READERS))
+tags = st.sampled_from(sorted(READERS))
 trees = st.recursive(
     leaves,
     lambda inner: st.builds(

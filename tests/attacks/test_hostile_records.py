@@ -20,7 +20,7 @@ from snapstore.errors import SnapstoreError
 from snapstore.format import records
 from snapstore.format.keys import record_key
 from snapstore.format.records import Policy, Snapshot
-from snapstore.state.tree import encode_plain
+from snapstore.state.tree_encode import encode_plain
 
 MIB = 1024 * 1024
 TIMES = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 253402300800.0, -62135596801.0, 0.0])

@@ -14,7 +14,8 @@ from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.format import manifest, records
 from snapstore.format.records import Policy
 from snapstore.state.containers import MAX_ALIKE
-from snapstore.state.tree import decode_plain, encode_plain, unpack_nodes
+from snapstore.state.tree_decode import decode_plain, unpack_nodes
+from snapstore.state.tree_encode import encode_plain
 
 MODULUS = 2**61 - 1  # CPython's hash of a number is the number modulo this
 N = 15_000  # colliding, these take minutes; else milliseconds

@@ -34,7 +34,7 @@ from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
 from snapstore.format import manifest, records
 from snapstore.format.manifest import Box, TensorEntry
-from snapstore.state.tree import encode_plain
+from snapstore.state.tree_encode import encode_plain
 
 GIB = 1024 * MIB
 TREE = ["dict", ["w"], [["tensor", 0, False]]]

@@ -10,10 +10,10 @@ from torch import nn
 
 from snapstore.state.arrays import as_bytes, fill
 from snapstore.state.flatten import flatten
-from snapstore.state.restore_plan import Target
+from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.selection import parts_needed
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
-from snapstore.state.tree import encode_plain
+from snapstore.state.tree_encode import encode_plain
 
 
 def packed(value):
@@ -64,7 +64,7 @@ class Saved:
     def target(self, **options):
         names = parts_needed([part.name for part in self.parts], options.get("keys"))
         self.read = [i for i, part in enumerate(self.parts) if part.name in names]
-        return Target([self.parts[i] for i in self.read], **options)
+        return RestorePlan([self.parts[i] for i in self.read], **options)
 
     def restore(self, **options):
         target = self.target(**options)

@@ -10,7 +10,7 @@ import pytest
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, zstd
 from snapstore.format.keys import NAME
-from snapstore.state import containers, tensors, tree
+from snapstore.state import containers, tensors, tree, tree_decode
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -219,7 +219,7 @@ def test_tree_is_the_table_of_the_module():
     assert normal(columns) == in_code[0] == ["node", "value"]
     assert [normal(row) for row in rows] == in_code[2:]
     tags = {tag for row in rows for tag in re.findall(r'\["([a-z]+)"', row[0])}
-    assert tags == set(tree._READERS)
+    assert tags == set(tree_decode.READERS)
     assert "TREE_TABLE" not in TEXT
 
 

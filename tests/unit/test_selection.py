@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kit.states import Saved, same
 from snapstore.errors import InvalidInputError, NotFoundError
-from snapstore.state.restore_plan import Target
+from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.selection import parts_needed
 
 
@@ -63,7 +63,7 @@ def test_parts_needed():
 def test_parts_needed_never_leaves_out_a_match(pattern, name):
     saved = Saved({name: {"a": 1, "b": {"a": 2}}, "aa": {"x": 1}})
     try:
-        whole = Target(saved.parts, keys=pattern).finish()
+        whole = RestorePlan(saved.parts, keys=pattern).finish()
     except NotFoundError:
         return
     same(saved.restore(keys=pattern), whole)

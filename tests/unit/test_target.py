@@ -12,7 +12,7 @@ from torch import nn
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
-from snapstore.state.restore_plan import Target
+from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 
 dtypes = st.sampled_from(sorted(TORCH_DTYPES))
@@ -81,9 +81,9 @@ def test_a_broken_tie_is_a_format_error():
             [["array" if "kind" in other else "tensor", 0, *([] if "kind" in other else [False])], ["part", "b"]],
         ]
         with pytest.raises(FormatError, match="tied to entry 0"):
-            Target([StoredPart("", tree, [TensorSpec(**{**fields, **other})]), below])
+            RestorePlan([StoredPart("", tree, [TensorSpec(**{**fields, **other})]), below])
     with pytest.raises(FormatError):
-        Target([root, below])
+        RestorePlan([root, below])
 
 
 def test_target_memory_is_that_of_into_where_it_can_be():

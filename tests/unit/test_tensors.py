@@ -5,7 +5,7 @@ import pytest
 from kit.states import spec
 from snapstore.errors import FormatError
 from snapstore.state.tensors import StoredPart, numpy_dtype
-from snapstore.state.tree import decode
+from snapstore.state.tree_decode import decode
 
 
 @pytest.mark.parametrize(

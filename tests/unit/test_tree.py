@@ -18,7 +18,8 @@ from kit.states import bits, spec
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
 from snapstore.state.containers import MAX_DEPTH
 from snapstore.state.tensors import StoredPart
-from snapstore.state.tree import decode, decode_plain, encode_plain
+from snapstore.state.tree_decode import decode, decode_plain
+from snapstore.state.tree_encode import encode_plain
 
 
 def packed(value):

@@ -1,0 +1,296 @@
+"""The decoder of the typed tree: nodes in, values out; the nodes may come from an attacker.
+
+In: the nodes of tree.py's table, or msgpack with such nodes. Out: the values that were encoded, with a `Slot` in place
+of every array; or a FormatError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import FormatError, UnknownFormatError
+from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
+from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
+from .tree import FACTORIES
+
+_DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
+_MAP = re.compile(rb"[\x80-\x8f\xde\xdf]")  # first bytes of maps, which numbers and texts may contain too
+ABSENT: Any = object()  # replaces a part that was not read; its key is left out of the root
+
+
+def _advances() -> list[int]:
+    """Return the size of the msgpack token that begins with each byte; 0: a length follows; -1: a map."""
+    sizes = [1] * 256
+    for first, last, size in ((0xC4, 0xC9, 0), (0xD9, 0xDB, 0), (0x80, 0x8F, -1), (0xDE, 0xDF, -1)):
+        sizes[first : last + 1] = [size] * (last + 1 - first)
+    sizes[0xA0:0xC0] = range(1, 33)  # short texts
+    sizes[0xCA:0xD4] = [5, 9, 2, 3, 5, 9, 2, 3, 5, 9]  # numbers
+    sizes[0xD4:0xD9] = [3, 4, 6, 10, 18]  # extensions
+    sizes[0xDC:0xDE] = [3, 5]  # heads of arrays
+    return sizes
+
+
+_ADVANCES = _advances()
+
+
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # size of the length field
+
+
+def _holds_map(packed: bytes) -> bool:
+    """Return whether msgpack has a map; a map in broken msgpack may be missed."""
+    if not _MAP.search(packed):
+        return False
+    at, end = 0, len(packed)
+    while at < end:
+        first = packed[at]
+        if (size := _ADVANCES[first]) < 0:
+            return True
+        if not size:
+            width = _LENGTHS[first]
+            size = 1 + width + (0xC7 <= first <= 0xC9) + int.from_bytes(packed[at + 1 : at + 1 + width])
+        at += size
+    return False
+
+
+def unpack_nodes(packed: bytes) -> Node:
+    """Decode msgpack into nodes.
+
+    Raises:
+        FormatError: It does not decode, or has a map. A map is not a node, and a map whose keys are arrays of one hash
+            would take too long to decode.
+    """
+    if _holds_map(packed):
+        raise UnknownFormatError(
+            "a tree does not decode: it holds a map, which this release of snapstore does not know"
+        )
+    try:
+        return msgspec.msgpack.decode(packed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"a tree does not decode: {error}") from error
+
+
+def decode_plain(node: Node, path: Path = ()) -> Any:
+    """Return the value that `encode_plain` encoded.
+
+    Raises:
+        FormatError: `encode_plain` cannot have made this node.
+    """
+    return _Decoder([], 0, {}).value(node, path, 0)
+
+
+def decode(parts: Sequence[StoredPart], *, partial: bool = False) -> Any:
+    """Return the state that the parts' trees describe, with a `Slot` in place of every array.
+
+    Args:
+        parts: Must include the part "". Their specs are checked too.
+        partial: Whether parts may be missing; their keys are then left out.
+
+    Raises:
+        FormatError: `flatten` cannot have made a tree or a spec, or they contradict each other.
+    """
+    positions = {part.name: position for position, part in enumerate(parts)}
+    if "" not in positions or len(positions) < len(parts):
+        raise FormatError(f"parts {[part.name for part in parts]}: expected each name once, and the name '' among them")
+    for part in parts:
+        for spec in part.specs:
+            spec.check()
+    return _Decoder(parts, positions.pop(""), positions, partial).root()
+
+
+class _Decoder:
+    """Turns the nodes of one part into values; the decoder of the root makes one for every other part."""
+
+    def __init__(
+        self, parts: Sequence[StoredPart], position: int, below: dict[str, int], partial: bool = False
+    ) -> None:
+        self._parts = parts
+        self._position = position
+        self._below = below  # name -> position of the parts that the root has not named yet
+        self._partial = partial
+
+    def root(self) -> Any:
+        value = self.value(self._parts[self._position].tree, (), 0)
+        if self._below:
+            raise FormatError(f"parts {sorted(self._below)}: the root tree does not name them")
+        return value
+
+    def value(self, node: Node, path: Path, depth: int) -> Any:
+        if node is None or type(node) in (bool, int, float, str, bytes):
+            return node
+        if type(node) is not list or not node or type(node[0]) is not str or node[0] not in READERS:
+            raise UnknownFormatError(
+                f"{shown(path)}: {_brief(node)} is not a node that this release of snapstore knows"
+            )
+        if depth >= MAX_DEPTH and node[0] in _NESTING:
+            raise FormatError(f"{shown(path[:8])}...: the tree is more than {MAX_DEPTH} levels deep")
+        try:
+            return READERS[node[0]](self, path, depth, *node[1:])
+        except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+            raise FormatError(f"{shown(path)}: {_brief(node)} is broken: {error}") from error
+
+    def _items(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
+        values = []
+        for i, node in enumerate(_expect(nodes, list)):
+            values.append(self.value(node, (*path, i), depth + 1))
+        return values
+
+    def _mapping(self, new: Any, keys: list[Node], nodes: list[Node], path: Path, depth: int) -> Any:
+        if len(_expect(keys, list)) != len(_expect(nodes, list)):
+            raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
+        read = self._hashables(keys, path, depth)
+        if len(set(read)) != len(keys):
+            raise ValueError("a key stands twice")
+        for key, node in zip(read, nodes, strict=True):
+            child = self.value(node, (*path, step(key)), depth + 1)
+            if child is not ABSENT:
+                new[key] = child
+        return new
+
+    def _hashables(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
+        """Return keys or members; refuse too many of one hash, which take quadratic time to put into a container."""
+        values = [self.value(node, path, depth + 1) for node in _expect(nodes, list)]
+        if crowded(values):
+            raise ValueError(f"more than {MAX_ALIKE} keys or members have one hash")
+        return values
+
+    def read_dict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:
+        return self._mapping({}, keys, nodes, path, depth)
+
+    def read_counter(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:
+        return self._mapping(Counter(), keys, nodes, path, depth)
+
+    def read_defaultdict(self, path: Path, depth: int, name: str | None, keys: list[Node], nodes: list[Node]) -> Any:
+        if name is not None and _expect(name, str) not in FACTORIES:
+            raise ValueError("the factory is unknown")
+        return self._mapping(defaultdict(None if name is None else FACTORIES[name]), keys, nodes, path, depth)
+
+    def read_odict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node], *metadata: Node) -> Any:
+        new: Any = self._mapping(OrderedDict(), keys, nodes, path, depth)
+        if metadata:
+            (node,) = metadata
+            new._metadata = self.value(node, (*path, "_metadata"), depth + 1)
+        return new
+
+    def read_list(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return self._items(nodes, path, depth)
+
+    def read_tuple(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return tuple(self._items(nodes, path, depth))
+
+    def read_deque(self, path: Path, depth: int, maxlen: int | None, nodes: list[Node]) -> Any:
+        if maxlen is not None and _expect(maxlen, int) < len(nodes):
+            raise ValueError("longer than its maxlen")
+        return deque(self._items(nodes, path, depth), maxlen)
+
+    def read_set(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return set(self._hashables(nodes, path, depth))
+
+    def read_frozenset(self, path: Path, depth: int, nodes: list[Node]) -> Any:
+        return frozenset(self._hashables(nodes, path, depth))
+
+    def read_int(self, path: Path, depth: int, packed: bytes) -> Any:
+        return int.from_bytes(_expect(packed, bytes), "little", signed=True)
+
+    def read_str(self, path: Path, depth: int, packed: bytes) -> Any:
+        return _expect(packed, bytes).decode("utf-8", "surrogatepass")
+
+    def read_bytes(self, path: Path, depth: int, index: int) -> Any:
+        return self._slot("bytes", index)
+
+    def read_bytearray(self, path: Path, depth: int, packed: bytes | int) -> Any:
+        return bytearray(packed) if isinstance(packed, bytes) else self._slot("bytearray", packed)
+
+    def read_complex(self, path: Path, depth: int, real: float, imag: float) -> Any:
+        return complex(_expect(real, float), _expect(imag, float))
+
+    def read_np(self, path: Path, depth: int, name: str, packed: bytes) -> Any:
+        dtype = numpy_dtype(name)
+        if dtype.kind in "SU" or len(_expect(packed, bytes)) != dtype.itemsize:
+            raise ValueError("not one value of that dtype")
+        return np.frombuffer(packed, dtype)[0]
+
+    def read_npstr(self, path: Path, depth: int, node: Node) -> Any:
+        return np.str_(_expect(self.value(node, path, depth + 1), str))
+
+    def read_npbytes(self, path: Path, depth: int, packed: bytes) -> Any:
+        return np.bytes_(_expect(packed, bytes))
+
+    def read_npdtype(self, path: Path, depth: int, name: str) -> Any:
+        return numpy_dtype(name)
+
+    def read_dtype(self, path: Path, depth: int, name: str) -> Any:
+        import torch
+
+        dtype = vars(torch).get(_expect(name, str))  # not getattr, which may import a module of that name
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
+            raise ValueError("this torch has no such dtype")
+        return dtype
+
+    def read_size(self, path: Path, depth: int, sizes: list[int]) -> Any:
+        import torch
+
+        if any(not INT_MIN <= _expect(size, int) <= INT_MAX for size in _expect(sizes, list)):
+            raise ValueError("a size has more than 64 bits")
+        return torch.Size(sizes)
+
+    def read_device(self, path: Path, depth: int, name: str) -> Any:
+        import torch
+
+        if not _DEVICE.fullmatch(_expect(name, str)):
+            raise ValueError("not a device")
+        return torch.device(name)
+
+    def read_tensor(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
+        return self._slot("tensor", index, requires_grad)
+
+    def read_parameter(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
+        return self._slot("parameter", index, requires_grad)
+
+    def read_array(self, path: Path, depth: int, index: int) -> Any:
+        return self._slot("array", index)
+
+    def read_part(self, path: Path, depth: int, name: str) -> Any:
+        if depth != 1 or (position := self._below.pop(_expect(name, str), None)) is None:
+            if depth == 1 and self._partial and name:
+                return ABSENT
+            raise ValueError("no such part here")
+        part = _Decoder(self._parts, position, {})
+        return part.value(self._parts[position].tree, path, depth)
+
+    def _slot(self, tag: str, index: int, requires_grad: bool = False) -> Slot:
+        specs = self._parts[self._position].specs if self._parts else ()
+        if not 0 <= _expect(index, int) < len(specs):
+            raise ValueError(f"there are {len(specs)} arrays")
+        spec = specs[index]
+        if family(spec.kind) != family(tag):
+            raise ValueError(f"entry {index} is of kind {spec.kind}")
+        if _expect(requires_grad, bool) and not TORCH_DTYPES[spec.dtype][2]:
+            raise ValueError(f"{spec.dtype} cannot require grad")
+        return Slot(self._position, index, tag, requires_grad)
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _brief(node: Node) -> str:
+    """Return a short name of a node for errors, whatever its size."""
+    if type(node) is list and node and type(node[0]) is str:
+        return f"node {node[0][:40]!r} of {len(node) - 1} fields"
+    return f"a {type(node).__name__}"
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    name.removeprefix("read_"): reader for name, reader in vars(_Decoder).items() if name.startswith("read_")
+}
+
+
+_NESTING = frozenset({"list", "tuple", "set", "frozenset", "deque", "dict", "odict", "counter", "defaultdict"})

@@ -1,0 +1,262 @@
+"""The encoder of the typed tree: values in, nodes out.
+
+In: Python values. Out: the nodes of tree.py's table; or one error that names every value that cannot be stored.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidInputError, UnsupportedLeafError
+from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, children, crowded, is_mapping, shown
+from .tensors import Node, is_array, numpy_dtype_name
+from .tree import FACTORIES, INLINE_BYTES
+
+MAX_PROBLEMS = 20  # the most unsupported leaves that one error names
+
+_PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most leaves that are not arrays
+_TAGS = {**{kind: kind.__name__ for kind in CONTAINERS}, OrderedDict: "odict", Counter: "counter"}
+_NO_NODE: Any = object()  # None is a node
+
+
+class Encoder:
+    """Turns one state into nodes; collects all values that it cannot store before it raises.
+
+    Args:
+        put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
+            UnsupportedLeafError.
+        expand: Returns (state,) for an object that is stored as its state, None for any other.
+    """
+
+    def __init__(self, put: Callable[[Any, Path], Node], expand: Callable[[Any, Path], tuple[Any] | None]) -> None:
+        self._problems: list[str] = []
+        self._put = put
+        self._expand = expand
+        self._open: dict[int, Path] = {}  # containers and objects being walked, to find cycles and bound the depth
+
+    def node(self, value: Any, path: Path) -> Node:
+        """Return the node of a value; note a problem if it has none.
+
+        Raises:
+            InvalidInputError: The value contains itself, or is nested too deeply.
+        """
+        if type(value) in CONTAINERS:
+            self.enter(value, path)
+            node = self._container(value, path)
+            self.leave(value)
+            return node
+        if type(value) in _PLAIN:
+            return _scalar(value, 0)
+        try:
+            if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
+                return self._put(value, path)
+            node = _scalar(value, len(self._open))
+            state = self._expand(value, path) if node is _NO_NODE else None
+        except UnsupportedLeafError as error:
+            return self.problem(path, str(error))
+        if state is not None:
+            self.enter(value, path)
+            node = self.node(state[0], path)
+            self.leave(value)
+            return node
+        return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_NO_FORM}")
+
+    def key(self, key: Any, path: Path) -> Node:
+        """Return the node of a dict key."""
+        try:
+            node = _hashable(key, len(self._open))
+        except UnsupportedLeafError as error:
+            return self.problem(path, str(error))
+        if node is _NO_NODE:
+            return self.problem(path, f"a dict key of type {_type_name(key)} has no stored form: {_KEY_FORM}")
+        return node
+
+    def problem(self, path: Path, text: str) -> None:
+        """Note a value that cannot be stored."""
+        self._problems.append(f"{shown(path)}: {text}")
+
+    def raise_problems(self) -> None:
+        """Raise one error that names every noted problem.
+
+        Raises:
+            UnsupportedLeafError: A value could not be stored.
+        """
+        if self._problems:
+            more = len(self._problems) - MAX_PROBLEMS
+            lines = self._problems[:MAX_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+            raise UnsupportedLeafError("\n".join(lines))
+
+    def enter(self, value: Any, path: Path) -> None:
+        """Mark a container or object as open, until `leave`, while its children are encoded.
+
+        Raises:
+            InvalidInputError: It is open already (a cycle), or too many are; the walk ends.
+        """
+        if id(value) in self._open:
+            raise InvalidInputError(
+                f"{shown(path)}: contains itself (it is also {shown(self._open[id(value)])}); break the cycle"
+            )
+        if len(self._open) >= MAX_DEPTH:
+            raise InvalidInputError(f"{shown(path[:8])}...: more than {MAX_DEPTH} levels deep; flatten this state")
+        self._open[id(value)] = path
+
+    def leave(self, value: Any) -> None:
+        """Close a container or object that `enter` opened."""
+        del self._open[id(value)]
+
+    def _container(self, value: Any, path: Path) -> Node:
+        keys, nodes, mapping = [], [], is_mapping(value)
+        if mapping and crowded(value):
+            return self.problem(path, f"{type(value).__name__} {_CROWDED}")
+        for element, key, child in children(value):
+            below = (*path, element)
+            if mapping:  # a key that equals its path element is its own node
+                keys.append(key if key is element else self.key(key, below))
+            nodes.append(self.node(child, below))
+        return self.tagged(value, keys, nodes, path)
+
+    def tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
+        """Return the node of a container whose children are encoded already."""
+        kind: Any = type(value)
+        attributes = dict(getattr(value, "__dict__", ()))
+        metadata = attributes.pop("_metadata", None) if kind is OrderedDict else None
+        if attributes:
+            return self.problem(path, f"{kind.__name__} has attributes without a stored form: {sorted(attributes)}")
+        if kind is deque:
+            return ["deque", value.maxlen, nodes]
+        if kind is defaultdict:
+            return ["defaultdict", self._factory(value, path), keys, nodes]
+        tag = _TAGS[kind]
+        if metadata is not None:
+            return [tag, keys, nodes, self.node(metadata, (*path, "_metadata"))]
+        return [tag, keys, nodes] if is_mapping(value) else [tag, nodes]
+
+    def _factory(self, value: defaultdict[Any, Any], path: Path) -> str | None:
+        factory = value.default_factory
+        if factory is None:
+            return None
+        name = getattr(factory, "__name__", "")
+        if FACTORIES.get(name) is not factory:
+            self.problem(path, f"defaultdict of {factory!r} has no stored form: use dict, or one of {list(FACTORIES)}")
+        return str(name)
+
+
+_NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
+
+
+_CROWDED = f"has more than {MAX_ALIKE} keys of one hash, which would take too long to read: use str as keys"
+
+
+_KEY_FORM = "use str, int or another plain hashable value"
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _scalar(value: Any, depth: int) -> Node:
+    """Return the node of a plain leaf, or _NO_NODE."""
+    kind = type(value)
+    if kind is str:
+        return _text_node(value)
+    if kind is int:
+        fits = INT_MIN <= value <= INT_MAX
+        return value if fits else ["int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind is bytearray:
+        return ["bytearray", bytes(value)]
+    if kind in (set, frozenset):
+        return _set_node(value, depth)
+    if isinstance(value, np.generic | np.dtype):
+        return _numpy_node(value)
+    return _torch_node(value)
+
+
+def _text_node(text: str) -> Node:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return ["str", text.encode("utf-8", "surrogatepass")]
+    return text
+
+
+def _hashable(value: Any, depth: int) -> Node:
+    """Return the node of a dict key or set member: a scalar, or a tuple or frozenset of such."""
+    if type(value) is not tuple:
+        return _scalar(value, depth)
+    return _members("tuple", value, depth)
+
+
+def _set_node(value: set[Any] | frozenset[Any], depth: int) -> Node:
+    if crowded(value):
+        raise UnsupportedLeafError(f"{type(value).__name__} {_CROWDED}")
+    node = _members(type(value).__name__, value, depth)
+    node[1].sort(key=msgspec.msgpack.encode)  # the order of a set changes from process to process
+    return node
+
+
+def _members(tag: str, values: Iterable[Any], depth: int) -> list[Any]:
+    if depth >= MAX_DEPTH:
+        raise UnsupportedLeafError(f"more than {MAX_DEPTH} levels deep; flatten this state")
+    nodes = []
+    for value in values:
+        nodes.append(_hashable(value, depth + 1))
+        if nodes[-1] is _NO_NODE:
+            raise UnsupportedLeafError(f"{tag} holds a {_type_name(value)}, which {_NO_FORM}")
+    return [tag, nodes]
+
+
+def _numpy_node(value: Any) -> Node:
+    if isinstance(value, np.dtype):
+        name = numpy_dtype_name(value)
+        return _NO_NODE if name is None else ["npdtype", name]
+    if type(value) is np.str_:
+        return ["npstr", _text_node("".join(value))]  # str() strips zeros
+    if type(value) is np.bytes_:
+        return ["npbytes", bytes(value)]
+    name = numpy_dtype_name(value.dtype)
+    return ["np", name, value.tobytes()] if name is not None and type(value) is value.dtype.type else _NO_NODE
+
+
+def _torch_node(value: Any) -> Node:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _NO_NODE
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) is torch.Size:
+        return ["size", list(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    return _NO_NODE
+
+
+def encode_plain(value: Any, path: Path = ()) -> Node:
+    """Return the node of a value without arrays and objects, such as a snapshot's metadata.
+
+    Raises:
+        UnsupportedLeafError: A value in it is not plain.
+        InvalidInputError: It contains itself, or is nested too deeply.
+    """
+    encoder = Encoder(_refuse, lambda value, path: None)
+    node = encoder.node(value, path)
+    encoder.raise_problems()
+    return node
+
+
+def _refuse(value: Any, path: Path) -> NoReturn:
+    raise UnsupportedLeafError(
+        f"{_type_name(value)}: only plain values of at most {INLINE_BYTES} bytes are allowed here"
+    )

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .check.report import CheckResult
     from .format.manifest import Manifest
     from .inspect.inspection import Diff, Stats
-    from .repair.repair import RepairReport
+    from .repair.report import RepairResult
     from .rewrite.compact import CompactReport
     from .rewrite.recode import RecodeResult
     from .save.staging import Staging
@@ -173,19 +173,19 @@ class Repository:
         store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
         if not damaged:
             return cls(store, cls._config(store), options or SaveOptions())
-        from .check.recoverable import is_foreign, salvaged_config
+        from .check.recoverable import is_foreign, recovered_config
 
         problem = ""
         try:
             config = cls._config(store)
         except (NotFoundError, IntegrityError, StorageError) as error:
-            made_up = salvaged_config(store)
+            made_up = recovered_config(store)
             if made_up is None:
                 raise
             config, problem = made_up, "config is missing" if isinstance(error, NotFoundError) else str(error)
         else:
             if is_foreign(store, config):
-                config = salvaged_config(store) or config
+                config = recovered_config(store) or config
                 problem = "config has another digest seed than the manifests: it is another repository's"
         return cls(store, config, options or SaveOptions(), config_problem=problem)
 
@@ -645,7 +645,7 @@ class Repository:
     @_in_one_place
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
-    ) -> RepairReport:  # fmt: skip
+    ) -> RepairResult:  # fmt: skip
         """Say what can be mended, and with `apply` do it. Safe beside saves, forgets and gcs; can be repeated any time.
 
         Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, and builds the

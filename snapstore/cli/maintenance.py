@@ -19,7 +19,7 @@ from .output import line, note, note_unknown, print_json, spinner
 if TYPE_CHECKING:
     from ..check.report import CheckResult, Problem
     from ..format.records import Snapshot
-    from ..repair.repair import RepairReport
+    from ..repair.report import RepairResult
     from ..rewrite.compact import CompactReport
     from ..rewrite.recode import RecodeResult
 
@@ -168,7 +168,7 @@ def repair(
     return PARTIAL if report.open else None
 
 
-def _print_repair(report: RepairReport) -> None:
+def _print_repair(report: RepairResult) -> None:
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")
     for action in report.actions:

@@ -12,7 +12,7 @@ from faults import OPTIONS, one_thread, sampled, values, version_of
 from typer.testing import CliRunner
 
 from snapstore import Repository, cli
-from snapstore.check.scan import LEVELS
+from snapstore.check.report import LEVELS
 
 
 @pytest.fixture(autouse=True)

@@ -40,9 +40,10 @@ from snapstore import (
     StorageError,
     cli,
 )
-from snapstore.check.scan import LEVELS, Survey
+from snapstore.check.report import LEVELS
 from snapstore.format import blob, manifest, pack, records
 from snapstore.format.keys import pack_key, quarantined_names, record_key
+from snapstore.repair import repair as repair_module
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -422,15 +423,15 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
     wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
     with Repository.open(store, options=ONE_PACK) as found:
         store.put(f"gc/{key[-64:]}.quarantine", records.encode(msgspec.structs.replace(wanted, id="", blobs=[])))
-        read_rest = Survey.read_rest
+        scan_objects = repair_module.scan_objects
 
-        def meanwhile(self):
-            result = read_rest(self)
+        def meanwhile(*args):
+            result = scan_objects(*args)
             store.put(wanted.key, records.encode(wanted))
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(Survey, "read_rest", meanwhile)
+            patch.setattr(repair_module, "scan_objects", meanwhile)
             assert [a.kind for a in found.repair(apply=True).actions] == ["release", "index"]
         assert notes(store) == [wanted.key]
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}

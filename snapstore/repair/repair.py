@@ -30,7 +30,7 @@ import msgspec
 
 from ..catalog.history import View
 from ..catalog.needed_keys import all_needed_keys
-from ..catalog.read_twice import listed
+from ..catalog.read_twice import listed, tried
 from ..check.recoverable import is_foreign, recover_record
 from ..check.report import (
     ACCEPT,
@@ -58,7 +58,7 @@ from ..errors import (
 )
 from ..format import records
 from ..format.keys import lost_names, quarantined_names
-from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
 from ..text import without_advice
 from .report import Action, RepairResult
@@ -273,14 +273,16 @@ class _Repair:
         Raises:
             ConflictError: it can be read: one wrong answer must not take the session of a save that runs.
         """
-        with suppress(*DAMAGE, NotFoundError):
-            records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), records.Session, key)
+        if tried(self._store, partial(self._read_session, key)) is not None:
             raise ConflictError(f"{key}: can be read")
         name = key.removeprefix("sessions/")
         if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
             record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")
             revisions.create(self._store, record)
         self._store.delete([key])
+
+    def _read_session(self, key: str) -> Session:
+        return records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
 
     def _note(self, key: str, why: str) -> Quarantine:
         blobs = sorted(self._scan.packs.misbuilt.get(key, ()))  # not those that are altered: a copy may mend them

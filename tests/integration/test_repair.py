@@ -740,6 +740,16 @@ def test_a_damaged_session_is_removed_once_it_was_silent(store):
     assert keys_of(store, "sessions/") == []
 
 
+def test_an_unreadable_session_is_removed_once_it_was_silent(store):
+    key = "sessions/" + records.new_id()
+    store.put(key, b"")
+    later = store.clock() + 3601
+    store.clock = lambda: later
+    with opened(Unreadable(store, key)) as found:
+        assert found.repair(apply=True).ok
+    assert keys_of(store, "sessions/") == []
+
+
 def test_a_held_session_stays_however_silent(store):
     store.hold("sessions/" + records.new_id(), b"")
     later = store.clock() + 7200

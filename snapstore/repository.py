@@ -53,7 +53,8 @@ from .text import counted, some, without_advice
 if TYPE_CHECKING:
     from .check.report import CheckResult
     from .format.manifest import Manifest
-    from .inspect.inspection import Diff, Stats
+    from .inspect.diff import Diff
+    from .inspect.stats import Stats
     from .repair.report import RepairResult
     from .rewrite.compact import CompactReport
     from .rewrite.recode import RecodeResult
@@ -684,13 +685,13 @@ class Repository:
 
     def stats(self) -> Stats:
         """Bytes by tensor group and codec, dedup, ratio, chain depths."""
-        from .inspect.inspection import stats
+        from .inspect.stats import stats
 
         return stats(self.context)
 
     def diff(self, a: str, b: str) -> Diff:
         """What changed between two snapshots, tensor by tensor."""
-        from .inspect.inspection import diff
+        from .inspect.diff import diff
 
         view = self.view()
         return diff(self.context, view.resolve(a), view.resolve(b))

@@ -33,7 +33,8 @@ from faults import same, version_of
 from lying_proxy import LyingProxy, Memory, Told
 
 import snapstore.cli
-import snapstore.inspect.inspection
+import snapstore.inspect.diff
+import snapstore.inspect.stats
 import snapstore.protocol.gc
 import snapstore.protocol.session
 import snapstore.repair.repair

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from snapstore.format import blob, pack
-from snapstore.inspect.inspection import TensorDiff, group_of
+from snapstore.inspect.diff import TensorDiff
+from snapstore.inspect.stats import group_of
 from snapstore.options import SaveOptions
 from snapstore.repository import Repository
 from snapstore.storage.memory import MemoryStore

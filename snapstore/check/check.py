@@ -53,8 +53,9 @@ def check(
     records = scan_records(context)
     scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
     lost = unrecoverable(context, scan.records)
+    instead = f"abandons the snapshot; to keep it, {COPY}"
     problems = [
-        replace(problem, command=DROP, help=f"gives it up; {COPY} keeps it") if problem.key in lost else problem
+        replace(problem, command=DROP, help=instead) if problem.key in lost else problem
         for problem in scan.report.problems
     ]
     return replace(scan.report, problems=problems)

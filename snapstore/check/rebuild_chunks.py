@@ -58,7 +58,7 @@ class ChunkRebuilder:
         log.info("%s: %s to decode for level 'restore'", ref, human_bytes(decoded))
         proven: dict[int, list[bytes]] | None = {} if prove else None
         try:
-            self._budget.spend(decoded, f"{ref}, and the snapshots that were looked at before")
+            self._budget.spend(decoded, f"{ref}, and the snapshots checked before it")
             failed = unbuilt(self._context, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)

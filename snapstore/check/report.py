@@ -17,7 +17,7 @@ REPAIR_CHUNKS = f"{REPAIR} --level restore"
 #: For snapshots that no repair can heal. Without --apply it only says which ones it would forget.
 DROP = f"{REPAIR} --drop"
 GC = "snapstore gc"
-COPY = "a copy of the object from elsewhere, put back under its key,"
+COPY = "put a copy of the object back under its key"
 REBUILD = "snapstore index rebuild"
 #: Abandons the records that only the index knows.
 ACCEPT = f"{REBUILD} --forget-missing"
@@ -89,9 +89,15 @@ class Findings:
         self.problems, self.notes = list(problems), list(notes)
 
     def problem(
-        self, kind: str, key: str, message: object, snapshots: Iterable[str] = (), *, command: str = REPAIR,
+        self,
+        kind: str,
+        key: str,
+        message: object,
+        snapshots: Iterable[str] = (),
+        *,
+        command: str = REPAIR,
         instead: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a problem; see `Problem`."""
         self.problems.append(Problem(kind, key, without_advice(message), tuple(snapshots), command, instead))
 
@@ -101,7 +107,7 @@ class Findings:
 
     def stray(self, kind: str, key: str) -> None:
         """Add an object whose key is not one of a repository."""
-        self.problem(kind, key, f"{key}: no name of an object; it does not belong here, remove it", command="")
+        self.problem(kind, key, f"{key}: not the key of a snapstore object; remove it", command="")
 
 
 def require_level(level: str) -> None:

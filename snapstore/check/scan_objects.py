@@ -42,7 +42,7 @@ _STATES = (COMMITTED, FORGOTTEN)
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """What a scan of a whole repository found. Nobody changes it.
+    """The result of a scan of a whole repository. Nobody changes it.
 
     Attributes:
         report: the problems, and which snapshots can be restored.
@@ -87,7 +87,7 @@ def scan_objects(
 
 def why_recovered(sizes: Mapping[str, int], key: str) -> str:
     """Return why a pack need not stay in quarantine; `sizes` has the packs that are there."""
-    return "it is whole" if key in sizes else "it is gone, and nobody needs it"
+    return "it is intact" if key in sizes else "it is gone, and no snapshot needs it"
 
 
 class _ObjectScanner:
@@ -198,7 +198,7 @@ class _ObjectScanner:
     def _report_packs(self) -> set[str]:
         """Add one finding for each damaged pack; return the packs that need not stay in quarantine."""
         quarantined = self._records.quarantined
-        misbuilt = {key: f"{key}: holds blobs that do not give their chunks" for key in self._packs.misbuilt}
+        misbuilt = {key: f"{key}: holds blobs that do not rebuild their chunks" for key in self._packs.misbuilt}
         # The chunk problems name the snapshots that lose by a pack whose misbuilt blobs this scan has found.
         told = {name for problem in self._findings.problems for name in problem.snapshots}
         known = {key: why for key, why in misbuilt.items() if key in quarantined or self._losers.get(key, set()) - told}
@@ -208,14 +208,14 @@ class _ObjectScanner:
         if self._level != "restore":  # only rebuilding tells which blobs a damaged note of quarantine names
             recovered -= quarantined_names(self._records.damaged_small)
         for key in sorted(recovered):
-            message = f"{key}: is in quarantine for nothing: {why_recovered(self._sizes, key)}"
+            message = f"{key}: need not stay in quarantine: {why_recovered(self._sizes, key)}"
             self._findings.note("pack", key, message, REPAIR)
         return recovered
 
     def _report_pack(self, key: str, why: str) -> None:
         losers, need = sorted(self._losers.get(key, ())), self._need.get(key, ())
         if not need and key in self._records.quarantined:
-            self._findings.note("pack", key, f"{why}; in quarantine, nobody needs it", f"{REPAIR} --purge")
+            self._findings.note("pack", key, f"{why}; in quarantine, no snapshot needs it", f"{REPAIR} --purge")
             return
         hurt = sorted((self._ruling[name] for name in losers), key=lambda s: (s.run, s.seq, s.id))
         message = f"{why}; snapshots that need it: {len(need)}, of which {len(losers)} lose chunks"
@@ -237,7 +237,8 @@ class _ObjectScanner:
         again = "save the same content again"
         if key in self._packs.why:
             again += ", or put a copy of the pack back,"
-        return DROP, f"forgets what no save has stored again; to keep it, {again} then '{REPAIR} --apply'"
+        forgets = "forgets the snapshots that no save has stored again"
+        return DROP, f"{forgets}; to keep them, {again} then run '{REPAIR} --apply'"
 
     # -- manifests
 
@@ -351,11 +352,11 @@ class _ObjectScanner:
         why = without_advice(f"{snapshot.ref}: {error}")
         if isinstance(error, UnknownFormatError):
             self._unknown.add(snapshot.id)
-            self._findings.problem("manifest", key, f"{why}; it is as it was written, and left alone", command="")
+            self._findings.problem("manifest", key, f"{why}; it is intact, and another release can read it", command="")
             return
         self._without_manifest[snapshot.id] = why
         if snapshot.state == COMMITTED:
-            instead = f"forgets it; {COPY} keeps it"
+            instead = f"forgets the snapshot; to keep it, {COPY}"
             self._findings.problem("manifest", key, why, [snapshot.id], command=DROP, instead=instead)
         else:
             self._findings.problem("manifest", key, why, [snapshot.id], command=GC)
@@ -365,7 +366,7 @@ class _ObjectScanner:
         found = self._ruling.keys() & self._records.noted_lost - self._without_manifest.keys()
         for name in sorted(found):
             key = Lost(id=name, found=0, reason="").key
-            message = f"{key}: {self._ruling[name].ref} lacks no manifest any more, or is collected"
+            message = f"{key}: {self._ruling[name].ref} has all its manifests again, or was collected"
             self._findings.note("gc", key, message, REPAIR)
         return found
 
@@ -388,12 +389,12 @@ class _ObjectScanner:
         if lacks:  # no damage, so no snapshot suffers; but nothing proves that all is well
             self._unknown.add(snapshot.id)
             lack = next(iter(lacks.values()))
-            message = f"{snapshot.ref}: {part_name(part)} cannot be rebuilt here: {lack}"
+            message = f"{snapshot.ref}: {part_name(part)} cannot be rebuilt on this machine: {lack}"
             self._findings.problem("chunk", part, message, command="")
         damaged = [(row, error) for row, error in failed.items() if row not in lacks]
         messages = [f"{tensor_of(m, row)}: {error}" for row, error in damaged[:CHUNKS_NAMED]]
         if len(damaged) > CHUNKS_NAMED:
-            messages.append(f"chunks lost beside these: {len(damaged) - CHUNKS_NAMED}")
+            messages.append(f"more chunks that are lost: {len(damaged) - CHUNKS_NAMED}")
         for message in messages:
             text = f"{snapshot.ref}: {message}"
             self._findings.problem("chunk", part, text, [snapshot.id], command=REPAIR_CHUNKS)

@@ -31,7 +31,7 @@ _NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine
 
 @dataclass(frozen=True, slots=True)
 class RecordScan:
-    """What the records and the small objects of a repository say. Nobody changes it.
+    """The content of a repository's records and small objects. Nobody changes it.
 
     Attributes:
         problems: the problems so far.
@@ -191,7 +191,7 @@ class _RecordScanner:
                     self._noted_blobs.setdefault(pack_key(found.pack), set()).update(found.blobs)
 
     def _read_policies(self) -> None:
-        """Read retention policies. A damaged one that a newer one replaces harms nobody."""
+        """Read retention policies. A damaged one that a newer one replaces does no harm."""
         newest: dict[str, int] = {}
         found: list[tuple[str, int, ObjectInfo]] = []
         for info in self._store.list("policies/"):
@@ -210,9 +210,9 @@ class _RecordScanner:
                 continue
             except DAMAGE as error:
                 if number < newest[run]:
-                    self._findings.note("policy", info.key, f"{error}; newer policies rule, nothing is lost")
+                    self._findings.note("policy", info.key, f"{error}; newer policies replace it, nothing is lost")
                     continue
-                message = f"{error}; what run {run!r} is to keep has to be said again"
+                message = f"{error}; set the policies of run {run!r} again"
                 self._findings.problem("policy", info.key, message, command=f"snapstore forget --run {run} --keep-...")
 
     # -- records
@@ -233,7 +233,7 @@ class _RecordScanner:
             try:
                 found = records.unpack(self._get(listed[key]), Snapshot, key)
                 if found.key in listed and found.id == name and found.key != key:
-                    message = f"{key}: a copy of {found.key}, which does not belong here and hides it; remove it"
+                    message = f"{key}: a copy of {found.key} under another key, which hides that record; remove it"
                     self._findings.problem("record", key, message, [name] if rules else [], command="")
                     continue
                 if found.key != key:
@@ -265,7 +265,7 @@ class _RecordScanner:
 
     def _report_damaged_record(self, key: str, error: Exception, *, rules: bool) -> None:
         if not rules:
-            message = f"{error}; a later revision rules; what only this one said is lost"
+            message = f"{error}; a later revision replaces it; only what this one alone said is lost"
             self._findings.note("record", key, message)
             return
         self._unreadable[key] = without_advice(error)
@@ -319,12 +319,12 @@ class _RecordScanner:
             why, name = f"{key}: known to the index, not in the store", stand_in(key).id
             gone = gone_by_id.get(name)
             if name in outdated:
-                why += "; it seems that a backup was put back, which is older than the index"
-                instead = f"accepts the repository as it is; {COPY} brings back what it said"
+                why += "; it seems that a backup older than the index was put back"
+                instead = f"accepts the repository as it is; to get the later record back, {COPY}"
                 self._findings.problem("index", key, why, command=ACCEPT, instead=instead)
             elif gone is not None and gone.key == key and gone.state in (COMMITTED, FORGOTTEN) and name not in shown:
                 self._damaged.append(stand_in(key))
-                instead = f"puts it back; if it was removed on purpose, '{ACCEPT}' gives it up"
+                instead = f"puts it back; if it was removed on purpose, '{ACCEPT}' abandons it"
                 self._findings.problem("index", key, why, [name], instead=instead)
             else:
                 self._findings.problem("index", key, why)

@@ -10,11 +10,12 @@ from ..format.records import FORGOTTEN, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing done, or of a dry run: that would be.
+    """One change that a repair made, or would make.
 
     Attributes:
         kind: "config", "record", "remove", "quarantine", "release", "heal", "drop", "purge" or "index".
-        key: the object that it is about.
+        key: key of the object that changes.
+        message: describes the change.
     """
 
     kind: str
@@ -24,17 +25,17 @@ class Action:
 
 @dataclass(slots=True)
 class RepairResult:
-    """What a repair did, or would do.
+    """The result of a repair, or of its dry run.
 
     Attributes:
-        found: what was wrong before.
-        applied: whether anything was done.
-        actions: in their order.
+        found: the problems before the repair.
+        applied: whether this was no dry run.
+        actions: the changes, in their order.
         healed: snapshots that are whole again.
-        lost: (snapshot, what is lost) of those that stay damaged, dropped ones included; where the record cannot be
-            read, a stand-in of state "unreadable".
-        dropped: those of them that were forgotten.
-        helps: what brings a snapshot back that stays damaged, by its id; of none that is forgotten or dropped.
+        lost: (snapshot, what is lost) of every snapshot that stays damaged, dropped ones included. A snapshot whose
+            record cannot be read has a stand-in of state "unreadable".
+        dropped: the snapshots in `lost` that this repair forgot.
+        helps: id -> how to bring a snapshot in `left` back.
         open: what could not be done now, and why.
     """
 
@@ -49,7 +50,7 @@ class RepairResult:
 
     @property
     def left(self) -> list[Snapshot]:
-        """Snapshots that stay damaged; those that are forgotten only wait for a gc."""
+        """The snapshots that stay damaged, without forgotten ones, which only wait for a gc."""
         dropped = {snapshot.id for snapshot in self.dropped}
         return [s for s, _ in self.lost if s.state != FORGOTTEN and s.id not in dropped]
 

@@ -147,7 +147,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
         store.put(key, bytes(good))
         report = found.repair(apply=True)
         assert {a.kind for a in report.actions} == {"release", "index"}
-        assert f"{key}: leaves the quarantine: it is whole" in [a.message for a in report.actions]
+        assert f"{key}: leaves the quarantine: it is intact" in [a.message for a in report.actions]
         assert found.check("restore").ok
     assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
 
@@ -911,7 +911,7 @@ def shell(disk, monkeypatch):
     monkeypatch.undo()
 
     def run(*arguments):
-        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
         return result.exit_code, result.stdout
 
     return run
@@ -924,7 +924,7 @@ def test_the_shell(shell, disk):
     assert shell("gc")[0] == 0  # the dead save of the repository is no save that may build on damage
     code, out = shell("check", "--read-data")
     assert code == 20
-    assert "what helps: snapstore repair" in out
+    assert "To fix, run: snapstore repair" in out
     code, out = shell("repair")
     assert code == 20
     assert "would do, quarantine" in out
@@ -969,7 +969,7 @@ def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
     assert [s["step"] for s in document["snapshots"] if s["id"] == lost.id] == [3]
     marked = [line.split()[0] for line in shell("log", "--all")[1].splitlines() if line.endswith("damaged")]
     assert marked == ["a@3"]
-    assert "damaged   in need of a pack" in shell("show", "a@3")[1]
+    assert "damaged   needs a pack" in shell("show", "a@3")[1]
     assert json.loads(shell("show", "a@3", "--json")[1])["damaged"] is True
     assert json.loads(shell("show", "a@1", "--json")[1])["damaged"] is False
     with opened(disk) as found, pytest.raises(IntegrityError, match=rf"^a@3 \(id:{lost.id[:12]}\): .*is missing"):

@@ -102,7 +102,7 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
 def unbuilt(
     context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
 ) -> dict[int, SnapstoreError]:
-    """Rebuild chunks and return row -> error of those that fail.
+    """Rebuild chunks and return row -> error of the chunks that fail.
 
     A CapabilityError means that this machine cannot rebuild the row, or one that was tried with it. It is no damage,
     although UnknownFormatError is in DAMAGE as well. A row with any other error has also failed alone.

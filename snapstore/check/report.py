@@ -78,7 +78,7 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether no problem was found."""
+        """Return whether no problem was found."""
         return not self.problems
 
 

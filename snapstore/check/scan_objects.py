@@ -107,7 +107,7 @@ class _ObjectScanner:
         self._without_manifest: dict[str, str] = {}
         self._affected: dict[str, list[str]] = {}
         self._need: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that refer to it
-        self._losers: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that lose chunks by it
+        self._damages: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that lose chunks by it
 
     def scan(self, share: float, subset: tuple[int, int]) -> ScanResult:
         """Read everything that the level asks for."""
@@ -138,6 +138,7 @@ class _ObjectScanner:
     def _report(self, snapshots: Sequence[Snapshot], needed: set[str]) -> CheckResult:
         """Return the problems, and which snapshots are restorable, damaged or unknown."""
         bad = {name for problem in self._findings.problems for name in problem.snapshots}
+        doubtful = bad | self._unknown
         kept = [snapshot for snapshot in snapshots if snapshot.state in _STATES]
         damaged, named = list(self._records.damaged), {s.id for s in self._records.damaged}
         unknown = [stand_in(key) for key in sorted(self._records.unknown)]
@@ -146,7 +147,7 @@ class _ObjectScanner:
             self._level,
             problems=self._findings.problems,
             notes=self._findings.notes,
-            restorable=[s for s in kept if s.id not in bad | self._unknown],
+            restorable=[s for s in kept if s.id not in doubtful],
             damaged=damaged + [s for s in kept if s.id in bad - named],
             unknown=unknown + [s for s in kept if s.id in self._unknown - bad],
             decoded_bytes=self._rebuilder.decoded_bytes,
@@ -201,7 +202,9 @@ class _ObjectScanner:
         misbuilt = {key: f"{key}: holds blobs that do not rebuild their chunks" for key in self._packs.misbuilt}
         # The chunk problems name the snapshots that lose by a pack whose misbuilt blobs this scan has found.
         told = {name for problem in self._findings.problems for name in problem.snapshots}
-        known = {key: why for key, why in misbuilt.items() if key in quarantined or self._losers.get(key, set()) - told}
+        known = {
+            key: why for key, why in misbuilt.items() if key in quarantined or self._damages.get(key, set()) - told
+        }
         for key, why in sorted((known | self._packs.why).items()):
             self._report_pack(key, why)
         recovered = set(quarantined - self._packs.why.keys() - self._packs.misbuilt.keys())
@@ -213,26 +216,26 @@ class _ObjectScanner:
         return recovered
 
     def _report_pack(self, key: str, why: str) -> None:
-        losers, need = sorted(self._losers.get(key, ())), self._need.get(key, ())
+        lossy, need = sorted(self._damages.get(key, ())), self._need.get(key, ())
         if not need and key in self._records.quarantined:
             self._findings.note("pack", key, f"{why}; in quarantine, no snapshot needs it", f"{REPAIR} --purge")
             return
-        hurt = sorted((self._ruling[name] for name in losers), key=lambda s: (s.run, s.seq, s.id))
-        message = f"{why}; snapshots that need it: {len(need)}, of which {len(losers)} lose chunks"
+        hurt = sorted((self._ruling[name] for name in lossy), key=lambda s: (s.run, s.seq, s.id))
+        message = f"{why}; snapshots that need it: {len(need)}, of which {len(lossy)} lose chunks"
         if hurt:
             message += f": {some([s.ref for s in hurt])}"
         command, instead = self._remedy(key)
-        self._findings.problem("pack", key, message, losers, command=command, instead=instead)
+        self._findings.problem("pack", key, message, lossy, command=command, instead=instead)
 
     def _remedy(self, key: str) -> tuple[str, str]:
         """Return the command to run about a damaged pack, and the help of its problem."""
-        need, losers = self._need.get(key, set()), self._losers.get(key, set())
+        need, lossy = self._need.get(key, set()), self._damages.get(key, set())
         if need and key not in self._records.quarantined:
             return REPAIR, ""
         kept = {name for name in need if self._ruling[name].state == COMMITTED}
         if not kept:
             return GC, ""
-        if kept.isdisjoint(losers):
+        if kept.isdisjoint(lossy):
             return REPAIR, ""  # the intact blobs that they need have not been copied out yet
         again = "save the same content again"
         if key in self._packs.why:
@@ -264,7 +267,7 @@ class _ObjectScanner:
             needed.update(keys)
             lost = self._packs.lost(m)
             for number in np.unique(m.table.ref_packs[lost]).tolist():
-                self._losers.setdefault(keys[number], set()).add(snapshot.id)
+                self._damages.setdefault(keys[number], set()).add(snapshot.id)
             self._report_chunks(snapshot, m, failed.pop(ref.sha256, {}))
             for key in (key for key in keys if key in self._packs):
                 self._need.setdefault(key, set()).add(snapshot.id)
@@ -373,7 +376,7 @@ class _ObjectScanner:
     # -- chunks
 
     def _prove(self, snapshot: Snapshot) -> None:
-        """Rebuild a snapshot's chunks and remember the good chains, also those that older snapshots use.
+        """Rebuild a snapshot's chunks and remember the good chains, also chains of older snapshots.
 
         The scan calls this from the newest snapshot to the oldest, so that it decodes each blob about once. Failures
         are reported later, snapshot by snapshot.

@@ -115,7 +115,7 @@ def _health(snapshot: Snapshot, damaged: set[str]) -> str:
 
 @verb()
 def show(shell: Shell, ref: Ref) -> None:
-    """Show one snapshot: its record, lineage, tensors, and why it stays."""
+    """Show one snapshot: record, lineage, tensors, reasons to keep it."""
     with shell.repository() as repository:
         from ..format import manifest
 

@@ -54,7 +54,7 @@ def check(
         typer.Option("--max-decoded", metavar="SIZE", help="With --restore: decode at most this, such as 500G."),
     ] = None,
 ) -> int | None:
-    """Verify the repository and list the snapshots that can be restored."""
+    """Verify the repository and list the restorable snapshots."""
     share, subset = _portion(ALL if read_data is None else read_data)
     most = None if max_decoded is None else _size(max_decoded, "--max-decoded")
     level = "restore" if restore else "metadata" if read_data is None else "data"
@@ -138,7 +138,7 @@ def repair(
     shell: Shell,
     apply: Annotated[bool, typer.Option("--apply", help="Repair; without it, only print what would be done.")] = False,
     level: Annotated[
-        Level, typer.Option(help="What to check first: names and sizes; all packs too; every chunk too.")
+        Level, typer.Option(help="Check names and sizes first, or all packs too, or every chunk too.")
     ] = Level.DATA,
     drop: Annotated[bool, typer.Option("--drop", help="Forget snapshots that cannot be healed.")] = False,
     purge: Annotated[bool, typer.Option("--purge", help="Let gc delete damaged packs that no snapshot needs.")] = False,
@@ -209,8 +209,9 @@ def compact(
     ] = None,
     dry_run: DryRun = False,
 ) -> int | None:
-    """Rewrite packs that are mostly dead and chunks that build on forgotten ones; gc then frees the old bytes.
+    """Rewrite mostly dead packs, and chunks that build on forgotten ones.
 
+    The next gc frees the old bytes.
     Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
     limit = None if max_repack_size is None else _size(max_repack_size)
@@ -278,8 +279,9 @@ def recode(
     codec: Annotated[Codec, typer.Option(help="portable: every machine reads it; ans: nvCOMP's ANS.")] = Codec.PORTABLE,
     dry_run: DryRun = False,
 ) -> int | None:
-    """Rewrite snapshots into another codec; gc then frees the old bytes.
+    """Rewrite snapshots into another codec.
 
+    The next gc frees the old bytes.
     Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
     if bool(refs) == everything:
@@ -336,7 +338,7 @@ def index(
 ) -> int | None:
     """Rebuild the index from the objects.
 
-    The index is a cache, but it may hold the last copy of a record: --forget-missing abandons such records.
+    The index is a cache, but it may hold the last copy of a record. The option --forget-missing abandons such records.
     """
     assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):

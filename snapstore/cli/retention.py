@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..retention import Policy
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
-Count = Annotated[int | None, typer.Option(metavar="N", help="How many to keep, newest first.")]
+Periods = Annotated[int | None, typer.Option(metavar="N", help="Keep the newest of each of the last N.")]
 
 
 @verb()
@@ -68,17 +68,17 @@ def forget(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these snapshots.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Apply policies to this run.")] = None,
-    keep_last: Count = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest N.")] = None,
     keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Keep multiples of this.")] = None,
     keep_best: Annotated[
         list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help="Keep the N best; may be repeated.")
     ] = None,
     keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help="Keep the last 12h, 7d, ...")] = None,
-    keep_hourly: Count = None,
-    keep_daily: Count = None,
-    keep_weekly: Count = None,
-    keep_monthly: Count = None,
-    keep_yearly: Count = None,
+    keep_hourly: Periods = None,
+    keep_daily: Periods = None,
+    keep_weekly: Periods = None,
+    keep_monthly: Periods = None,
+    keep_yearly: Periods = None,
     keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,

@@ -35,7 +35,7 @@ class GroupStats:
 
 @dataclass(slots=True)
 class Stats:
-    """What a repository holds, counted over committed snapshots unless an attribute says otherwise.
+    """The content of a repository, counted over committed snapshots unless an attribute says otherwise.
 
     Attributes:
         stored_bytes: size of all packs and manifests.

@@ -99,9 +99,9 @@ class _Repair:
     """One run.
 
     Attributes:
-        _records: the records, with those that this run has written.
+        _records: the records, including the ones that this run has written.
         _scan: what was found before this run changed a manifest.
-        _ruling: the ruling revision of every snapshot by id, with those that this run has written.
+        _ruling: the ruling revision of every snapshot by id, including the ones that this run has written.
         _repaired: ids of the snapshots that a step has made whole, as far as it could.
         _unwritten_notes: damaged notes of quarantine that this level cannot write again.
     """
@@ -339,7 +339,7 @@ class _Repair:
             raise StorageError(f"{note.key} in {self._store.url}: was put and is not listed; repair again")
 
     def _renew(self, key: str, note: Quarantine) -> None:
-        """Put a note beside the other notes of its pack, and only then remove those that say no more.
+        """Put a note beside the other notes of its pack, and only then remove notes that say no more.
 
         If a pack had no note for a moment, a save that begins then would build on it, and a gc would delete it.
         """

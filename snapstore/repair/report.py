@@ -50,11 +50,11 @@ class RepairResult:
 
     @property
     def left(self) -> list[Snapshot]:
-        """The snapshots that stay damaged, without forgotten ones, which only wait for a gc."""
+        """Return the snapshots that stay damaged, without forgotten ones, which only wait for a gc."""
         dropped = {snapshot.id for snapshot in self.dropped}
         return [s for s, _ in self.lost if s.state != FORGOTTEN and s.id not in dropped]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing stays damaged, and nothing was left open."""
+        """Return whether nothing stays damaged and nothing was left open."""
         return not self.left and not self.open

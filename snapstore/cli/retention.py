@@ -31,7 +31,7 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
         if name not in snapshot.tags:
             text = f"{snapshot.ref}: another process gave {name} to another snapshot of the run at the same time"
             raise ConflictError(f"{text}; tag again to move it here")
-        _done(shell, snapshot, f"is now tagged {name}")
+        _print_snapshot(shell, snapshot, f"is now tagged {name}")
 
 
 @verb()
@@ -39,24 +39,24 @@ def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
     """Take a tag off a snapshot."""
     with shell.repository() as repository:
         if not dry_run:
-            _done(shell, repository.untag(ref, name), f"is no longer tagged {name}")
+            _print_snapshot(shell, repository.untag(ref, name), f"is no longer tagged {name}")
             return
         snapshot = repository.view().resolve(ref)
         if name not in snapshot.tags:
             from ..errors import NotFoundError
 
             raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
-        _done(shell, snapshot, f"would no longer be tagged {name}")
+        _print_snapshot(shell, snapshot, f"would no longer be tagged {name}")
 
 
 @verb()
 def unforget(shell: Shell, ref: Ref) -> None:
     """Bring back a forgotten snapshot that no gc has collected."""
     with shell.repository() as repository:
-        _done(shell, repository.unforget(ref), "is back")
+        _print_snapshot(shell, repository.unforget(ref), "is back")
 
 
-def _done(shell: Shell, snapshot: Snapshot, what: str) -> None:
+def _print_snapshot(shell: Shell, snapshot: Snapshot, what: str) -> None:
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})
     else:

@@ -126,7 +126,7 @@ def restore(
             # By id: the reference may name another snapshot now.
             state = repository.restore(f"id:{snapshot.id}", keys=keys or None)
             tensors, dropped = files.write(
-                output, state, metadata=_about(snapshot), force=force, tensors_only=tensors_only
+                output, state, metadata=_safetensors_metadata(snapshot), force=force, tensors_only=tensors_only
             )
     size = output.stat().st_size
     if shell.as_json:
@@ -141,7 +141,7 @@ def restore(
         note(f"left out {counted(len(dropped), 'value')}: the file holds tensors only")
 
 
-def _about(snapshot: Snapshot) -> dict[str, str]:
+def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
     """Return the metadata of the .safetensors file that a snapshot was saved from."""
     metadata: Any = snapshot.metadata
     about = metadata.get("safetensors") if isinstance(metadata, dict) else None

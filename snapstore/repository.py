@@ -45,8 +45,9 @@ from .text import counted, some
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
-    from .inspect.inspection import Diff, Stats
-    from .repair.repair import RepairReport
+    from .inspect.diff import Diff
+    from .inspect.stats import Stats
+    from .repair.report import RepairResult
     from .rewrite.compact import CompactReport
     from .rewrite.recode import RecodeResult
 
@@ -455,7 +456,7 @@ class Repository:
     @_pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
-    ) -> RepairReport:
+    ) -> RepairResult:
         """Report what can be repaired; with `apply`, repair it.
 
         It heals snapshots from intact copies of their chunks, keeps saves from building on damaged packs, and rebuilds
@@ -494,13 +495,13 @@ class Repository:
 
     def stats(self) -> Stats:
         """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
-        from .inspect.inspection import stats
+        from .inspect.stats import stats
 
         return stats(self.context)
 
     def diff(self, a: str, b: str) -> Diff:
         """Return the differences between two snapshots, tensor by tensor."""
-        from .inspect.inspection import diff
+        from .inspect.diff import diff
 
         view = self.view()
         return diff(self.context, view.resolve(a), view.resolve(b))

@@ -73,7 +73,7 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     flip(disk, "policies/a.1", at)
 
     def shell(*arguments):
-        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
         return result.exit_code, result.stdout
 
     code, out = shell("check")

@@ -30,8 +30,8 @@ import safetensors.torch
 import torch
 
 import snapstore.cli
-import snapstore.inspect.inspection
-import snapstore.protocol.claim
+import snapstore.inspect.diff
+import snapstore.inspect.stats
 import snapstore.protocol.gc
 import snapstore.repair.repair
 import snapstore.rewrite.compact

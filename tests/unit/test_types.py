@@ -31,7 +31,8 @@ from snapstore import (
 )
 from snapstore.check.report import CheckResult, Problem
 from snapstore.protocol.gc import GcResult
-from snapstore.inspect.inspection import Diff, GroupStats, Stats, TensorDiff
+from snapstore.inspect.diff import Diff, TensorDiff
+from snapstore.inspect.stats import GroupStats, Stats
 from snapstore.protocol.forget import ForgetResult
 from snapstore.retention import Policy
 
@@ -283,11 +284,12 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
 def public_classes() -> list[type]:
     from snapstore import repository
     from snapstore.check import report as findings
-    from snapstore.inspect import inspection
+    from snapstore.inspect.diff import Diff, TensorDiff
+    from snapstore.inspect.stats import GroupStats, Stats
     from snapstore.protocol import gc
 
     results = [findings.CheckResult, findings.Problem, gc.GcResult, repository.ForgetResult]
-    results += [inspection.Stats, inspection.GroupStats, inspection.Diff, inspection.TensorDiff]
+    results += [Stats, GroupStats, Diff, TensorDiff]
     return [getattr(snapstore, name) for name in snapstore.__all__] + results
 
 

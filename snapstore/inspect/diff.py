@@ -1,6 +1,7 @@
-"""Inspection: what is in a repository (stats) and what changed between two snapshots (diff).
+"""Compare two snapshots, tensor by tensor and value by value.
 
-Reads manifests, pack footers and, for diff, the chunks that differ. Nothing is written.
+In: an open repository and two snapshots. Out: a Diff. Reads both snapshots' manifests, and the chunks of the tensors
+that differ; writes nothing.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import Bytes
 from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..errors import FormatError, IntegrityError
-from ..format import codecs, manifest, pack
-from ..format.keys import pack_key
 from ..format.manifest import Manifest, TensorEntry
 from ..format.records import Snapshot
-from ..protocol.quarantine import in_quarantine
 from ..restore.pipeline import read_manifests, require_decoding, spec_of
 from ..state.arrays import as_float64
 from ..state.containers import CONTAINERS, Path, children, display
@@ -33,155 +30,8 @@ from ..state.tensors import Slot, StoredPart
 from ..state.tree_decode import decode
 from ..state.tree_encode import encode_plain
 
-#: So much of two tensors is compared at a time.
+#: Two tensors are compared in pieces of this size.
 COMPARED_BYTES = 1024 * 1024
-
-# --- stats -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class GroupStats:
-    """One group of tensors: a part, or one kind of optimizer state.
-
-    Attributes:
-        logical_bytes: over all committed snapshots.
-        stored_bytes: of the blobs made for this group, each counted once.
-    """
-
-    logical_bytes: int = 0
-    stored_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Stats:
-    """What a repository holds; committed snapshots unless said otherwise.
-
-    Attributes:
-        stored_bytes: every pack and manifest there is.
-        ratio: logical over stored bytes.
-        groups: bytes by tensor group.
-        codecs: stored bytes of planes by codec, of every pack there is.
-        chunks: references to chunks by all snapshots; unique_chunks: different ones among them.
-        base_only_bytes: blobs that are needed only because a delta builds on them.
-        unneeded_bytes: packs and manifests that no committed snapshot needs: what gc would free.
-        depths: chunks by the length of their delta chain.
-    """
-
-    snapshots: int = 0
-    packs: int = 0
-    logical_bytes: int = 0
-    stored_bytes: int = 0
-    groups: dict[str, GroupStats] = field(default_factory=dict)
-    codecs: dict[str, int] = field(default_factory=dict)
-    chunks: int = 0
-    unique_chunks: int = 0
-    base_only_bytes: int = 0
-    unneeded_bytes: int = 0
-    depths: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        """Logical over stored bytes; 0 for an empty repository."""
-        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
-
-
-def stats(context: Context) -> Stats:
-    """Count a repository.
-
-    Raises:
-        IntegrityError, FormatError: a manifest or a pack's footer is damaged.
-    """
-    view = context.index.refresh()
-    sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
-    result = Stats(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
-    tally = _Tally(result)
-    needed: set[str] = set()
-    for snapshot in view.snapshots():
-        result.snapshots += 1
-        result.logical_bytes += snapshot.logical_bytes
-        for ref in snapshot.manifests:
-            read = manifest.read(context.store, ref, None)
-            needed.add(ref.key)
-            needed.update(map(pack_key, read.header.pack_names))
-            tally.add(read)
-    tally.finish()
-    kept = in_quarantine(context.store)
-    result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
-    by_codec: Counter[str] = Counter()
-    for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
-        by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
-    result.codecs = dict(by_codec)
-    return result
-
-
-class _Tally:
-    """Counts chunks and blobs over many manifests, each blob once."""
-
-    def __init__(self, result: Stats) -> None:
-        self._result = result
-        self._blobs: dict[tuple[bytes, int], tuple[int, bool]] = {}  # (pack, offset) -> length, newest of some chunk
-        self._owners: dict[tuple[bytes, int], str] = {}
-        self._digests: set[bytes] = set()
-        self._depths: Counter[int] = Counter()
-
-    def add(self, m: Manifest) -> None:
-        table = m.table
-        self._result.chunks += len(table)
-        self._digests.update(row.tobytes() for row in table.digests)
-        self._depths.update(table.depths.tolist())
-        heads = np.zeros(len(table.ref_kinds), bool)
-        heads[table.starts[:-1]] = True
-        packs = [m.header.packs[i : i + 32] for i in range(0, len(m.header.packs), 32)]
-        owners = _owners(m)
-        for number, offset, length, head, owner in zip(
-            table.ref_packs.tolist(), table.ref_offsets.tolist(), table.ref_lengths.tolist(), heads.tolist(), owners,
-            strict=True,
-        ):  # fmt: skip
-            name = (packs[number], offset)
-            self._blobs[name] = (length, head or self._blobs.get(name, (0, False))[1])
-            self._owners.setdefault(name, owner)
-        for entry in m.tensors:
-            self._group(group_of(entry.path)).logical_bytes += spec_of(entry).nbytes
-
-    def _group(self, name: str) -> GroupStats:
-        return self._result.groups.setdefault(name, GroupStats())
-
-    def finish(self) -> None:
-        self._result.unique_chunks = len(self._digests)
-        self._result.depths = dict(sorted(self._depths.items()))
-        for name, (length, head) in self._blobs.items():
-            self._group(self._owners[name]).stored_bytes += length
-            if not head:
-                self._result.base_only_bytes += length
-
-
-def group_of(path: Sequence[str | int]) -> str:
-    """The group that a tensor is counted in: optimizer state by its kind (`optimizer.*.exp_avg`), else its part."""
-    if len(path) >= 3 and any(isinstance(element, int) for element in path[1:-1]):
-        return f"{path[0]}.*.{path[-1]}"
-    return str(path[0]) if path else "(root)"
-
-
-def _owners(m: Manifest) -> list[str]:
-    """The group of every reference's chunk, in the order of the references."""
-    by_row = [""] * len(m.table)
-    for entry in m.tensors:
-        for box in entry.boxes:
-            by_row[box.first_chunk : box.first_chunk + box.chunks] = [group_of(entry.path)] * box.chunks
-    return [by_row[row] for row in np.repeat(np.arange(len(m.table)), m.table.ref_counts).tolist()]
-
-
-def _codec_bytes(entries: npt.NDArray[np.void]) -> dict[str, int]:
-    """Stored bytes of planes by the name of their codec."""
-    used = np.arange(8) < entries["element_size"][:, None]
-    found = {}
-    for codec in np.unique(entries["codecs"][used]).tolist():
-        name = codecs.NAMES.get(codec, f"codec {codec}")
-        found[name] = int(entries["plane_bytes"][used & (entries["codecs"] == codec)].sum(dtype=np.int64))
-    return found
-
-
-# --- diff ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +41,8 @@ class TensorDiff:
     Attributes:
         path: dotted.
         status: "same", "changed", "added" or "removed".
-        changed_share: elements that differ in any bit, 0 to 1.
-        relative_l2: norm(b - a) / norm(a) over all elements, as float64; inf where a is zero, nan where not finite.
+        changed_share: share of the elements that differ in any bit, 0 to 1.
+        relative_l2: norm(b - a) / norm(a) over all elements, as float64; inf if a is zero, nan if not finite.
         note: why the numbers are missing, such as another shape.
     """
 
@@ -205,7 +55,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What changed from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values."""
+    """The changes from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values that differ."""
 
     a: Snapshot
     b: Snapshot
@@ -217,10 +67,11 @@ _Located = tuple[Manifest, TensorEntry]
 
 
 def diff(context: Context, a: Snapshot, b: Snapshot) -> Diff:
-    """Compare two snapshots; only tensors whose digests differ are read.
+    """Compare two snapshots. Reads only tensors whose digests differ.
 
     Raises:
-        IntegrityError, FormatError: damage in what had to be read.
+        IntegrityError, FormatError: an object that must be read is damaged.
+        CapabilityError: the comparison must decode more than this machine or the limits allow.
     """
     with _naming(a):
         manifests_a = read_manifests(context.store, context.engines.digest_seed, a)
@@ -244,7 +95,7 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> Diff:
 
 @contextmanager
 def _naming(snapshot: Snapshot) -> Iterator[None]:
-    """Whose damage it is."""
+    """Name the snapshot in errors about damage."""
     try:
         yield
     except (IntegrityError, FormatError) as error:
@@ -252,7 +103,7 @@ def _naming(snapshot: Snapshot) -> Iterator[None]:
 
 
 def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
-    """Every tensor by its path, and which of that path: dict keys such as 1.0 and "1.0" look alike."""
+    """Return every tensor by path and a number: dict keys such as 1.0 and "1.0" give the same path."""
     seen: Counter[Path] = Counter()
     found: dict[tuple[Path, int], _Located] = {}
     for m in manifests:
@@ -264,7 +115,7 @@ def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
 
 
 def _is_read(a: _Located, b: _Located) -> bool:
-    """Whether two tensors can be compared, and their contents differ."""
+    """Return whether two tensors can be compared and differ."""
     entry, other = a[1], b[1]
     return (entry.dtype, entry.shape) == (other.dtype, other.shape) and not _same_content(a, b)
 
@@ -297,7 +148,7 @@ def _same_content(a: _Located, b: _Located) -> bool:
 
 
 def _fingerprint(located: _Located) -> bytes:
-    """Digests of a tensor's chunks, or its inline bytes."""
+    """Return the digests of a tensor's chunks, or its inline bytes."""
     m, entry = located
     if entry.inline:
         return m.inline[entry.inline[0] : sum(entry.inline)]
@@ -305,7 +156,10 @@ def _fingerprint(located: _Located) -> bytes:
 
 
 def _pieces(context: Context, snapshot: Snapshot, located: _Located) -> Iterator[Bytes]:
-    """A tensor's bytes, chunk by chunk; strings, whose size need not divide a chunk's, are cut between elements."""
+    """Yield a tensor's bytes in pieces of whole elements, about one per chunk.
+
+    Strings may have a size that does not divide that of a chunk.
+    """
     itemsize = spec_of(located[1]).itemsize
     left = np.empty(0, np.uint8)
     with _naming(snapshot):
@@ -320,7 +174,7 @@ def _pieces(context: Context, snapshot: Snapshot, located: _Located) -> Iterator
 
 
 def _chunks(context: Context, located: _Located) -> Iterator[Bytes]:
-    """A tensor's bytes, chunk by chunk."""
+    """Yield a tensor's bytes, chunk by chunk."""
     m, entry = located
     if entry.inline:
         yield np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0])
@@ -341,7 +195,7 @@ def _chunks(context: Context, located: _Located) -> Iterator[Bytes]:
 
 
 def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[tuple[Bytes, Bytes]]:
-    """Whole elements of both, a mebibyte at a time: as float64 they take eight times as much."""
+    """Yield pairs of pieces of whole elements, at most a mebibyte each: as float64 they may take eight times that."""
     step = itemsize * max(1, COMPARED_BYTES // itemsize)
     for piece_a, piece_b in zip(a, b, strict=True):
         for at in range(0, piece_a.size, step):
@@ -349,7 +203,7 @@ def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[
 
 
 def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[str, str, str]]:
-    """Plain values that differ, appeared ("" before) or went ("" after)."""
+    """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
     before, after = dict(_plain(_tree(a), None)), dict(_plain(_tree(b), None))
     paths = [*before, *(path for path in after if path not in before)]
     gone = (b"", "")
@@ -364,11 +218,12 @@ def _tree(manifests: Sequence[Manifest]) -> Any:
     return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
 
 
-_Chained = tuple[Any, str | int] | None  # a path as (the one above, element): paths of a tree share what they have
+#: A path as (path of the parent, element), so that the paths of a tree share memory.
+_Chained = tuple[Any, str | int] | None
 
 
 def _plain(tree: Any, path: _Chained) -> Iterator[tuple[_Chained, tuple[bytes, str]]]:
-    """(path, (packed, shown)) of every plain leaf; what is shown is cut where it would drown the rest."""
+    """Yield (path, (packed, shown)) of every plain leaf; a long `shown` is cut."""
     if type(tree) in CONTAINERS and tree:
         for element, _, child in children(tree):
             yield from _plain(child, (path, element))
@@ -381,7 +236,7 @@ def _plain(tree: Any, path: _Chained) -> Iterator[tuple[_Chained, tuple[bytes, s
 
 
 def _dotted(path: _Chained) -> str:
-    """The dotted path; long keys, and long paths, are cut."""
+    """Return the dotted path; long keys and long paths are cut."""
     elements: list[str] = []
     while path is not None:
         path, element = path

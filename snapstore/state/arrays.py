@@ -228,10 +228,7 @@ def as_bytes(value: Array) -> np.ndarray[Any, Any]:
     """Return a value's bytes in C order as (nbytes,) uint8: a view of its memory if possible, else a copy."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    if not isinstance(value, np.ndarray):
-        count = value.numel() * value.dtype.itemsize
-    else:
-        count = value.nbytes
+    count = value.nbytes
     view: np.ndarray[Any, Any] | None = memory_view(value) if count else np.empty(0, np.uint8)
     if view is None:
         view = np.empty(count + 64, np.uint8)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import tempfile
 import threading
 import time
 import weakref
@@ -19,10 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import retention
-from .catalog import index, policy_store
+from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
-from .catalog.index import Index
+from .catalog.index import Index, open_index
 from .context import Context
 from .engine.registry import CODECS, Engines
 from .errors import (
@@ -44,7 +42,6 @@ from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
 from .storage.base import ObjectStore
-from .storage.cache_dir import shrink
 from .storage.urls import open_store
 from .text import counted, some
 
@@ -110,14 +107,9 @@ class Repository:
     ) -> None:  # fmt: skip
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
-        folder, temporary = index.folder_for(store, config.uuid)
-        if config_problem:  # its uuid is made up: the index that is there stays as it is
-            temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        own = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
-        self.context = Context(store, own, engines, config, options, config_problem)
-        if temporary is None:
-            shrink()
-        self._finalizer = weakref.finalize(self, _clean_up, own, engines, temporary, os.getpid())
+        index = open_index(store, config, reconstructed=bool(config_problem))
+        self.context = Context(store, index, engines, config, options, config_problem)
+        self._finalizer = weakref.finalize(self, _clean_up, index, engines)
         self._lock = threading.RLock()
         self._lineage = _Lineage()
         self._at_hand: dict[str, dict[str, Manifest]] = {}  # manifests of each run's last save: the next one's base
@@ -652,8 +644,6 @@ def _store(given: ObjectStore) -> ObjectStore:
     return given
 
 
-def _clean_up(opened: Index, engines: Engines, temporary: Path | None, pid: int) -> None:
+def _clean_up(index: Index, engines: Engines) -> None:
     engines.close()
-    opened.close()
-    if temporary is not None and os.getpid() == pid:  # a forked child that ends must not take the parent's
-        index.remove(temporary)
+    index.close()

@@ -251,7 +251,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
 
 def _durable_view(context: Context) -> View:
     """Return the records, on listings that a power cut cannot take back."""
-    view = context.index.refresh(surely=True)
+    view = context.index.refresh(list_twice=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         context.store.settle(f"snapshots/{run}/")
     return view

@@ -31,7 +31,7 @@ class Session(Claim):
         id: of the snapshot to commit.
         parent: lineage: the snapshot that this process restored or last committed.
         usable_bases: the snapshots that this save may reference, best first.
-        used_bases: those that it does reference; the save sets them, and the record names them.
+        used_bases: the snapshots that it does reference; the save sets them, and the record names them.
     """
 
     def __init__(self, context: Context, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import retention
-from .catalog import index, policy_store
+from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
-from .catalog.index import Index
+from .catalog.index import Index, open_index
 from .context import Context
 from .engine.registry import CODECS, Engines
 from .errors import (
@@ -39,7 +37,6 @@ from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
-from .storage.cache_dir import shrink
 from .storage.urls import open_store
 from .text import counted, some
 
@@ -83,14 +80,9 @@ class Repository:
     def __init__(self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = "") -> None:
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
-        folder, temporary = index.folder_for(store, config.uuid)
-        if config_problem:  # its uuid is reconstructed: leave the index of that uuid alone
-            temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        own = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
-        self.context = Context(store, own, engines, config, options, config_problem)
-        if temporary is None:
-            shrink()
-        self._finalizer = weakref.finalize(self, _clean_up, own, engines, temporary, os.getpid())
+        index = open_index(store, config, reconstructed=bool(config_problem))
+        self.context = Context(store, index, engines, config, options, config_problem)
+        self._finalizer = weakref.finalize(self, _clean_up, index, engines)
         self.lineage = Lineage()
 
     # -- open and close
@@ -513,8 +505,6 @@ def _store(given: ObjectStore) -> ObjectStore:
     return given
 
 
-def _clean_up(opened: Index, engines: Engines, temporary: Path | None, pid: int) -> None:
+def _clean_up(index: Index, engines: Engines) -> None:
     engines.close()
-    opened.close()
-    if temporary is not None and os.getpid() == pid:  # a forked child must not remove its parent's
-        index.remove(temporary)
+    index.close()

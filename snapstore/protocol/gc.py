@@ -56,13 +56,12 @@ OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
 @dataclass(slots=True)
 class GcResult:
-    """What a gc did, or would do.
+    """The outcome of a gc, or the expected one of a dry run.
 
     Attributes:
-        deleted_objects, deleted_bytes: packs and manifests removed (in a dry run: that would be).
+        deleted_objects, deleted_bytes: packs and manifests deleted.
         stored_bytes: packs and manifests left [bytes].
-        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted (of a dry run:
-            would be): run gc again later.
+        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted: run gc later.
         fenced: sessions of dead saves, which can no longer commit.
     """
 
@@ -251,7 +250,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
 
 def _durable_view(context: Context) -> View:
     """Return the records, on listings that a power cut cannot take back."""
-    view = context.index.refresh(surely=True)
+    view = context.index.refresh(list_twice=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         context.store.sync(f"snapshots/{run}/")
     return view

@@ -92,7 +92,7 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
         return None
     run, step, snapshot_id, revision = parsed
     if not revision:
-        return aborted(run, step, snapshot_id, "gc fenced this save as dead")
+        return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):
         store.stat(session.key)

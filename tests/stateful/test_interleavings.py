@@ -328,7 +328,7 @@ def test_unforget_paused_past_the_sweep(stage):
     collecting()(stage.store)
     with pytest.raises(ConflictError):
         back.finish()
-    with pytest.raises(NotFoundError, match="collected"):
+    with pytest.raises(NotFoundError, match="deleted its bytes"):
         unforgetting("a@1")(stage.store)
     assert "a@1" not in stage.check()
 

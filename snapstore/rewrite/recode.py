@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch, Engine
+from ..engine.base import Chunks, EncodeBatch, Engine
 from ..engine.cpu import default_threads
-from ..errors import DAMAGE, IntegrityError
+from ..errors import IntegrityError
 from ..format import blob, codecs
 from ..format.chunking import MAX_CHUNK_BYTES
 from ..format.delta_chain import Place
@@ -29,7 +29,7 @@ from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..threads import Threads
 from .base import Part, Rewriting, Target, Work, places_of
-from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of
+from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
 
 #: What each choice of codec leaves as it is.
 KEPT = {"portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE), "ans": (codecs.RAW, codecs.ANS)}
@@ -213,21 +213,12 @@ class _Recoding(Rewriting):
         made = begun.wait()
         blobs = gathered(made)
         self.engine.recycle(made)
-        batch, entries = begun.batch, blobs.entries
-        again = self.engine.empty(int(batch.chunks.starts[-1] + batch.chunks.lengths[-1]))
-        outs = Chunks([again], batch.chunks.which, batch.chunks.starts, batch.chunks.lengths)
-        offsets, lengths = entries["offset"].astype(np.int64), entries["length"].astype(np.int64)
-        ones = np.ones(len(entries), np.int64)
-        decode = DecodeBatch(blobs.blobs, offsets, lengths, ones, batch.digests, outs, _new_blob)
-        try:
-            self.engine.start_decode(decode)()
-        except DAMAGE as error:
-            raise IntegrityError(
-                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
-                "and test the memory of this machine and its GPU"
-            ) from error
+        verifier = new_verifier()
+        verifier.start(self.engine, begun.batch, blobs)
+        verifier.finish()
+        entries, offsets, lengths = blobs.entries, blobs.entries["offset"].tolist(), lengths_of(blobs.entries)
         bytes_of(entries)[:, NAME] = bytes_of(begun.entries)[:, NAME]
-        for name, offset, length in zip(names_of(entries), offsets.tolist(), lengths.tolist(), strict=True):
+        for name, offset, length in zip(names_of(entries), offsets, lengths, strict=True):
             blob.relabel(blobs.blobs[offset : offset + length].data, name[0], name[2:18], name[18:])
         return blobs
 
@@ -240,7 +231,3 @@ class _Coding:
     entries: npt.NDArray[np.void]  # of the old blobs
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
-
-
-def _new_blob(number: int) -> str:
-    return f"new blob {number}"

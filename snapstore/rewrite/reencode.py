@@ -6,7 +6,7 @@ In: chains of chunks, and of what they may become deltas to. Out: blobs that are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from ..catalog.read_twice import read_twice
 from ..chunks import limits
 from ..chunks.reader import Fetcher, Wanted
 from ..context import Context
-from ..engine.base import Chunks, DecodeBatch, EncodeBatch
-from ..errors import FormatError, IntegrityError
-from ..format.blob import XOR
+from ..engine.base import Chunks, EncodeBatch
 from ..format.delta_chain import Chain, table_of
-from .stored_blobs import Stored, batches, gathered
+from .stored_blobs import Stored, batches, gathered, new_verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,7 @@ class Reencoder:
         Raises:
             IntegrityError, FormatError: a chunk or its base is damaged, or the encoder lies.
         """
+        verifier = new_verifier()
         for batch in batches(np.array([2 * job.size for job in jobs]), self._engine):
             own = [jobs[i] for i in batch.tolist()]
             sizes = np.array([job.size for job in own])
@@ -87,32 +86,9 @@ class Reencoder:
             made = self._engine.start_encode(encode)()
             stored = gathered(made)
             self._engine.recycle(made)
-            self._check(encode, stored)
+            verifier.start(self._engine, encode, stored)
+            verifier.finish()
             yield own, stored
-
-    def _check(self, batch: EncodeBatch, made: Stored) -> None:
-        """Decode what was encoded.
-
-        Raises:
-            IntegrityError: it is not what was given.
-        """
-        entries, sizes = made.entries, batch.chunks.lengths
-        outs = Chunks(
-            [np.empty(int(sizes.sum()), np.uint8)], np.zeros(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes
-        )
-        is_delta = entries["transform"] == XOR
-        bases = replace(batch.bases, which=np.where(is_delta, batch.bases.which, -1))
-        decode = DecodeBatch(
-            made.blobs, entries["offset"].astype(np.int64), entries["length"].astype(np.int64),
-            np.ones(len(sizes), np.int64), batch.digests, outs, lambda i: f"new blob {i} of {len(sizes)}", bases,
-        )  # fmt: skip
-        try:
-            self._engine.start_decode(decode)()
-        except (IntegrityError, FormatError) as error:
-            raise IntegrityError(
-                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
-                "and test the memory of this machine"
-            ) from error
 
     def rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
         """Chunks into memory, each compared with its digest.

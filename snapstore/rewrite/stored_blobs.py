@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes, Column
+from ..chunks.verify import Verifier
 from ..engine.base import Engine
 from ..errors import IntegrityError
 from ..format import blob
@@ -59,6 +60,11 @@ def gathered(made: Sequence[Encoded]) -> Stored:
         encoded.copy(0, last - first, stored[offsets[first] : ends[last - 1]])()
         first = last
     return Stored(entries, stored)
+
+
+def new_verifier() -> Verifier:
+    """Return a verifier of blobs that a rewrite has encoded."""
+    return Verifier("what it was made of", "nothing was changed; try again")
 
 
 def bytes_of(entries: npt.NDArray[np.void]) -> Bytes:

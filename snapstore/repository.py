@@ -429,16 +429,17 @@ class Repository:
 
     def _revise(self, ref: str, change: Callable[[Snapshot], dict[str, Any]]) -> tuple[View, Snapshot]:
         """Create the next revision of a committed snapshot, again if another process was first; and what was there."""
-        for _ in range(20):
+
+        def attempt() -> tuple[View, Snapshot]:
             view = self.view()
             snapshot = view.resolve(ref)
             if snapshot.state != COMMITTED:
                 raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
-            try:
-                return view, revisions.revise(self.context, snapshot, **change(snapshot))
-            except ConflictError:
-                continue
-        raise ConflictError(f"{ref}: other processes keep revising it; try again")
+            return view, revisions.revise(self.context, snapshot, **change(snapshot))
+
+        return revisions.retry_conflicts(
+            attempt, lambda _: ConflictError(f"{ref}: other processes keep revising it; try again")
+        )
 
     # -- forget and gc
 

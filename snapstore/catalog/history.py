@@ -1,7 +1,8 @@
-"""View: what one listing of the records showed; references, lineage, and which snapshots nobody can know.
+"""History: answer questions about snapshots from one listing of their records.
 
-In: the ruling record of every snapshot, the keys of those that are damaged or cannot be read, and records that have
-vanished. Out: answers, from memory. A View never changes: any thread may ask it.
+In: the ruling record of every snapshot, the keys of records that are damaged or cannot be read, and records that have
+vanished. Out: references resolved, lineage, sequence numbers, all from memory. An answer that one of those records
+might change is an error. A View never changes: any thread may use it.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageEr
 from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
-from ..text import without_advice
+from ..text import counted, without_advice
 
 #: What to do about records that have vanished: the index may hold the last copy.
 PUT_BACK = (
-    "run 'snapstore repair --apply', which puts back from the index what is gone, or, if it was removed on purpose, "
-    "'snapstore index rebuild --forget-missing', which gives it up, and its bytes to 'snapstore gc --unexplained'"
+    "run 'snapstore repair --apply', which puts missing records back from the index, or, if they were removed on "
+    "purpose, 'snapstore index rebuild --forget-missing', after which 'snapstore gc --unexplained' deletes their bytes"
 )
 
 
 class View:
-    """What one listing showed: the ruling revision of every snapshot.
+    """The ruling revision of every snapshot, as one listing showed it.
 
     Attributes:
-        damaged: key -> why its record is none: damaged bytes.
-        unread: key -> why its record could not be read, though the store answers: it may be read tomorrow.
+        damaged: key -> why its record cannot be decoded.
+        unread: key -> why its record could not be read, though the store answers: a later read may succeed.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
-        missing: of their snapshots what ruled as far as the index knows; vanished history harms nobody who reads.
+        missing: the vanished records that ruled, as far as the index knows; older revisions are never read.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class View:
         self.damaged = damaged
         self.unread = dict(unread or {})
         self.vanished = [snapshot.key for snapshot in vanished]
-        self._seqs = dict(seqs or {})  # of damaged and unread ones by id, where an earlier revision tells
+        self._seqs = dict(seqs or {})  # of snapshots with a damaged or unread record, by id, where it is known
         self.missing = self._missing(vanished) if vanished else []
         self._seqs |= {snapshot.id: snapshot.seq for snapshot in self.missing}
 
     def _missing(self, vanished: Iterable[Snapshot]) -> list[Snapshot]:
+        """Return the newest vanished revision of each snapshot of which no later one is listed."""
         shown = {snapshot.id: snapshot.revision for snapshot in self._by_id.values()}
         for _, _, name, revision in filter(None, map(parse_record_key, (*self.damaged, *self.unread))):
             shown[name] = revision
@@ -54,7 +56,7 @@ class View:
         return sorted(last.values(), key=lambda s: (s.run, s.seq, s.id))
 
     def _unknown(self) -> Iterator[tuple[str, int, str, str]]:
-        """(run, step, id, key) of every snapshot whose ruling record is damaged, could not be read or has vanished."""
+        """Yield (run, step, id, key) of every snapshot whose ruling record is damaged, unread or vanished."""
         for key in (*self.damaged, *self.unread):
             parsed = parse_record_key(key)
             if parsed is not None:
@@ -64,15 +66,35 @@ class View:
             if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
                 yield s.run, s.step, s.id, s.key  # else it is there, or its bytes are gone anyway
 
+    def require_all_records(self, verb: str, outcome: str) -> None:
+        """Raise, naming a verb and its outcome, unless every record is there and can be read.
+
+        Raises:
+            IntegrityError: one is damaged or missing.
+            StorageError: one cannot be read.
+        """
+        if self.damaged:
+            raise IntegrityError(f"{verb}: {_first(self.damaged)}; {outcome}; run 'snapstore check'")
+        if self.unread:
+            raise StorageError(f"{verb}: {_first(self.unread)}; {outcome}; try again, or run 'snapstore check'")
+        if self.vanished:
+            raise IntegrityError(
+                f"{verb}: the listing lacks {counted(len(self.vanished), 'known record')}, first {self.vanished[0]}; "
+                f"{outcome}; {PUT_BACK}"
+            )
+
     def is_unknown(self, snapshot_id: str) -> bool:
-        """Whether there is such a snapshot, and its record cannot be read or is gone."""
+        """Return whether there is such a snapshot, and its record cannot be read or is gone."""
         return any(name == snapshot_id for _, _, name, _ in self._unknown())
 
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
     ) -> None:  # fmt: skip
-        """Raise if a snapshot that nothing is known of may be what a run's newest (of a step, or the one of an id) is,
-        rather than `found`.
+        """Raise if a snapshot whose record is unknown may be the answer, rather than `found`.
+
+        Args:
+            asked: the reference, for the error.
+            step, snapshot_id: the answer has these; None, empty: any.
 
         Raises:
             StorageError, IntegrityError: its record could not be read; is damaged or gone.
@@ -85,38 +107,39 @@ class View:
             kind = StorageError if key in self.unread else IntegrityError
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
             why = self.damaged.get(key) or self.unread.get(key)
-            known = f"is gone: {key} is known to the index and not in the store; {PUT_BACK}"
-            what = f"cannot be read: {without_advice(why)}; run 'snapstore repair'" if why else known
-            raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {what}{instead}")
+            gone = f"is gone: the index knows {key}, which is not in the store; {PUT_BACK}"
+            problem = f"cannot be read: {without_advice(why)}; run 'snapstore repair'" if why else gone
+            raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {problem}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
-        """Snapshots of a run (of all runs) in these states (in any), by run and seq."""
+        """Return the snapshots of a run (None: of all) in some states (None: in any), by run and seq."""
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
         )
         return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
 
     def get(self, snapshot_id: str) -> Snapshot | None:
-        """The snapshot of this full id, in whatever state."""
+        """Return the snapshot of this full id, in any state."""
         return self._by_id.get(snapshot_id)
 
     def newest(self, run: str) -> Snapshot | None:
-        """The committed snapshot of the highest seq."""
+        """Return the committed snapshot of the highest seq."""
         return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
 
     def latest(self, run: str) -> Snapshot | None:
-        """`newest`, for those to whom an older one would be a loss.
+        """Return the newest committed snapshot, and be sure that it is.
 
         Raises:
-            IntegrityError, StorageError: a newer one may be behind a record that cannot be read, or is gone.
+            IntegrityError, StorageError: a record that cannot be read, or is gone, may be of a newer one.
         """
         found = self.newest(run)
         self._require_known(f"{run}@latest", run, found)
         return found
 
     def next_seq(self, run: str) -> int:
-        """What comes behind every snapshot of a run, those included whose records cannot be read: where nobody knows
-        their seq, a save that took the same would tie with them, or stand before them, once they are repaired.
+        """Return the next sequence number of a run, above any unreadable record's.
+
+        Where such a record's own number is unknown, room is left: else a save could tie with it once it is repaired.
 
         Raises:
             InvalidInputError: a forged record leaves no number.
@@ -124,22 +147,22 @@ class View:
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
         seqs = [s.seq for s in self.snapshots(run, states=None)]
         seqs += [self._seqs[name] for name in names & self._seqs.keys()]
-        # Each of the others may have been saved beside the rest, and have left room for them.
+        # Each snapshot of unknown seq may itself have left room for all the others.
         number = 1 + len(names - self._seqs.keys()) ** 2 + max(seqs, default=-1)
         if number > records.MAX_COUNTED:
-            raise InvalidInputError(f"run {run!r}: a record of it has the last number that there is; save another run")
+            raise InvalidInputError(f"run {run!r}: a record of it has the highest sequence number; save another run")
         return number
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
-        """Committed snapshots whose parent this is."""
+        """Return the committed snapshots whose parent this is."""
         return [s for s in self.snapshots() if s.parent == snapshot_id]
 
     def runs(self) -> list[str]:
-        """Runs with a committed snapshot, sorted."""
+        """Return the runs with a committed snapshot, sorted."""
         return sorted({s.run for s in self.snapshots()})
 
     def superseded(self) -> set[str]:
-        """Ids of committed snapshots whose (run, step) has a committed one of higher seq."""
+        """Return the ids of committed snapshots whose (run, step) has a committed one of higher seq."""
         last: dict[tuple[str, int], Snapshot] = {}
         old: set[str] = set()
         for snapshot in self.snapshots():
@@ -150,14 +173,15 @@ class View:
         return old
 
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
-        """The snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
 
-        A forgotten snapshot is found by step or id as long as no committed one answers; `latest` and tags name
-        committed ones only.
+        A step or an id finds a forgotten snapshot if there is no committed one; `latest` and tags name committed ones
+        only.
 
         Raises:
-            InvalidInputError: not a reference, or an ambiguous prefix.
-            NotFoundError: names nothing; the message lists what there is.
+            InvalidInputError: it is not a reference, or an ambiguous prefix.
+            NotFoundError: it names nothing; the message lists what there is.
+            IntegrityError, StorageError: the answer may be a snapshot whose record is gone or cannot be read.
         """
         if not isinstance(ref, str):
             raise InvalidInputError(f"reference {ref!r}: expected a str, got {type(ref).__name__}")
@@ -204,3 +228,9 @@ class View:
             ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
             raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
         return found[0]
+
+
+def _first(problems: Mapping[str, str]) -> str:
+    """Return the first of some keys with its problem; the key stands in the text once."""
+    key, why = next(iter(problems.items()))
+    return without_advice(why) if key in why else f"{key}: {without_advice(why)}"

@@ -1,19 +1,21 @@
-"""needed_keys."""
+"""Needed keys: list the packs and manifests that snapshots need, from the cached headers of their manifests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..errors import (
-    SnapstoreError,
-)
+from ..errors import SnapstoreError
 from ..format.keys import pack_key
 from ..format.records import Snapshot
 from .index import Index
 
 
 def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:
-    """Keys of every manifest and pack that a snapshot needs."""
+    """Return the keys of every manifest and pack that a snapshot needs.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError, StorageError: a manifest is missing or damaged, or cannot be read.
+    """
     ((_, keys),) = all_needed_keys(index, [snapshot])
     if isinstance(keys, SnapstoreError):
         raise keys
@@ -23,16 +25,16 @@ def needed_keys(index: Index, snapshot: Snapshot) -> set[str]:
 def all_needed_keys(
     index: Index, snapshots: Sequence[Snapshot]
 ) -> Iterator[tuple[Snapshot, set[str] | SnapstoreError]]:
-    """Of every snapshot its `needed_keys`, or what is wrong with a manifest; manifests are read several at a time."""
+    """Yield every snapshot with its `needed_keys`, or with the error of a manifest. Headers are read in parallel."""
     headers = index.headers(ref for snapshot in snapshots for ref in snapshot.manifests)
     for snapshot in snapshots:
         keys: set[str] = set()
-        wrong: SnapstoreError | None = None
+        first_error: SnapstoreError | None = None
         for ref in snapshot.manifests:
             header = next(headers)
             if isinstance(header, SnapstoreError):
-                wrong = wrong or header
+                first_error = first_error or header
             else:
                 keys.add(ref.key)
                 keys.update(map(pack_key, header.pack_names))
-        yield snapshot, wrong or keys
+        yield snapshot, first_error or keys

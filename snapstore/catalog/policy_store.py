@@ -18,7 +18,8 @@ from ..storage.base import ObjectStore
 from .read_twice import listed
 
 log = logging.getLogger("snapstore")
-ATTEMPTS = 20
+#: A revision that no listing shows must not keep a process in the loop for ever.
+STORE_ATTEMPTS = 20
 
 
 def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
@@ -34,7 +35,7 @@ def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
 def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> None:
     """Make these the policies of a run, if they are not."""
     stored = [retention.to_dict(policy) for policy in keep]
-    for _ in range(ATTEMPTS):
+    for _ in range(STORE_ATTEMPTS):
         newest = _newest(objects, run)
         try:
             if newest is not None and _read(objects, newest[1]) == stored:

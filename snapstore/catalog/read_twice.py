@@ -1,5 +1,7 @@
-"""Reads of what a store may not give, though it answers: a bad sector is no outage, no outage is damage, and one answer
-that something is not there is no proof.
+"""Read twice: tell a bad sector from an outage, and take no single answer for proof.
+
+In: a store and a read. Out: its result, or IntegrityError where the store answers but does not return this object. One
+answer that an object is not there is no proof, so listings are made twice.
 """
 
 from __future__ import annotations
@@ -8,16 +10,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from ..errors import DAMAGE, IntegrityError, StorageError
+from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError
 from ..storage.base import ObjectInfo, ObjectStore
 
 T = TypeVar("T")
 
 
 def listed(store: ObjectStore, prefix: str) -> dict[str, ObjectInfo]:
-    """Everything that either of two listings shows, by key: one of them may lack what is there."""
+    """Return every object that either of two listings shows, by key: one listing may lack some."""
     found = {info.key: info for info in store.list(prefix)}
     return found | {info.key: info for info in store.list(prefix)}
+
+
+def exists(store: ObjectStore, key: str) -> bool:
+    """Return whether a key is there, by one answer."""
+    try:
+        store.stat(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def answers(store: ObjectStore) -> None:
@@ -27,10 +38,10 @@ def answers(store: ObjectStore) -> None:
 
 
 def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
-    """What a read gives: an object that a store will not give, though it answers, is of no more use than a damaged one.
+    """Return what a read returns, with a second attempt.
 
     Raises:
-        IntegrityError: it could not be read twice.
+        IntegrityError: both failed, though the store answers: the object is of no more use than a damaged one.
         StorageError: the store does not answer at all.
     """
     try:
@@ -45,7 +56,7 @@ def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
 
 
 def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
-    """What a read of one object gives; None: it is damaged or missing, or it could not be read twice.
+    """Return what a read of one object returns; None if it is damaged, missing, or cannot be read twice.
 
     Raises:
         StorageError: the store does not answer at all.

@@ -1,30 +1,31 @@
-"""gc: delete what no committed snapshot needs: mark, wait, sweep.
+"""gc: delete the packs and manifests that no committed snapshot needs: mark, wait, sweep.
 
     mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
-            records need; candidates = 1 minus 2, each explained by a record or a session (orphans.py)
+            records need; candidates = 1 minus 2, each explained by a record or a session (unexplained.py)
             (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
     sweep   every session of .wait has ended or is fenced (liveness.py); 1 and 2 again from scratch; `swept` revisions
             for forgotten records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark,
             wait; PUT .done
 
-Why this order (the models that explore it are described in docs/design/protocol.md): a save that began before the
-listing of sessions is waited for; one that began after it has seen the mark, and will not build on its candidates. A
-gc that finds another's mark completes it, dead or alive; looking for the mark after recomputing keeps the two apart.
-Nothing here trusts a clock, except to give up a session of another host. And nothing is deleted because of one answer:
-records, sessions and notes are listed twice, headers are proven by the records' digests, revisions are read back.
+Why this order (docs/design/protocol.md describes the models that explore it): gc waits for a save that began before
+the listing of sessions; a save that began after it has seen the mark, and does not build on its candidates. A gc that
+finds another's mark completes it, dead or alive. Two gcs then keep apart because each looks for the mark after it has
+computed live again. No step trusts a clock, except to fence a session of another host. No single answer deletes
+anything: records, sessions and notes are listed twice, headers are proven by the records' digests, and revisions are
+read back.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ..catalog.history import PUT_BACK, View
+from ..catalog.history import View
 from ..catalog.needed_keys import all_needed_keys
+from ..catalog.read_twice import exists
 from ..context import Context
 from ..errors import (
     AlreadyExistsError,
@@ -37,20 +38,19 @@ from ..errors import (
     StorageFullError,
 )
 from ..format import records
-from ..format.keys import lost_names
-from ..format.records import FORGOTTEN, SWEPT, Done, Lost, Mark, Snapshot, Wait
+from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
 from ..storage.base import ObjectStore
 from ..text import counted, some, without_advice
-from . import liveness, revisions
-from . import unexplained as orphans
-from .marks import MARK_LIMIT_BYTES, is_mark, read_mark
-from .quarantine import _exists, in_quarantine
+from .liveness import examine, fence_if_dead, listed_sessions
+from .marks import MARK_LIMIT_BYTES, standing_marks
+from .quarantine import in_quarantine, remove_notes_of_swept
+from .revisions import hidden_revision, put, retry_conflicts, revise
+from .unexplained import find_damaged, find_unexplained, require_explained
 
-log = logging.getLogger("snapstore")
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
 DROPPED = "damaged: "
-#: What else may lie there was put there by somebody else, and is left alone.
+#: Objects of other names were put by another program, and are left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
 
@@ -63,7 +63,7 @@ class GcResult:
         stored_bytes: packs and manifests left [bytes].
         waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted (of a dry run:
             would be): run gc again later.
-        fenced: sessions of dead saves that were given up.
+        fenced: sessions of dead saves, which can no longer commit.
     """
 
     deleted_objects: int = 0
@@ -81,8 +81,8 @@ def collect(
     """Delete every pack and manifest that no committed snapshot needs.
 
     Args:
-        fence_after_s: a session of another host whose heartbeat is older is given up as dead [s].
-        unexplained: delete also objects that no record explains (orphans.py).
+        fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
+        unexplained: delete also objects that no record explains (unexplained.py).
 
     Raises:
         IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no
@@ -111,37 +111,39 @@ class _Gc:
         return self.context.store
 
     def look(self) -> None:
-        """What a gc would do."""
+        """Set `result` to what a gc would do."""
         result = self.result
         _, candidates, sizes = self._candidates()
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
-        sessions = liveness.there(self.store) if candidates else []
-        result.waiting_for = [s for s in sessions if not liveness.dead(self.store, s, self.fence_after_s)[0]]
+        sessions = listed_sessions(self.store) if candidates else []
+        result.waiting_for = [s for s in sessions if not examine(self.store, s, self.fence_after_s)[0]]
 
     def run(self) -> None:
         """Complete the marks that stand, then mark and sweep."""
         self.store.clean()
         pending: set[str] = set()  # candidates of marks that wait for sessions
-        for mark in _standing_marks(self.store):  # of gcs that died, or run beside us
+        for mark in standing_marks(self.store):  # of gcs that died, or run beside this one
             if not self._sweep(mark):
                 pending |= mark.keys()
         mark_now = self._mark(pending)
         if mark_now is not None:
             self._sweep(mark_now)
-        else:  # tidy up the sessions of the dead
-            self._still_running(liveness.there(self.store))
-        _forget_done(self.context)
+        else:  # end the sessions of dead processes
+            self._still_running(listed_sessions(self.store))
+        _remove_old_notes(self.context)
         self.result.waiting_for = sorted(set(self.result.waiting_for))
         self.result.stored_bytes = sum(_sizes(self.store).values())
 
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
-        """Those that have not ended, by themselves or because they are given up now."""
-        ended, fenced = liveness.ended, self.result.fenced
-        return [s for s in sessions if not ended(self.store, s, self.fence_after_s, fenced)]
+        """Return the sessions that have neither ended nor are fenced now."""
+        fenced = self.result.fenced
+        return [s for s in sessions if not fence_if_dead(self.store, s, self.fence_after_s, fenced)]
 
     def _candidates(self) -> tuple[View, set[str], dict[str, int]]:
-        """(the records, keys that nothing live needs and something explains, sizes of all): objects are listed first.
+        """Return (the records, the keys that nothing live needs and something explains, the sizes of all objects).
+
+        Objects are listed before records.
 
         Raises:
             IntegrityError, StorageError: see `collect`.
@@ -154,23 +156,22 @@ class _Gc:
             unneeded = sizes.keys() - live - in_quarantine(self.store)
             if self.unexplained:
                 return view, unneeded, sizes
-            left = orphans.unexplained(
-                self.context, view, {key: sizes[key] for key in unneeded}, sessions
-            )  # fmt: skip
-            if not left or before:  # what has come since is young, and left to the next gc
-                left -= orphans.damaged(self.store, {key: sizes[key] for key in left & before})
-                orphans.refuse({key: sizes[key] for key in left & before})
+            left = find_unexplained(self.context, view, {key: sizes[key] for key in unneeded}, sessions)
+            if not left or before:  # objects put since the first look are left to the next gc
+                left -= find_damaged(self.store, {key: sizes[key] for key in left & before})
+                require_explained({key: sizes[key] for key in left & before})
                 return view, unneeded - left, sizes
-            # A session explains them; of one that has ended since, the record is there when all is looked at again.
-            before, sessions = left, liveness.there(self.store)
+            # A session may explain them. If it has ended since, the next look finds its record.
+            before, sessions = left, listed_sessions(self.store)
 
     def _mark(self, pending: set[str]) -> Mark | None:
-        """Steps 1 to 3; None when there is nothing to delete that no standing mark names."""
+        """Do steps 1 to 3; return None if there is nothing to delete that no standing mark names."""
         view, candidates, _ = self._candidates()
         candidates -= pending
         if not candidates:
-            if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete, and is over
-                _write_swept(self.context, view, set())
+            if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete
+                with suppress(ConflictError):
+                    _write_swept(self.context, view, set())
             return None
         names = {"packs": bytearray(), "manifests": bytearray()}
         for key in sorted(candidates):
@@ -179,28 +180,28 @@ class _Gc:
         mark = Mark(
             id=records.new_id(), started=time.time(), packs=bytes(names["packs"]), manifests=bytes(names["manifests"])
         )
-        revisions.put(self.store, records.key_of(mark), records.encode(mark))
+        put(self.store, records.key_of(mark), records.encode(mark))
         return mark
 
     def _sweep(self, mark: Mark) -> bool:
-        """Complete a mark; False when it must wait."""
+        """Complete a mark; return False if it must wait."""
         store, waited = self.store, _wait_list(self.store, mark).sessions
-        left = self._still_running(sorted(set(waited).intersection(liveness.there(store)))) if waited else []
+        left = self._still_running(sorted(set(waited).intersection(listed_sessions(store)))) if waited else []
         if left:
             self.result.waiting_for.extend(left)
             return False
-        for tries in range(revisions.ATTEMPTS, -1, -1):  # until no un-forget has slipped in between
+
+        def decide() -> tuple[set[str], dict[str, int]]:  # again whenever an un-forget was first
             view, unneeded, sizes = self._candidates()
             doomed = mark.keys() & unneeded
-            revised = _write_swept(self.context, view, doomed)
-            if revised is None:
-                break
-            if not tries:
-                raise revisions.hidden(store, revised)
+            _write_swept(self.context, view, doomed)
+            return doomed, sizes
+
+        doomed, sizes = retry_conflicts(decide, lambda error: hidden_revision(store, error))
         try:
             store.stat(records.key_of(mark))
         except NotFoundError:
-            return True  # another gc has completed this mark; what it left may have come alive since
+            return True  # another gc has completed this mark; the objects it left may be live since
         store.delete(sorted(doomed))
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
@@ -214,58 +215,19 @@ class _Gc:
 
 
 def _sizes(store: ObjectStore) -> dict[str, int]:
-    """Size of every pack and manifest, by key."""
+    """Return the size of every pack and manifest, by key."""
     found = (info for prefix in ("packs/", "manifests/") for info in store.list(prefix))
     return {info.key: info.size_bytes for info in found if OBJECT_NAME.fullmatch(info.key)}
 
 
-def _standing_marks(store: ObjectStore) -> list[Mark]:
-    """Every mark; one that cannot be read, twice, is removed: its gc, if it lives, finds it gone and stops."""
-    marks: list[Mark] = []
-    for key in filter(is_mark, [info.key for info in store.list("gc/")]):
-        for again in (True, False):
-            try:
-                mark = read_mark(store, key)
-                marks += [mark] if mark is not None else []
-                break
-            except (IntegrityError, FormatError) as error:
-                if not again:
-                    log.warning("a damaged gc mark is removed: %s", error)
-                    store.delete([key])
-    return marks
-
-
-def need_all_records(view: View, verb: str, outcome: str) -> None:
-    """Raise, naming a verb and its outcome, unless every record is there and can be read.
+def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
+    """Return the keys of all that ruling committed records need.
 
     Raises:
-        IntegrityError: one is damaged, or missing.
+        IntegrityError: a record or a manifest is damaged or missing, or a live object is.
         StorageError: one cannot be read.
     """
-    if view.damaged:
-        raise IntegrityError(f"{verb}: {_first(view.damaged)}; {outcome}; run 'snapstore check'")
-    if view.unread:
-        raise StorageError(f"{verb}: {_first(view.unread)}; {outcome}; try again, or run 'snapstore check'")
-    if view.vanished:
-        raise IntegrityError(
-            f"{verb}: the listing lacks {counted(len(view.vanished), 'known record')}, first {view.vanished[0]}; "
-            f"{outcome}; {PUT_BACK}"
-        )
-
-
-def _first(wrong: Mapping[str, str]) -> str:
-    """One of the records that are wrong, named once, and why."""
-    key, why = next(iter(wrong.items()))
-    return without_advice(why) if key in why else f"{key}: {without_advice(why)}"
-
-
-def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
-    """Everything that ruling committed records need.
-
-    Raises:
-        IntegrityError: what is live cannot be told, or is not all there.
-    """
-    need_all_records(view, "gc", "nothing was deleted")
+    view.require_all_records("gc", "nothing was deleted")
     live: set[str] = set()
     for snapshot, keys in all_needed_keys(context.index, view.snapshots()):
         if isinstance(keys, NotFoundError):
@@ -276,8 +238,9 @@ def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
             raise keys
         live |= keys
     absent = live.difference(present)
-    absent -= in_quarantine(context.store) if absent else set()  # known to be lost, and to whom: no reason to stop
-    missing = [key for key in sorted(absent) if not _exists(context.store, key)]
+    absent -= in_quarantine(context.store) if absent else set()  # a repair has reported their loss: do not stop
+    # Objects of a save that committed after our listing are there, though the listing lacks them.
+    missing = [key for key in sorted(absent) if not exists(context.store, key)]
     if missing:
         raise IntegrityError(
             f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; "
@@ -286,8 +249,8 @@ def live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:
     return live
 
 
-def _settled_view(context: Context) -> View:
-    """The records, on listings that a power cut cannot take back."""
+def _durable_view(context: Context) -> View:
+    """Return the records, on listings that a power cut cannot take back."""
     view = context.index.refresh(surely=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         context.store.settle(f"snapshots/{run}/")
@@ -295,27 +258,28 @@ def _settled_view(context: Context) -> View:
 
 
 def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
-    """The records now, and all that they need.
+    """Return the records now, and the keys of all that they need."""
 
-    A snapshot that is forgotten and swept by another gc while we read its manifests is no damage: we look again.
-    """
-    for left in range(revisions.ATTEMPTS, -1, -1):
-        view = _settled_view(context)
+    def look() -> tuple[View, set[str]]:
+        view = _durable_view(context)
         try:
-            return view, live_keys(context, view, present)
-        except IntegrityError:
+            return view, _live_keys(context, view, present)
+        except IntegrityError as error:
             still = {snapshot.key for snapshot in context.index.refresh().snapshots()}
-            if not left or still.issuperset(snapshot.key for snapshot in view.snapshots()):
+            if still.issuperset(snapshot.key for snapshot in view.snapshots()):
                 raise
-    raise AssertionError("unreachable")
+            # Another gc has swept a snapshot while we read its manifests: that is no damage.
+            raise ConflictError(str(error)) from error
+
+    return retry_conflicts(look, lambda error: IntegrityError(str(error)))
 
 
 def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
-    """Step 4: the sessions listed after the mark was put; the first such list stands."""
+    """Do step 4: return the sessions listed after the mark was put. If several gcs list them, the first list counts."""
     key = f"gc/{mark.id}.wait"
-    wait = Wait(id=mark.id, sessions=liveness.there(store))
+    wait = Wait(id=mark.id, sessions=listed_sessions(store))
     try:
-        revisions.put(store, key, records.encode(wait))
+        put(store, key, records.encode(wait))
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
@@ -326,31 +290,27 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     return wait
 
 
-def _write_swept(context: Context, view: View, doomed: set[str]) -> Snapshot | None:
-    """A `swept` revision for every forgotten record that loses bytes; gives one that was revised under us, if any."""
+def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
+    """Create a `swept` revision for every forgotten record that loses bytes.
+
+    Raises:
+        ConflictError: another process has revised one first; those before it are swept.
+    """
     for snapshot, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
-        # A bad sector must not stop every gc: what a repair has dropped was given up by somebody who knew of it.
+        # A bad sector must not stop every gc: a snapshot that a repair has dropped may be deleted unread.
         if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
             raise keys  # it cannot be read, which does not say that it is gone
         # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
-            try:
-                revisions.revise(context, snapshot, state=SWEPT)
-            except ConflictError:
-                return snapshot
-    return None
+            revise(context, snapshot, state=SWEPT)
 
 
-def _forget_done(context: Context, keep: int = 10) -> None:
-    """Notes of finished gcs are for people; the last few do. Nobody needs a wait list without its mark, nor what is
-    said of a snapshot that never comes back.
-    """
+def _remove_old_notes(context: Context, keep: int = 10) -> None:
+    """Delete all but the last notes of finished gcs, wait lists without a mark, and notes of swept snapshots."""
     infos = list(context.store.list("gc/"))
     done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
     context.store.delete([info.key for info in done[:-keep]])
     for key in (info.key for info in infos):
-        if key.endswith(".wait") and not _exists(context.store, key.removesuffix(".wait") + ".mark"):
+        if key.endswith(".wait") and not exists(context.store, key.removesuffix(".wait") + ".mark"):
             context.store.delete([key])
-    if lost := lost_names(info.key for info in infos):
-        swept = {s.id for s in context.index.refresh().snapshots(states=(SWEPT,))}
-        context.store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])
+    remove_notes_of_swept(context, (info.key for info in infos))

@@ -1,8 +1,9 @@
-"""Liveness: which sessions a gc must wait for, which have ended, and how one is given up.
+"""Liveness: which sessions a gc must wait for, which have ended, and how a dead one is fenced.
 
-A session has ended if two listings lack it: one 404, or one listing that lacks it, proves nothing. One that is listed
-and cannot be read is waited for. One whose process is dead, or whose heartbeat is too old, is fenced: the record that
-it would have created is created in its place, and read back, before anything that it protects is released.
+A session has ended if a GET answers 404 and two listings lack it: one wrong answer proves nothing. A session that is
+listed and cannot be read is waited for. A session whose process is dead, or whose heartbeat is too old, is fenced: gc
+creates the record that the session would have created, and reads it back, before it releases anything that the
+session protects.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectStore
 from ..text import without_advice
-from . import revisions
-from .session import LEFT_OVER
+from .revisions import create
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
+#: Ids of this process's sessions that are over, but could not be removed or whose commit is unclear. Their process
+#: lives, so only a gc of this process can know that it may fence them.
+orphaned_sessions: set[str] = set()
 
 
-def there(store: ObjectStore) -> list[str]:
-    """Ids of the sessions that have not ended."""
+def listed_sessions(store: ObjectStore) -> list[str]:
+    """Return the ids of the sessions that either of two listings shows, sorted."""
     return sorted(key.removeprefix(PREFIX) for key in listed(store, PREFIX))
 
 
-def dead(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[bool, Session | None]:
-    """Whether a session has ended, or may be given up as dead: then what is to be fenced."""
+def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[bool, Session | None]:
+    """Return (whether a gc need not wait for a session, the session if it is dead and has to be fenced)."""
     key = f"{PREFIX}{session_id}"
     try:
         info = store.stat(key)
@@ -42,42 +45,42 @@ def dead(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[boo
             return True, None
         log.warning("gc waits for a session that is listed and cannot be read: %s", without_advice(error))
         return False, None
-    except (IntegrityError, FormatError) as error:  # whose it is cannot be told, so nobody can be fenced
+    except (IntegrityError, FormatError) as error:  # it does not tell which record to create in its place
         log.warning("gc waits for a damaged session; run 'snapstore repair': %s", without_advice(error))
         return False, None
     same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == records.boot_id()
     held = store.is_held(key) if same_boot else None
-    over = session_id in LEFT_OVER or held is False
-    if not over and (held is True or store.now_s() - info.modified_s < fence_after_s):
+    dead = session_id in orphaned_sessions or held is False
+    if not dead and (held is True or store.now_s() - info.modified_s < fence_after_s):
         return False, None
     return True, session
 
 
-def ended(store: ObjectStore, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
-    """Whether a session has ended, by itself or because it is given up now: then `fenced` gets its id.
+def fence_if_dead(store: ObjectStore, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
+    """Return whether a session has ended. Fence it if it is dead, and append its id to `fenced`.
 
     Raises:
-        StorageError: it cannot be given up: nothing proves that its record can no longer appear.
+        StorageError: it cannot be fenced: nothing proves that its record can no longer appear.
     """
-    over, session = dead(store, session_id, fence_after_s)
-    if session is not None:
-        _fence(store, session)
-        LEFT_OVER.discard(session_id)
+    ended, dead_session = examine(store, session_id, fence_after_s)
+    if dead_session is not None:
+        _fence(store, dead_session)
+        orphaned_sessions.discard(session_id)
         fenced.append(session_id)
-    return over
+    return ended
 
 
 def _fence(store: ObjectStore, session: Session) -> None:
-    """Create what stands in the way of a dead session's record; if that has been created already, it stands."""
-    fence = _fence_of(store, session)
-    if fence is not None:
-        with suppress(IntegrityError, FormatError):  # a damaged object is in the way as well
-            revisions.create(store, fence)
+    """Create the record that blocks a dead session's own; one that is there already blocks it as well."""
+    record = _blocking_record(store, session)
+    if record is not None:
+        with suppress(IntegrityError, FormatError):  # a damaged object blocks it as well
+            create(store, record)
     store.release(records.key_of(session))
 
 
-def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
-    """Of a save, its record as aborted; of a rewrite, the revision before once more; None: there is nothing to stop.
+def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
+    """Return a save's record as aborted, or a copy of the revision before a rewrite's; None: there is none to block.
 
     Raises:
         IntegrityError, FormatError: the revision before is damaged.
@@ -88,7 +91,7 @@ def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
         return None
     run, step, snapshot_id, revision = parsed
     if not revision:
-        return aborted(run, step, snapshot_id, "gc gave this save up as dead")
+        return aborted(run, step, snapshot_id, "gc fenced this save as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):
         store.stat(session.key)
@@ -104,7 +107,7 @@ def _fence_of(store: ObjectStore, session: Session) -> Snapshot | None:
 
 
 def aborted(run: str, step: int, snapshot_id: str, reason: str) -> Snapshot:
-    """The record of a save that never was."""
+    """Return the record of a save that never committed."""
     return Snapshot(
         id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(), created=time.time(),
         reason=reason,

@@ -1,27 +1,35 @@
-"""marks."""
+"""Marks: read the objects in which gcs announce what they will delete.
+
+In: keys below `gc/`. Out: the marks, or the keys of the packs and manifests that they name. A mark that is listed and
+cannot be read may name any object.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+
 from ..catalog.read_twice import listed
-from ..errors import (
-    IntegrityError,
-    NotFoundError,
-)
+from ..errors import FormatError, IntegrityError, NotFoundError
 from ..format import records
 from ..format.records import Mark
 from ..storage.base import ObjectStore
 
+log = logging.getLogger("snapstore")
+#: A mark names each candidate in 32 bytes: this is enough for 32 million objects.
+MARK_LIMIT_BYTES = 1024 * 1024 * 1024
+
 
 def is_mark(key: str) -> bool:
-    """Whether a key below `gc/` is that of a mark."""
+    """Return whether a key below `gc/` is that of a mark."""
     return key.endswith(".mark")
 
 
 def read_mark(store: ObjectStore, key: str) -> Mark | None:
-    """A gc mark that was listed; None for one that has vanished meanwhile: it was finished or given up.
+    """Return a mark that was listed; None if its gc has finished, or another gc has removed it, meanwhile.
 
     Raises:
-        IntegrityError, FormatError: it is damaged; or the store lists it and does not give it.
+        IntegrityError, FormatError: it is damaged, or the store lists it and does not return it.
     """
     try:
         return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Mark, key)
@@ -31,5 +39,30 @@ def read_mark(store: ObjectStore, key: str) -> Mark | None:
         return None
 
 
-#: A mark names each candidate in 32 bytes: 32 million objects.
-MARK_LIMIT_BYTES = 1024 * 1024 * 1024
+def marked_keys(store: ObjectStore, keys: Iterable[str]) -> set[str]:
+    """Return the keys of all packs and manifests that the marks among some keys name.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: a mark cannot be read.
+    """
+    marked: set[str] = set()
+    for key in filter(is_mark, keys):
+        mark = read_mark(store, key)
+        marked |= mark.keys() if mark else set()
+    return marked
+
+
+def standing_marks(store: ObjectStore) -> list[Mark]:
+    """Return every mark. Remove a mark that cannot be read twice: if its gc runs, it finds its mark gone and stops."""
+    marks: list[Mark] = []
+    for key in filter(is_mark, [info.key for info in store.list("gc/")]):
+        for again in (True, False):
+            try:
+                mark = read_mark(store, key)
+                marks += [mark] if mark is not None else []
+                break
+            except (IntegrityError, FormatError) as error:
+                if not again:
+                    log.warning("a damaged gc mark is removed: %s", error)
+                    store.delete([key])
+    return marks

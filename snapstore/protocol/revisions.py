@@ -1,12 +1,13 @@
-"""Revisions: the create-only records that follow a snapshot's first, and proof that they lie where they were put.
+"""Revisions: create the create-only records that follow a snapshot's first, and read each back from the store.
 
-In: a record as it was listed, and a change. Out: the next revision, read back from the store; or ConflictError, where
-another process has created it. Forgetting is such a change.
+In: a record as it was listed, and a change. Out: the next revision, or ConflictError where another process has created
+it. To forget a snapshot is such a change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..context import Context
 from ..errors import (
@@ -15,6 +16,7 @@ from ..errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    SnapstoreError,
     StorageError,
     StorageFullError,
 )
@@ -23,10 +25,28 @@ from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Snapshot
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
-#: So often is decided again by a new listing; a revision that no listing shows must not keep anybody for ever.
-ATTEMPTS = 20
-#: Each revision is one small durable put: they wait for the disk, not for a core.
+#: A revision that no listing shows must not keep a process in the loop for ever.
+CONFLICT_ATTEMPTS = 20
+#: Each revision is one small durable put: the threads wait for the disk, not for a core.
 FORGET_THREADS = 8
+
+T = TypeVar("T")
+
+
+def retry_conflicts(attempt: Callable[[], T], failure: Callable[[ConflictError], SnapstoreError]) -> T:
+    """Return what `attempt` returns, called again whenever another process revises a record first.
+
+    Args:
+        attempt: lists the records, decides, and creates revisions. It raises ConflictError where it lost the race.
+        failure: makes the error to raise once the last of CONFLICT_ATTEMPTS attempts has lost.
+    """
+    for left in range(CONFLICT_ATTEMPTS - 1, -1, -1):
+        try:
+            return attempt()
+        except ConflictError as error:
+            if not left:
+                raise failure(error) from error
+    raise AssertionError("unreachable")
 
 
 def put(store: ObjectStore, key: str, data: bytes) -> None:
@@ -40,30 +60,30 @@ def put(store: ObjectStore, key: str, data: bytes) -> None:
     except StorageFullError as error:
         raise StorageFullError(
             f"{str(error).partition(';')[0]}; forget and gc write a few kilobytes before they delete: "
-            "free so much, then try again"
+            "free a few kilobytes, then try again"
         ) from error
 
 
 def create(store: ObjectStore, record: Snapshot) -> Snapshot:
-    """Create a record unless its key is taken; whatever the store has answered, what lies there then is returned.
+    """Create a record unless its key is taken. Return the record that the key holds then, whatever the PUT answered.
 
     Raises:
-        StorageError: the store failed, or gives nothing under that key, though it said that something is there, twice.
-        IntegrityError, FormatError: what lies there is damaged.
+        StorageError: the store failed; or, twice, it returns nothing under a key that it reported as stored or taken.
+        IntegrityError, FormatError: the record that the key holds is damaged.
     """
     data = records.encode(record)
     for again in (True, False):
-        said = "stored"
+        answer = "stored"
         try:
             put(store, record.key, data)
         except AlreadyExistsError:
-            said = "reported as existing"
+            answer = "reported as existing"
         try:
             got = store.get(record.key, limit_bytes=MAX_OBJECT_BYTES)
             return record if got == data else records.decode(got, Snapshot, record.key)
         except NotFoundError as error:
             if not again:
-                raise StorageError(f"{record.key} in {store.url}: {said}, then not found; try again") from error
+                raise StorageError(f"{record.key} in {store.url}: {answer}, then not found; try again") from error
         except (FormatError, IntegrityError):
             if not again:
                 raise
@@ -74,18 +94,20 @@ def revise(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
     """Create the next revision of a record.
 
     Raises:
-        ConflictError: somebody else created it; read again and decide again.
+        ConflictError: another process created it first; read the records again and decide again.
         StorageError: the store failed, or has not kept it.
     """
     revision = snapshot.revised(**changes)
     if create(context.store, revision).write_id != revision.write_id:
-        raise ConflictError(f"{snapshot.ref}: another process revised it first; try again")
+        raise ConflictError(
+            f"{snapshot.ref} (id:{snapshot.id[:12]}): another process revised it first; nothing was changed; try again"
+        )
     context.index.add(revision)
     return revision
 
 
 def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
-    """Forget snapshots; those that were tagged or revised away meanwhile are left alone.
+    """Forget snapshots, except those tagged or revised to another state meanwhile.
 
     Returns:
         The new revisions.
@@ -99,25 +121,29 @@ def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason:
 
 
 def _forget_one(context: Context, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
-    """Forget one; None if it was tagged or revised away.
+    """Forget one snapshot; return None if it was tagged or revised to another state.
 
     Raises:
-        StorageError: a revision of it is there that no listing shows.
+        StorageError: it has a revision that no listing shows.
     """
     current: Snapshot | None = snapshot
-    for _ in range(ATTEMPTS):
+
+    def attempt() -> Snapshot | None:
+        nonlocal current
         if current is None or current.state != COMMITTED or current.tags:
             return None
         try:
             return revise(context, current, state=FORGOTTEN, policy=policy, reason=reason)
         except ConflictError:
             current = context.index.refresh().get(snapshot.id)
-    raise hidden(context.store, snapshot)
+            raise
+
+    return retry_conflicts(attempt, lambda error: hidden_revision(context.store, error))
 
 
-def hidden(store: ObjectStore, snapshot: Snapshot) -> StorageError:
-    """The error of a revision that is there, and that no listing shows."""
+def hidden_revision(store: ObjectStore, error: ConflictError) -> StorageError:
+    """Return the error for a revision that exists and that no listing shows."""
+    conflict = str(error).partition(";")[0]
     return StorageError(
-        f"{snapshot.ref} (id:{snapshot.id[:12]}) in {store.url}: a later revision of its record is there, and the "
-        "listing does not show it; nothing was changed; try again"
+        f"{store.url}: {conflict}, and the listing does not show its revision; nothing was changed; try again"
     )

@@ -1,15 +1,17 @@
-"""Tags: each names one snapshot of a run, whoever puts it on another one at the same time.
+"""Tags: keep each tag on one snapshot of a run, even if several processes move it at the same time.
 
 In: a snapshot that has just got tags, and the records before that. Out: the same tags off the run's other snapshots.
 
-A tag must never be on none, since a policy forgets what has none. So whoever takes it off a snapshot (1) lists the
-records, then (2) creates a revision, with the tag, of the snapshot that keeps it, then (3) creates the very next
-revision of the other one as it was listed. If somebody has revised the other one since, all begins anew. Thus a
-snapshot loses a tag only to one that was given it, or confirmed in it, later; the last one given it loses it to none.
+A tag must never be on no snapshot, since a policy forgets what has no tag. So a process that takes it off a snapshot
+(1) lists the records, then (2) creates a revision, with the tag, of the snapshot that keeps it, then (3) creates the
+very next revision of the other one as it was listed. If another process has revised the other one since, it begins
+again. Thus a snapshot loses a tag only to one that was given it, or confirmed in it, later; the last snapshot that is
+given a tag loses it to none.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -17,25 +19,24 @@ from ..catalog.history import View
 from ..context import Context
 from ..errors import ConflictError
 from ..format.records import Snapshot
-from . import revisions
+from .revisions import retry_conflicts, revise
 
-ATTEMPTS = 20
-#: After so many, two that take it back from each other go by one order.
-OWN_ATTEMPTS = 3
+#: After this many attempts, two processes that take a tag from each other follow one order.
+ATTEMPTS_FOR_TAKER = 3
 
 
 def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) -> Snapshot:
-    """Take tags off the other snapshots of the run of one that has just got them.
+    """Take tags off the other snapshots of the run of a snapshot that has just got them.
 
-    It keeps them against those that had them before. Of those that got them at the same time the newest keeps them, by
-    the order that decides which one a reference names: all who take them at once agree on it, at last even those that
-    see each other as the one that had it before.
+    The taker keeps them against the snapshots that had them before. Among snapshots that got them at the same time the
+    newest keeps them, by the order that decides which one a reference names: all takers agree on it. In the end so do
+    two that each see the other as the one that had it before.
 
     Args:
-        before: the records on a listing from before it got them.
+        before: the records on a listing from before the taker got them.
 
     Returns:
-        The taker as it is now: it may have lost them to others that got them meanwhile.
+        The taker as it is now: it may have lost them to a snapshot that got them meanwhile.
 
     Raises:
         ConflictError: other processes keep revising the snapshots; several have the tags.
@@ -43,23 +44,29 @@ def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) 
     had = {name: {s.id for s in _holders(before, taker, name)} - {taker.id} for name in names}
     losers = [s for s in before.snapshots(taker.run) if any(s.id in had[name] for name in names)]
     losing = {s.id: {name for name in names if s.id in had[name]} for s in losers}
-    for attempt in range(ATTEMPTS):
-        try:
-            for snapshot in losers:
-                tags = [tag for tag in snapshot.tags if tag not in losing[snapshot.id]]
-                revisions.revise(context, snapshot, tags=tags)
-            view = context.index.refresh()
-            taker = view.get(taker.id) or taker
-            keepers, losing = _decide(view, names, taker, had if attempt < OWN_ATTEMPTS else {})
-            if not losing:
-                return taker
-            confirmed = {s.id: revisions.revise(context, s, tags=s.tags) for s in keepers}
-            losers = [confirmed.get(s.id, s) for s in view.snapshots(taker.run) if s.id in losing]
-        except ConflictError:
-            losers = []
-    raise ConflictError(
-        f"{taker.ref}: other processes keep revising the snapshots of its run, several of which are tagged "
-        f"{', '.join(names)} now; tag again"
+    attempts = itertools.count()
+
+    def attempt() -> Snapshot:
+        nonlocal taker, losers, losing
+        takers_turn = next(attempts) < ATTEMPTS_FOR_TAKER
+        due, losers = losers, []  # after a conflict, list and decide again first
+        for snapshot in due:
+            revise(context, snapshot, tags=[tag for tag in snapshot.tags if tag not in losing[snapshot.id]])
+        view = context.index.refresh()
+        taker = view.get(taker.id) or taker
+        keepers, losing = _decide(view, names, taker, had if takers_turn else {})
+        if not losing:
+            return taker
+        confirmed = {s.id: revise(context, s, tags=s.tags) for s in keepers}
+        losers = [confirmed.get(s.id, s) for s in view.snapshots(taker.run) if s.id in losing]
+        raise ConflictError(f"{taker.ref}: several snapshots of its run are tagged {', '.join(names)}")
+
+    return retry_conflicts(
+        attempt,
+        lambda _: ConflictError(
+            f"{taker.ref}: other processes keep revising the snapshots of its run, several of which are tagged "
+            f"{', '.join(names)} now; tag again"
+        ),
     )
 
 
@@ -70,13 +77,13 @@ def _holders(view: View, taker: Snapshot, name: str) -> list[Snapshot]:
 def _decide(
     view: View, names: Sequence[str], taker: Snapshot, had: dict[str, set[str]]
 ) -> tuple[list[Snapshot], dict[str, set[str]]]:
-    """(who keeps tags that others lose, by id which tags who loses)."""
+    """Return (the snapshots that keep tags that others lose, the tags that each of the others loses, by id)."""
     keepers: dict[str, Snapshot] = {}
     losing: defaultdict[str, set[str]] = defaultdict(set)
     for name in names:
         holders = _holders(view, taker, name)
         if len(holders) < 2 or all(s.id != taker.id for s in holders):
-            continue  # if it has lost the tag, those who took it see to the rest
+            continue  # the process that has taken the tag from the taker handles the others
         keeper = [s for s in holders if s.id not in had.get(name, ())][-1]
         keepers[keeper.id] = keeper
         for other in holders:

@@ -1,15 +1,14 @@
-"""Orphans: packs and manifests that nothing committed needs, and whether a record explains that they lie there.
+"""Unexplained: find packs and manifests that no committed snapshot needs and that no record accounts for.
 
-A gc that sees no record of a snapshot must not take it for one that never was: a listing may lack it. So each object
-says for which record it was made (`MadeFor`), and it may be deleted only if a revision as high is listed, whatever its
-state: the ruling one then says what the snapshot needs. Every way to end without a record leaves one that says so: a
-save that fails creates its own as `aborted`, a rewrite that fails a copy of the revision before, and a gc does both for
-the dead. A session explains what is being written.
+A gc that sees no record of a snapshot must not conclude that there never was one: a listing may lack it. So each object
+names the record for which it was made (`MadeFor`). It may be deleted only if a revision as high is listed, in whatever
+state: then the ruling one says what the snapshot needs. Every claim that ends without its record leaves another one: a
+save that fails creates its own as `aborted`, a rewrite that fails creates a copy of the revision before, and a gc does
+both for dead processes. A session explains what its process is writing.
 
-Cost: one ranged read (64 bytes of a pack, of a manifest its header) for each candidate that neither a ruling record
-names nor a manifest that is explained: what dead or running saves have put, or a rewrite has replaced. Each once in a
-process. A few that nothing explains are read whole: one whose bytes are not those of its name was damaged, and no
-snapshot that is whole needs it.
+Cost: one ranged read (64 bytes of a pack, of a manifest its header) for each candidate that neither a ruling record nor
+an explained manifest names: objects of dead or running saves, or replaced by a rewrite. A process reads each once. A
+few unexplained objects are read whole: one whose bytes do not match its name is damaged, so no whole snapshot needs it.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ from ..storage.base import ObjectStore
 from ..text import counted, some
 from ..threads import Threads
 
-#: On S3 each is a round trip.
-READ_THREADS = 16
-#: If no more are left without an explanation, they are read whole: damage of a header must not stop gc for good.
-MOST_READ = 16
+#: On S3 each header is a round trip.
+HEADER_THREADS = 16
+#: At most this many unexplained objects are read whole, so that a damaged header does not stop gc for good.
+MAX_READ_WHOLE = 16
 #: What to do about objects that nothing explains.
-GIVE_UP = "snapstore gc --unexplained"
+DELETE_UNEXPLAINED = "snapstore gc --unexplained"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a pack's or manifest's header says of who wrote it.
+    """What a pack's or manifest's header says about its writer.
 
     Attributes:
-        save_id: of the session.
-        packs: that a manifest names, by key.
+        save_id: id of the session.
+        made_for: the record for which it was made.
+        packs: keys of the packs that a manifest names.
     """
 
     save_id: str
@@ -55,29 +55,30 @@ class Origin:
     packs: frozenset[str] = frozenset()
 
 
-#: Of an object that does not say: nothing explains it.
-NOBODY = Origin("", MadeFor(bytes(16), 0))
-#: What was read of candidates that are still there, by key.
-_KNOWN: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
+#: The origin of an object that names none: nothing explains it.
+UNKNOWN_ORIGIN = Origin("", MadeFor(bytes(16), 0))
+#: Origins of candidates that are still there, by key, as this process has read them.
+_read_origins: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
 
 
-def damaged(store: ObjectStore, sizes: Mapping[str, int]) -> set[str]:
-    """Those of a few objects whose headers are no word of their writers; of many, which take long to read: none."""
-    return {key for key, size in sizes.items() if _is_damaged(store, key, size)} if len(sizes) <= MOST_READ else set()
+def find_damaged(store: ObjectStore, sizes: Mapping[str, int]) -> set[str]:
+    """Return which of a few objects are damaged, by their whole bytes; of many, which take long to read, none."""
+    few = sizes if len(sizes) <= MAX_READ_WHOLE else {}
+    return {key for key, size in few.items() if _is_damaged(store, key, size)}
 
 
-def refuse(sizes: Mapping[str, int]) -> None:
-    """Raise IntegrityError for objects that nothing explains; none: nothing."""
-    if sizes:
+def require_explained(unexplained: Mapping[str, int]) -> None:
+    """Raise IntegrityError if there are unexplained objects (sizes by key)."""
+    if unexplained:
         raise IntegrityError(
-            f"gc: {counted(len(sizes), 'object')} that no record explains, of {sum(sizes.values())} bytes: "
-            f"{some(sorted(sizes), 1)}; nothing was deleted; the store may have listed too few records: run gc again; "
-            f"if their records are gone for good, and so are their snapshots, '{GIVE_UP}' deletes them"
+            f"gc: {counted(len(unexplained), 'object')} that no record explains, of {sum(unexplained.values())} bytes: "
+            f"{some(sorted(unexplained), 1)}; nothing was deleted; the store may have listed too few records: run gc "
+            f"again; if their records and snapshots are gone for good, '{DELETE_UNEXPLAINED}' deletes them"
         )
 
 
-def unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions: Collection[str]) -> set[str]:
-    """Those of some objects that nothing committed needs for which neither a record nor a session stands.
+def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions: Collection[str]) -> set[str]:
+    """Return which of some objects that nothing committed needs are explained by neither a record nor a session.
 
     Args:
         view: records, listed after the objects were.
@@ -87,14 +88,14 @@ def unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions
     Raises:
         StorageError: the store cannot be read.
     """
-    known = _KNOWN.get(context.index, {})
-    _KNOWN[context.index] = {key: known[key] for key in known.keys() & sizes.keys()}
+    known = _read_origins.get(context.index, {})
+    _read_origins[context.index] = {key: known[key] for key in known.keys() & sizes.keys()}
     left = set(sizes)
     left -= {ref.key for snapshot in view.snapshots(states=None) for ref in snapshot.manifests}
     for _, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         if not isinstance(keys, SnapstoreError):
             left -= keys
-    for kind in ("manifests/", "packs/"):  # the first explain most of the second
+    for kind in ("manifests/", "packs/"):  # an explained manifest explains its packs
         chosen = sorted(key for key in left if key.startswith(kind))
         for key, origin in _origins(context, {key: sizes[key] for key in chosen}).items():
             if origin is None or _explains(view, sessions, origin):
@@ -103,6 +104,7 @@ def unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions
 
 
 def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:
+    """Return whether a record or a session explains an object of this origin."""
     snapshot_id, revision = origin.made_for.snapshot.hex(), origin.made_for.revision
     record = view.get(snapshot_id)
     if record is not None and record.revision >= revision:
@@ -111,20 +113,20 @@ def _explains(view: View, sessions: Collection[str], origin: Origin) -> bool:
 
 
 def _origins(context: Context, sizes: Mapping[str, int]) -> dict[str, Origin | None]:
-    """What each object says of itself; None: it is gone."""
-    known = _KNOWN.setdefault(context.index, {})
+    """Return each object's origin; None for one that is gone."""
+    known = _read_origins.setdefault(context.index, {})
     unread = [key for key in sizes if key not in known]
     found: dict[str, Origin | None] = {}
     if unread:
-        with Threads(min(READ_THREADS, len(unread))) as threads:
-            origins = threads.start(lambda key: _origin(context.store, key, sizes[key]), unread)()
+        with Threads(min(HEADER_THREADS, len(unread))) as threads:
+            origins = threads.start(lambda key: _read_origin(context.store, key, sizes[key]), unread)()
         found = dict(zip(unread, origins, strict=True))
         known.update({key: origin for key, origin in found.items() if origin is not None})
     return {key: known.get(key) or found[key] for key in sizes}
 
 
-def _origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
-    """What one object says of itself; None: it is gone.
+def _read_origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
+    """Return the origin of one object from its header; None if it is gone.
 
     Raises:
         StorageError: the store cannot be read.
@@ -139,10 +141,10 @@ def _origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None:
     except NotFoundError:
         return None
     except DAMAGE:  # or of a later release
-        return NOBODY
+        return UNKNOWN_ORIGIN
 
 
 def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
-    """Whether the bytes of an object are not those of its name."""
+    """Return whether the bytes of an object do not match its name."""
     data = tried(store, partial(store.get, key, limit_bytes=size_bytes))
     return data is None or hashlib.sha256(data).hexdigest() != key[-64:]

@@ -34,7 +34,7 @@ from ..format.keys import pack_key, record_key
 from ..format.manifest import COLUMNS, MAX_CHAIN, ChunkTable, Manifest, part_name
 from ..format.pack import ENTRY, PackWriter
 from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
-from ..protocol.session import Claim
+from ..protocol.claim import Claim
 from ..text import counted
 
 log = logging.getLogger("snapstore")

@@ -41,14 +41,13 @@ from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifest import ChunkTable, Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
-from ..protocol.session import Claim
+from ..protocol.claim import Claim
+from ..protocol.revisions import retry_conflicts
 from ..text import without_advice
 from ..threads import Threads
 from .stored_blobs import Stored, Twins, batches, digests_of, laid_out, lengths_of, names_of, parse
 
 log = logging.getLogger("snapstore")
-#: How often a snapshot that others revise meanwhile is begun again.
-ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,31 +192,40 @@ class Rewriting(ABC):
             IntegrityError, FormatError, NotFoundError: it is damaged, and as it was.
             ConflictError: others keep revising it.
         """
-        for _ in range(ATTEMPTS):
-            ruling = self.index.refresh().get(snapshot.id)
-            if ruling is None or ruling.state not in self._states:
-                log.info("run=%s step=%d left alone: no longer there", snapshot.run, snapshot.step)
-                self.skipped.append(ruling or snapshot)
+        retry_conflicts(
+            lambda: self._attempt(snapshot), lambda _: ConflictError("other processes keep revising it; try again")
+        )
+
+    def _attempt(self, snapshot: Snapshot) -> None:
+        """Rewrite one snapshot as it is now.
+
+        Raises:
+            ConflictError: another process has revised it meanwhile.
+        """
+        ruling = self.index.refresh().get(snapshot.id)
+        if ruling is None or ruling.state not in self._states:
+            log.info("run=%s step=%d left alone: no longer there", snapshot.run, snapshot.step)
+            self.skipped.append(ruling or snapshot)
+            return
+        try:
+            parts = [self._part(ref) for ref in ruling.manifests]
+            if not any(len(part.stale) for part in parts):
+                self.skipped.append(ruling)
                 return
-            try:
-                parts = [self._part(ref) for ref in ruling.manifests]
-                if not any(len(part.stale) for part in parts):
-                    self.skipped.append(ruling)
-                    return
-                if self.dry_run:
-                    for part in parts:
-                        self.made.update({place: (place.length, 0) for place in places_of(part)})
-                    self.rewritten.append(ruling)
-                    return
-                revision = self._rewrite(ruling, parts)
-                (self.skipped if revision is ruling else self.rewritten).append(revision)
+            if self.dry_run:
+                for part in parts:
+                    self.made.update({place: (place.length, 0) for place in places_of(part)})
+                self.rewritten.append(ruling)
                 return
-            except ConflictError as error:
-                log.info("run=%s step=%d is begun again: %s", snapshot.run, snapshot.step, error)
-            except DAMAGE:
-                if _says_the_same(self.index.refresh().get(ruling.id), ruling):
-                    raise
-        raise ConflictError("other processes keep revising it; try again")
+            revision = self._rewrite(ruling, parts)
+            (self.skipped if revision is ruling else self.rewritten).append(revision)
+        except ConflictError as error:
+            log.info("run=%s step=%d begins again: %s", snapshot.run, snapshot.step, error)
+            raise
+        except DAMAGE as error:
+            if _says_the_same(self.index.refresh().get(ruling.id), ruling):
+                raise
+            raise ConflictError(str(error)) from error
 
     def manifest_of(self, ref: ManifestRef) -> Manifest:
         """A whole manifest of this repository.

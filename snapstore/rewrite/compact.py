@@ -35,11 +35,11 @@ from ..format.keys import pack_key
 from ..format.manifest import ChunkTable, Manifest
 from ..format.pack import ENTRY
 from ..format.records import COMMITTED, ManifestRef, Snapshot
-from ..protocol.gc import need_all_records
 from ..protocol.quarantine import in_quarantine
+from ..protocol.revisions import CONFLICT_ATTEMPTS
 from ..restore.pipeline import spec_of
 from ..save.bases import Base, Bases
-from .base import ATTEMPTS, Part, Rewriting, Target, Work
+from .base import Part, Rewriting, Target, Work
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
 from .reencode import Job, Reencoder
 from .stored_blobs import batches, lengths_of, names_of
@@ -94,9 +94,9 @@ def compact(
         StorageError: the store failed; snapshots before that are rewritten.
     """
     named = None if only is None else {snapshot.id for snapshot in only}
-    for _ in range(ATTEMPTS):
+    for _ in range(CONFLICT_ATTEMPTS):
         view = context.index.refresh()
-        need_all_records(view, "compact", "nothing was rewritten")
+        view.require_all_records("compact", "nothing was rewritten")
         chosen = [s for s in view.snapshots() if named is None or s.id in named]
         live = LiveBlobs(
             context.store, context.engines.digest_seed, view, {s.id for s in chosen}, in_quarantine(context.store)

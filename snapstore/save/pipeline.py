@@ -51,7 +51,7 @@ def save(
             written = _write(context, session, parts, copies, bases, staging, plan)
         except writer.BaseDamagedError as damage:
             log.warning("run=%s step=%d a base is damaged, saving in full: %s", request.run, request.step, damage)
-            session.bases, bases = [], Bases()
+            session.used_bases, bases = [], Bases()
             written = _write(context, session, parts, copies, bases, staging, plan)
         if plan.verify == "full":
             session.confirm(written.sizes)

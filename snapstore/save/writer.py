@@ -621,7 +621,7 @@ def load_bases(
     """
 
     def readable() -> Iterator[Base]:
-        for snapshot in session.bases:
+        for snapshot in session.usable_bases:
             try:
                 manifests = [cache.get(ref.sha256) or manifest.read(store, ref, None) for ref in snapshot.manifests]
             except (*DAMAGE, StorageError) as error:
@@ -633,7 +633,7 @@ def load_bases(
                 yield Base(snapshot, manifests)
 
     bases = list(readable())
-    session.bases = [base.snapshot for base in bases]
+    session.used_bases = [base.snapshot for base in bases]
     return Bases(bases, _damaged_packs(store, session, bases))
 
 

@@ -135,7 +135,7 @@ def test_not_one_free_block(disk):
         while free_pages(disk):  # what opening a file took, and gave back
             leave(disk, 0)
         for verb in (lambda: repository.forget([KeepLast(1)], run="r"), lambda: repository.forget_snapshots(["r@0"])):
-            with pytest.raises(StorageFullError, match="write a few kilobytes before they delete: free so much"):
+            with pytest.raises(StorageFullError, match="a few kilobytes before they delete: free a few kilobytes"):
                 verb()
         assert whole(url) == {0, 1, 2, 3}
         release(disk, WORDS_PAGES)
@@ -162,7 +162,7 @@ def test_a_mark_that_landed_on_a_full_disk_is_gone_on_with(tmp_path, monkeypatch
                 raise StorageFullError("no space is left (injected)")
 
         monkeypatch.setattr(LocalStore, "put", full)
-        with pytest.raises(StorageFullError, match="free so much"):
+        with pytest.raises(StorageFullError, match="free a few kilobytes"):
             repository.gc()
         monkeypatch.undo()
         assert repository.gc().deleted_objects

@@ -59,7 +59,7 @@ from snapstore import (
 )
 from snapstore.format import manifest, records
 from snapstore.format.keys import pack_key, parse_record_key, quarantined_names
-from snapstore.protocol.session import LEFT_OVER
+from snapstore.protocol.liveness import orphaned_sessions
 from snapstore.storage.memory import MemoryStore
 
 RUNS = st.sampled_from(["a", "b"])
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         records.new_id = counted_ids()  # test_machine puts the real one back
-        LEFT_OVER.clear()  # by id: what an earlier program left over has the ids of this one's saves
+        orphaned_sessions.clear()  # by id: what an earlier program left over has the ids of this one's saves
         self.store = MemoryStore()
         Repository.create(self.store, chunk_bytes=1024, options=OPTIONS).close()
         self.known: dict[str, Known] = {}
@@ -703,7 +703,7 @@ def test_programs_do_not_meet(monkeypatch):
     one_thread(monkeypatch)
     monkeypatch.setattr(records, "new_id", records.new_id)
     earlier = counted_ids()
-    LEFT_OVER.update(earlier() for _ in range(100))
+    orphaned_sessions.update(earlier() for _ in range(100))
     machine = Machine()
     machine.begin()
     machine.save_slowly("a", 1, 8)

@@ -1,0 +1,279 @@
+"""Claim: a save's or a rewrite's standing in the protocol, from its session to its record.
+
+A claim names the record that it will create: a save's is revision 0, a rewrite's is the next revision of a record that
+exists. The order of its steps is what makes it safe (docs/format.md and docs/design/protocol.md):
+
+    begin     PUT sessions/<id>; only then LIST gc marks, twice; only then LIST records
+    write     packs, then manifests, all durable before the commit
+    commit    GET sessions/<id>: no gc has fenced this claim, and none has overlooked it; then a create-only PUT of the
+              record, which is read back; a gc that fences a claim creates the same key, so exactly one of the two wins
+    end       a claim that has put something and commits nothing creates the key itself, as `aborted` or as a copy of
+              the revision before: that explains its packs; DELETE sessions/<id>
+
+A crash between any two steps leaves either no record (gc deletes the packs) or a committed one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Self
+
+from ..catalog.read_twice import listed
+from ..context import Context
+from ..errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+    StorageFullError,
+)
+from ..format import records
+from ..format.keys import parse_record_key, quarantined_names
+from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
+from .liveness import orphaned_sessions
+from .marks import marked_keys
+from .same_repository import confirmed
+
+log = logging.getLogger("snapstore")
+COMMIT_ATTEMPTS = 4
+#: No further attempt begins after this time: each may take as long as the store's own time-outs.
+COMMIT_S = 300.0
+HEARTBEAT_S = 60.0
+
+
+class Claim:
+    """The right to create one record: announced before anything is read, and kept until the record exists.
+
+    Use as a context manager. While a claim stands, no gc deletes what was put since it began. A gc that fences it
+    creates another record under its key first, so exactly one of the two wins. The store refuses any place but the one
+    that held the repository when the claim began (same_repository.py), so nothing is put on a volume mounted since.
+
+    Args:
+        key: of the record to create.
+        verb: what the claim is for, in errors.
+        substitute: makes, from the reason of a failure, the record that takes the key instead: the intended record can
+            then never appear, and the packs that were put for it are explained.
+
+    Attributes:
+        id: of the session; packs and manifests of the claim carry it.
+        made_for: the record's id and revision, as packs and manifests state it.
+        written: keys of the packs and manifests that were put, or may have been.
+        quarantined: keys of the packs in quarantine; empty before `marked` is called.
+    """
+
+    def __init__(
+        self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]
+    ) -> None:  # fmt: skip
+        self._context = context
+        self.store, self.key, self.verb, self._substitute = context.store, key, verb, substitute
+        self._same_repository = ExitStack()
+        parsed = parse_record_key(key)
+        assert parsed is not None
+        self.run, self.step, snapshot_id, revision = parsed
+        self.made_for = MadeFor(bytes.fromhex(snapshot_id), revision)
+        self.id = records.new_id() if revision else snapshot_id
+        self.written: set[str] = set()
+        self._session_key = f"sessions/{self.id}"
+        self._announced = records.encode(records.this_session(self.id, key))
+        self._last_beat = time.monotonic()
+        self._may_land = False  # a PUT of the record whose outcome is unknown
+        self._key_taken = False  # by this process or another one
+        self.quarantined: set[str] = set()
+        config = self._same_repository.enter_context(confirmed(context))
+        try:
+            if config is not None and context.index.digest_seed not in (None, config.digest_seed):
+                raise StorageError(
+                    f"{context.store.url}: config has another digest seed than when this repository was opened: it was "
+                    f"replaced or repaired; nothing was written; open the repository again, then {verb} again"
+                )
+            context.store.hold(self._session_key, self._announced)
+        except BaseException:
+            self._release()
+            raise
+
+    def marked(self) -> set[str] | None:
+        """Return the keys that gcs want to delete; None if a mark cannot be read. Set `quarantined`."""
+        keys = list(listed(self.store, "gc/"))
+        self.quarantined = quarantined_names(keys)
+        try:
+            return marked_keys(self.store, keys)
+        except (IntegrityError, FormatError, StorageError) as error:
+            text = "run=%s a gc mark cannot be read; every %s stores all in full until a gc or repair removes it: %s"
+            log.warning(text, self.run, self.verb, error)
+            return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if self.written and not self._key_taken:
+                orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
+                if not self._may_land:  # else `publish` has tried this already
+                    self._abandon(f"{self.verb} failed: {exc[1]}"[:500])
+            if self._key_taken or not self.written:
+                orphaned_sessions.discard(self.id)
+                self._release()
+        finally:
+            self._same_repository.close()
+
+    def _abandon(self, reason: str) -> None:
+        """Create the substitute record, which explains what was put; if the store is full, delete what was put."""
+        with suppress(SnapstoreError):
+            try:
+                self._create(self._substitute(reason))
+            except StorageFullError:  # the store has answered: our record can no longer appear, and no other one
+                self.store.delete(sorted(self.written))  # needs what only this claim has put
+                for prefix in ("packs/", "manifests/"):
+                    self.store.settle(prefix)  # a power loss must not bring it back, unexplained
+                self.written &= self.store.sizes(self.written).keys()
+
+    def _release(self) -> None:
+        """End the session. Its failure does not fail the save: gc sees a dead, stale or orphaned session."""
+        try:
+            self.store.release(self._session_key)
+        except StorageError as error:
+            orphaned_sessions.add(self.id)
+            log.warning("session %s could not be removed: %s", self.id, error)
+        finally:
+            self._same_repository.close()
+
+    def heartbeat(self) -> None:
+        """Tell gcs that this process lives; cheap to call often."""
+        if time.monotonic() - self._last_beat >= HEARTBEAT_S:
+            self._last_beat = time.monotonic()
+            try:
+                self.store.touch(self._session_key)
+            except NotFoundError:
+                self._require_session()
+            except StorageError as error:
+                log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
+            except CapabilityError as error:  # it stays so: do not ask again
+                self._last_beat = math.inf
+                log.warning(
+                    "run=%s step=%d the store takes no heartbeats (%s): a gc on another host fences a %s that takes "
+                    "longer than its --fence-after, an hour by default", self.run, self.step, error, self.verb,
+                )  # fmt: skip
+
+    def _require_session(self) -> None:
+        """Raise ConflictError unless the session is still there: then every gc that began since has seen it.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        for again in (True, False):  # one wrong answer must not cost a save
+            try:
+                if self.store.get(self._session_key, limit_bytes=MAX_OBJECT_BYTES) == self._announced:
+                    return
+            except (NotFoundError, FormatError, IntegrityError):
+                continue
+            except StorageError:
+                if not again:
+                    raise
+        raise ConflictError(
+            f"{self.verb} {self.run}@{self.step}: its session is gone: a gc fenced this {self.verb} as dead; nothing "
+            f"was committed; {self.verb} again"
+        )
+
+    def confirm(self, sizes: Mapping[str, int]) -> None:
+        """Check that packs and manifests that were put are there.
+
+        Args:
+            sizes: of each, by key [bytes].
+
+        Raises:
+            ConflictError: a gc has fenced this claim and deleted them; nothing was committed.
+            StorageError: one is missing or has another size; nothing was committed.
+        """
+        absent = dict(sizes)
+        for _ in range(2):
+            found = self.store.sizes(list(absent))
+            absent = {key: size for key, size in absent.items() if found.get(key) != size}
+            if not absent:
+                return
+        self._require_session()  # else a gc has deleted them
+        key, size = next(iter(absent.items()))
+        raise StorageError(
+            f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
+            f"{found.get(key, 'none')}; so are {len(absent)} of {len(sizes)} objects; nothing was committed; "
+            f"{self.verb} again"
+        )
+
+    def publish(self, snapshot: Snapshot) -> Snapshot:
+        """Create the record, and read it back.
+
+        Raises:
+            ConflictError: another record has its key, or a gc has fenced this claim; nothing was committed.
+            StorageError: the store failed; the message tells whether nothing was committed or that is not known.
+        """
+        self._require_session()
+        failure: StorageError | None = None
+        began = time.monotonic()
+        for attempt in range(COMMIT_ATTEMPTS):
+            if attempt and time.monotonic() - began > COMMIT_S:
+                break
+            if attempt:
+                time.sleep(0.05 * 4**attempt)
+            try:
+                ruling = self._create(snapshot)
+            except StorageError as error:
+                if not self._may_land:
+                    raise
+                failure = error
+                continue
+            if ruling.write_id == snapshot.write_id:
+                return snapshot  # a response may have been lost; the commit was not
+            raise ConflictError(
+                f"{self.verb} {snapshot.ref}: its record exists already as {ruling.state!r} "
+                f"({ruling.reason or 'by another writer'}); nothing of this {self.verb} was committed; "
+                f"{self.verb} again"
+            )
+        assert failure is not None
+        self._withdraw(snapshot, self._substitute(f"commit failed: {failure}"[:500]), failure)
+        return snapshot  # our own PUT had landed after all
+
+    def _create(self, snapshot: Snapshot) -> Snapshot:
+        """PUT a record under the key. Return the record that the key holds then, whatever the PUT answered.
+
+        Raises:
+            StorageError: the key holds no readable record. The PUT may still land, unless `_may_land` is false.
+        """
+        earlier, self._may_land = self._may_land, True
+        data, failure = records.encode(snapshot), None
+        try:
+            self.store.put(snapshot.key, data)
+        except (StorageError, AlreadyExistsError) as error:
+            failure = error
+            self.store.settle(f"snapshots/{self.run}/")  # a record that is there but not durable must not count
+        try:
+            got = self.store.get(snapshot.key, limit_bytes=MAX_OBJECT_BYTES)
+            found = snapshot if got == data else records.decode(got, Snapshot, snapshot.key)
+        except (NotFoundError, FormatError, IntegrityError) as error:
+            if isinstance(failure, StorageFullError) and isinstance(error, NotFoundError):
+                self._may_land = earlier  # the store has answered: this PUT will not land later
+            if isinstance(failure, StorageError):
+                raise failure from None
+            answer = "reported as existing" if failure else "stored"
+            raise StorageError(f"{snapshot.key}: {answer}, then not found as it was put: {error}") from error
+        self._may_land, self._key_taken = False, True
+        return found
+
+    def _withdraw(self, snapshot: Snapshot, substitute: Snapshot, failure: StorageError) -> None:
+        """Make sure that the failed commit can never appear later. Return only if it turns out to have landed."""
+        try:
+            ruling = self._create(substitute)
+        except StorageError:
+            raise StorageError(
+                f"{self.verb} {snapshot.ref}: the commit failed and could not be taken back ({failure}); "
+                "whether it was committed shows when the store answers again ('snapstore log')"
+            ) from failure
+        if ruling.write_id != snapshot.write_id:
+            raise failure

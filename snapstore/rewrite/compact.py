@@ -30,16 +30,17 @@ from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
 from ..format import planes
 from ..format.blob import XOR
-from ..format.delta_chain import Chain, Link, chains_of, edge_of, table_of
+from ..format.delta_chain import Chain, Link, chains_of, edge_of
 from ..format.keys import pack_key
-from ..format.manifest import ChunkTable, Manifest
+from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
 from ..restore.pipeline import spec_of
 from ..save.bases import Base, Bases
-from .base import Part, Rewriting, Target, Work
+from .base import Part, Target, Work, moved, target_of
+from .blobs import BlobRewriting
 from .compact_plan import Cut, Edge, LiveBlobs, Plan, room, rows_of, worth
 from .reencode import Job, Reencoder
 from .stored_blobs import batches, lengths_of, names_of
@@ -137,7 +138,7 @@ def needed_bytes(index: Index, view: View) -> int:
     return sum(sizes.values())
 
 
-class _Compacting(Rewriting):
+class _Compacting(BlobRewriting):
     """One run over some snapshots."""
 
     verb = "compact"
@@ -152,12 +153,8 @@ class _Compacting(Rewriting):
         self.anew: set[bytes] = set()  # blobs that are no copies
         self._chains: dict[bytes, Chain] = {}  # digest -> how it is rebuilt from now on
         self._packs: set[str] = set()  # that these need, and maybe more
-        self._work: Work | None = None  # the session that runs
-        self._fresh: dict[bytes, Chain] = {}  # what it adds to `_chains`
+        self._fresh: dict[bytes, Chain] = {}  # chains that the running session adds to `_chains`
         self._old: dict[bytes, Chain] = {}  # how these were rebuilt before
-
-    def __enter__(self) -> _Compacting:
-        return self
 
     @property
     def all_bytes_read(self) -> int:
@@ -232,24 +229,26 @@ class _Compacting(Rewriting):
 
     # -- what takes its place
 
+    def begin(self, work: Work, parts: Sequence[Part]) -> None:
+        """Forget what the session before has not published, and what a gc may delete by now."""
+        self._fresh, self._old = {}, {}
+        self._drop_unsafe(work)
+
     def write(self, work: Work, part: Part) -> Target | None:
         """Chains that lead through kept chunks alone, in packs that stay."""
-        if work is not self._work:
-            self._work, self._fresh, self._old = work, {}, {}
-            self._drop_unsafe(work)
         table, packs = part.manifest.table, part.manifest.header.pack_names
         rows = rows_of(table, part.stale)
         chains = list(chains_of(table, packs, rows, self._plan.kept))
         self._encode_anew(work, part.manifest, rows, chains)
         changed = [self._resolved(chain) for chain in chains]
         self._move_all(work, changed)
-        changed = [[_sent(link, work) for link in chain] for chain in changed]
-        return _target(part.manifest, rows, changed) if changed != chains else None
+        changed = [[moved(link, work) for link in chain] for chain in changed]
+        return target_of(part.manifest, rows, changed) if changed != chains else None
 
     def published(self, work: Work) -> None:
         """Others may build on what was made, and on how chunks are rebuilt now."""
         super().published(work)
-        places = work.places | work.made()
+        places = work.places | work.new_places()
         for digest, chain in self._fresh.items():
             self._chains[digest] = [
                 replace(link, place=places[link.key], key=b"") if link.key else link for link in chain
@@ -453,26 +452,6 @@ class _Compacting(Rewriting):
             entries[i : i + 1] = self.entries_at(place.pack, np.array([place.offset], np.uint64))
         self._to_move -= sum(lengths_of(entries))
         self.spent += self.move(work, places, entries)
-
-
-def _sent(link: Link, work: Work) -> Link:
-    """A link whose blob moves: where to is known once its pack is durable."""
-    return replace(link, place=None, key=link.place) if link.place and work.has(link.place) else link
-
-
-def _target(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
-    """A manifest's table with other chains in some rows."""
-    numbers = {name: number for number, name in enumerate(m.header.pack_names)}
-    rest = np.setdiff1d(np.arange(len(m.table)), rows)
-    joined = ChunkTable.concatenate([m.table.take(rest), table_of(chains, numbers)])
-    order = np.argsort(np.concatenate([rest, rows]))
-    links = [link for chain in chains for link in chain]
-    which = np.full(len(joined.ref_kinds), -1, np.int64)  # of every reference, which of the links
-    which[len(which) - len(links) :] = np.arange(len(links))
-    which[len(which) - len(links) :][[link.place is not None for link in links]] = -1
-    which = which[joined.refs_of(order)]
-    stale = np.flatnonzero(which >= 0)
-    return Target(joined.take(order), list(numbers), stale, [links[i].key for i in which[stale].tolist()])
 
 
 def _kinds(m: Manifest) -> tuple[Column, Column]:

@@ -28,7 +28,8 @@ from ..format.manifest import Manifest
 from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..threads import Threads
-from .base import Part, Rewriting, Target, Work, places_of
+from .base import Part, Target, Work, places_of
+from .blobs import BlobRewriting
 from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
 
 #: What each choice of codec leaves as it is.
@@ -87,7 +88,7 @@ def recode(
     )  # fmt: skip
 
 
-class _Recoding(Rewriting):
+class _Recoding(BlobRewriting):
     """One run over some snapshots."""
 
     verb = "recode"
@@ -97,9 +98,6 @@ class _Recoding(Rewriting):
         self._kept = KEPT[codec]
         self._threads = Threads(context.engines.threads or default_threads())
         self._leaves: dict[str, bool] = {}  # whether a pack is left altogether
-
-    def __enter__(self) -> _Recoding:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)

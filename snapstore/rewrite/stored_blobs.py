@@ -62,6 +62,15 @@ def gathered(made: Sequence[Encoded]) -> Stored:
     return Stored(entries, stored)
 
 
+def stored_of(blobs: Sequence[memoryview]) -> Stored:
+    """Lay blobs whose headers were checked one after the other."""
+    offsets, stored = laid_out(np.array([len(data) for data in blobs], np.int64))
+    entries = b"".join(blob.entry(data, offset) for data, offset in zip(blobs, offsets.tolist(), strict=True))
+    for data, offset in zip(blobs, offsets.tolist(), strict=True):
+        stored[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    return Stored(np.frombuffer(entries, ENTRY), stored)
+
+
 def new_verifier() -> Verifier:
     """Return a verifier of blobs that a rewrite has encoded."""
     return Verifier("what it was made of", "nothing was changed; try again")
@@ -119,7 +128,7 @@ def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
         first = last
 
 
-class Twins:
+class Duplicates:
     """Where blobs lie, by their names: those that were there, as columns; and newer ones.
 
     Attributes:

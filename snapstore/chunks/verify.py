@@ -63,10 +63,16 @@ class Verifier:
         self.finish()
         self._wait = engine.start_decode(
             DecodeBatch(
-                stored, offsets, lengths, ones, batch.digests[rows], outs, lambda i: f"new blob {i} of {len(rows)}",
+                stored,
+                offsets,
+                lengths,
+                ones,
+                batch.digests[rows],
+                outs,
+                lambda i: f"new blob {i} of {len(rows)}",
                 bases if is_delta.any() else None,
             )
-        )  # fmt: skip
+        )
 
     def finish(self) -> None:
         """Wait for the batch that was begun.

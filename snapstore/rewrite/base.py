@@ -292,9 +292,13 @@ class Rewriting(ABC):
         self.made.update(_lengths(work))
         self.published(work)
         log.info(
-            "run=%s step=%d %s: %d blobs rewritten, total=%.2fs", ruling.run, ruling.step, self.verb, len(work.new),
+            "run=%s step=%d %s: %d blobs rewritten, total=%.2fs",
+            ruling.run,
+            ruling.step,
+            self.verb,
+            len(work.new),
             time.monotonic() - started,
-        )  # fmt: skip
+        )
         return revision
 
     def _revised(self, work: Work, parts: Sequence[Part], written: Written, headers: dict[str, bytes]) -> Snapshot:
@@ -358,12 +362,21 @@ class Rewriting(ABC):
         packs = [names[number] for number in used.tolist()]
         m = part.manifest
         data = manifest.encode(
-            save_id=bytes.fromhex(claim.id), rank=header.rank, sequence=header.sequence, part=header.part,
-            chunk_bytes=header.chunk_bytes, digest_seed=header.digest_seed, tree=m.tree, tensors=m.tensors,
-            inline=m.inline, table=replace(table, **columns), packs=packs,
-            pack_sizes=[self.sizes[name] for name in packs], logical_bytes=header.logical_bytes,
+            save_id=bytes.fromhex(claim.id),
+            rank=header.rank,
+            sequence=header.sequence,
+            part=header.part,
+            chunk_bytes=header.chunk_bytes,
+            digest_seed=header.digest_seed,
+            tree=m.tree,
+            tensors=m.tensors,
+            inline=m.inline,
+            table=replace(table, **columns),
+            packs=packs,
+            pack_sizes=[self.sizes[name] for name in packs],
+            logical_bytes=header.logical_bytes,
             made_for=claim.made_for,
-        )  # fmt: skip
+        )
         new = manifest.decode(data, part.ref.key)
         if _content(new) != _content(m) or not np.array_equal(new.table.digests, m.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")

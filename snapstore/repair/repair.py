@@ -109,14 +109,9 @@ class RepairReport:
 
 
 def repair(
-    context: Context,
-    *,
-    level: str,
-    apply: bool,
-    drop: bool,
-    purge: bool,
+    context: Context, *, level: str, apply: bool, drop: bool, purge: bool,
     fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S,
-) -> RepairReport:
+) -> RepairReport:  # fmt: skip
     """Look at everything up to a level of `check`, and mend what can be mended.
 
     Args:
@@ -438,9 +433,8 @@ class _Repair:
                 for tag in snapshot.tags:
                     untag = f"snapstore untag id:{snapshot.id[:12]} {tag}"
                     self._report.open.append(f"{snapshot.ref}: is tagged {tag}; to drop it, run '{untag}' first")
-            elif self._do(
-                "drop", snapshot.key, f"{snapshot.ref}: is forgotten: {why}", partial(self._forget, snapshot, why)
-            ):
+            elif self._do("drop", snapshot.key, f"{snapshot.ref}: is forgotten: {why}",
+                          partial(self._forget, snapshot, why)):  # fmt: skip
                 self._report.dropped.append(snapshot)
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .format.manifest import Manifest
     from .inspect.inspection import Diff, Stats
     from .repair.repair import RepairReport
-    from .rewrite.compact import CompactReport
+    from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
     from .save.staging import Staging
     from .state.arrays import Memory
@@ -572,7 +572,7 @@ class Repository:
     @_in_one_place
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
-    ) -> CompactReport:
+    ) -> CompactResult:
         """Rewrite packs that are mostly dead, and chunks that hang on bases nobody else needs; `gc` then frees them.
 
         States, digests, ids, lineage and tags stay. Safe beside saves, forgets and gcs; a run that dies is finished by

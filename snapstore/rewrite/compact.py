@@ -48,7 +48,7 @@ log = logging.getLogger("snapstore")
 
 
 @dataclass(slots=True)
-class CompactReport:
+class CompactResult:
     """The result of a compact (of a dry run all numbers are estimates).
 
     Attributes:
@@ -85,7 +85,7 @@ def compact(
     only: Sequence[Snapshot] | None = None,
     max_repack_bytes: int | None = None,
     dry_run: bool = False,
-) -> CompactReport:
+) -> CompactResult:
     """Rewrite snapshots where that pays; one that cannot be rewritten is reported, and the others go on.
 
     Args:
@@ -116,7 +116,7 @@ def compact(
         else:
             compacting.skipped += sound
     compacting.failed += [(s, live.damaged[s.id]) for s in chosen if s.id in live.damaged]
-    report = CompactReport(
+    result = CompactResult(
         compacting.rewritten,
         compacting.skipped,
         compacting.failed,
@@ -129,11 +129,11 @@ def compact(
         dry_run,
     )
     if dry_run:
-        report.encoded, report.moved, report.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
-        report.bytes_after = before - plan.gain_bytes
+        result.encoded, result.moved, result.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
+        result.bytes_after = before - plan.gain_bytes
     elif compacting.rewritten:
-        report.bytes_after = needed_bytes(context.index, context.index.refresh())
-    return report
+        result.bytes_after = needed_bytes(context.index, context.index.refresh())
+    return result
 
 
 def needed_bytes(index: Index, view: View) -> int:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .inspect.diff import Diff
     from .inspect.stats import Stats
     from .repair.report import RepairResult
-    from .rewrite.compact import CompactReport
+    from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
@@ -367,7 +367,7 @@ class Repository:
     @_pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
-    ) -> CompactReport:
+    ) -> CompactResult:
         """Rewrite packs that are mostly dead, and chunks whose bases no snapshot needs; `gc` then frees the bytes.
 
         States, digests, ids, lineage and tags stay. It may run beside saves, forgets and gcs. If it dies, the next

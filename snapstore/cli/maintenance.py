@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..check.report import CheckResult, Problem
     from ..format.records import Snapshot
     from ..repair.report import RepairResult
-    from ..rewrite.compact import CompactReport
+    from ..rewrite.compact import CompactResult
     from ..rewrite.recode import RecodeResult
 
 ALL = "100%"
@@ -244,7 +244,7 @@ def _size(text: str, option: str = "--max-repack-size") -> int:
         raise UsageError(f"{option} {error}") from error
 
 
-def _print_compact(report: CompactReport) -> None:
+def _print_compact(report: CompactResult) -> None:
     from ..text import counted, human_bytes
 
     _print_failed(report.failed)

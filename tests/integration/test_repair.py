@@ -982,10 +982,10 @@ def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
         store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
         with monkeypatch.context() as patch:
 
-            def busy(self, ruling):
+            def busy(self, ruling, parts):
                 raise ConflictError("another process has revised it")
 
-            patch.setattr("snapstore.repair.snapshots.Healer._rewritten", busy)
+            patch.setattr("snapstore.repair.snapshots.Healer._rewrite", busy)
             report = repository.repair(apply=True, drop=True)
         assert not report.ok
         assert [s.ref for s in repository.snapshots()] == ["r@0"]

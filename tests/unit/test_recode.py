@@ -76,7 +76,7 @@ def going(repository):
         name: sum(int(e["length"]) for e in entries if (name, int(e["offset"])) in bad) / entries["length"].sum()
         for name, entries in packs.items()
     }
-    return {p: h for p, h in found.items() if p in bad or share[p[0]] >= module.LEFT_ABOVE_SHARE}
+    return {p: h for p, h in found.items() if p in bad or share[p[0]] >= module.EMPTIED_ABOVE_SHARE}
 
 
 def pack_listing(repository, name):

@@ -116,9 +116,15 @@ class Index:
     """
 
     def __init__(
-        self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES,
-        digest_seed: int | None = None, temporary: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        store: ObjectStore,
+        uuid: str,
+        folder: Path,
+        *,
+        limit_bytes: int = MAP_BYTES,
+        digest_seed: int | None = None,
+        temporary: bool = False,
+    ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self.digest_seed, self._temporary = digest_seed, temporary
         self._pid = os.getpid()

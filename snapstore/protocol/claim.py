@@ -70,9 +70,7 @@ class Claim:
         quarantined: keys of the packs in quarantine; empty before `marked` is called.
     """
 
-    def __init__(
-        self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]) -> None:
         self._context = context
         self.store, self.key, self.verb, self._substitute = context.store, key, verb, substitute
         self._same_repository = ExitStack()
@@ -161,8 +159,12 @@ class Claim:
                 self._last_beat = math.inf
                 log.warning(
                     "run=%s step=%d the store takes no heartbeats (%s): a gc on another host fences a %s that takes "
-                    "longer than its --fence-after, an hour by default", self.run, self.step, error, self.verb,
-                )  # fmt: skip
+                    "longer than its --fence-after, an hour by default",
+                    self.run,
+                    self.step,
+                    error,
+                    self.verb,
+                )
 
     def _require_session(self) -> None:
         """Raise ConflictError unless the session is still there: then every gc that began since has seen it.

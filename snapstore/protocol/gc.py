@@ -74,9 +74,12 @@ class GcResult:
 
 
 def collect(
-    context: Context, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S,
+    context: Context,
+    *,
+    dry_run: bool = False,
+    fence_after_s: float = DEFAULT_FENCE_AFTER_S,
     unexplained: bool = False,
-) -> GcResult:  # fmt: skip
+) -> GcResult:
     """Delete every pack and manifest that no committed snapshot needs.
 
     Args:

@@ -132,7 +132,7 @@ class Rewriting(ABC):
     Attributes:
         rewritten: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
-        failed: (snapshot, why) of those that could not be rewritten; they are as they were.
+        failed: (snapshot, why) of the snapshots that could not be rewritten; they are unchanged.
         made: blobs encoded or moved, each once: stored bytes before and after (of a dry run: unknown, 0).
         quarantined: keys of the packs that are known to be damaged. Recode and compact move nothing out of them: only
             rebuilding shows whether a blob gives its chunk, and in a new pack nobody would suspect it.

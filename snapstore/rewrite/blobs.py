@@ -133,7 +133,7 @@ class BlobRewriting(Rewriting):
     # -- share
 
     def add(self, work: Work, made: Stored, keys: Sequence[Key], before: Sequence[int]) -> list[int]:
-        """Pack new blobs, except those that lie somewhere already, byte for byte: these are shared.
+        """Pack new blobs; a blob that is stored already, byte for byte, is shared.
 
         Args:
             before: stored bytes of the blob that each replaces.

@@ -54,7 +54,7 @@ class CompactResult:
     Attributes:
         rewritten: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten meanwhile.
-        failed: (snapshot, why) of those that could not be rewritten; they are as they were.
+        failed: (snapshot, why) of the snapshots that could not be rewritten; they are unchanged.
         encoded: chunks encoded again.
         moved: blobs copied as they were.
         bytes_read: stored bytes read from packs.
@@ -312,7 +312,7 @@ class _Compacting(BlobRewriting):
                 del self._chains[digest]
 
     def _add(self, work: Work, jobs: Sequence[Job]) -> None:
-        """Encode chunks, pack those that take less than they free, and note their chains."""
+        """Encode chunks, pack the ones that take less than they free, and note their chains."""
         jobs = [job for job in jobs if self._plan.cuts[job.digest].pays is not False]
         done: list[tuple[Job, Link]] = []
         try:

@@ -46,7 +46,7 @@ class RecodeResult:
     Attributes:
         recoded: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
-        failed: (snapshot, why) of those that could not be recoded; they are as they were.
+        failed: (snapshot, why) of the snapshots that could not be recoded; they are unchanged.
         blobs: blobs rewritten, each once; a few of them as they were, to free their pack.
         bytes_before, bytes_after: stored bytes of these blobs; the latter is 0 in a dry run.
     """

@@ -36,7 +36,7 @@ from ..threads import Threads
 HEADER_THREADS = 16
 #: At most this many unexplained objects are read whole, so that a damaged header does not stop gc for good.
 MAX_READ_WHOLE = 16
-#: What to do about objects that nothing explains.
+#: The advice for objects that nothing explains.
 DELETE_UNEXPLAINED = "snapstore gc --unexplained"
 
 

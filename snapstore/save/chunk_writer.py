@@ -237,7 +237,7 @@ class ChunkWriter:
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
 
     def _advance(self, hashing: int = 1) -> None:
-        """Encode the oldest batches until `hashing` are left to be hashed; pack the ones that were encoded meanwhile."""
+        """Encode the oldest batches until `hashing` are left; pack the ones that were encoded meanwhile."""
         while len(self._hashing) > hashing:
             self._encode()
             depth = self._encoding[-1].engine.depth

@@ -17,7 +17,7 @@ from . import retention
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
-from .catalog.index import Index, open_index
+from .catalog.index import open_index
 from .context import Context
 from .engine.registry import CODECS, Engines
 from .errors import (
@@ -82,7 +82,7 @@ class Repository:
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
         index = open_index(store, config, reconstructed=bool(config_problem))
         self.context = Context(store, index, engines, config, options, config_problem)
-        self._finalizer = weakref.finalize(self, _clean_up, index, engines)
+        self._finalizer = weakref.finalize(self, self.context.close)
         self.lineage = Lineage()
 
     # -- open and close
@@ -103,7 +103,7 @@ class Repository:
             StorageError, CapabilityError: the store cannot be written, or lacks what snapstore relies on.
         """
         chunking.check_chunk_bytes(chunk_bytes)
-        store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
+        store = open_store(url, create=True)
         config = new_config(chunk_bytes, new_seed())
         try:
             store.stat("config")
@@ -129,7 +129,7 @@ class Repository:
             FormatError: this release does not know its format, or one of its features.
             IntegrityError: its config is damaged.
         """
-        store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
+        store = open_store(url)
         config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
         return cls(store, config, options or SaveOptions(), config_problem=problem)
 
@@ -497,14 +497,3 @@ class Repository:
 
         view = self.view()
         return diff(self.context, view.resolve(a), view.resolve(b))
-
-
-def _store(given: ObjectStore) -> ObjectStore:
-    if not callable(getattr(given, "get_range", None)):
-        raise InvalidInputError(f"{given!r}: expected a URL, a path or an object store, got {type(given).__name__}")
-    return given
-
-
-def _clean_up(index: Index, engines: Engines) -> None:
-    engines.close()
-    index.close()

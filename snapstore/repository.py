@@ -20,13 +20,9 @@ from .catalog.history import PUT_BACK, View
 from .catalog.index import open_index
 from .context import Context
 from .engine.registry import CODECS, Engines
-from .errors import (
-    AlreadyExistsError,
-    InvalidInputError,
-    NotFoundError,
-)
+from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
-from .format.checks import check_name
+from .format.argument_checks import check_name
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions

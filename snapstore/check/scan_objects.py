@@ -31,9 +31,9 @@ from ..format.manifest import Manifest, part_name
 from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestRef, Snapshot, decode
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
-from .rebuild_chunks import ChunkRebuilder, tensor_of
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, require_level, stand_in
 from .scan_records import RecordScan, read_failure
+from .verify_chunks import ChunkRebuilder, tensor_of
 
 #: A snapshot's report names at most so many damaged chunks; it counts the rest.
 CHUNKS_NAMED = 20

@@ -138,7 +138,7 @@ def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list
 
 def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:
     from ..errors import InvalidInputError
-    from ..format.checks import check_name
+    from ..format.argument_checks import check_name
 
     stored = repository.policies(check_name("run", run))
     if not stored and not force and repository.snapshots(run):  # else the error is about the unknown run

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .. import retention
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.checks import check_name
+from ..format.argument_checks import check_name
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from . import revisions
 from .quarantine import in_need_of_quarantined

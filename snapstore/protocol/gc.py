@@ -1,7 +1,7 @@
 """gc: delete the packs and manifests that no committed snapshot needs: mark, wait, sweep.
 
     mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
-            records need; candidates = 1 minus 2, each explained by a record or a session (unexplained.py)
+            records need; candidates = 1 minus 2, each explained by a record or a session (unexplained_objects.py)
             (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
     sweep   every session of .wait has ended or is fenced (liveness.py); 1 and 2 again from scratch; `swept` revisions
             for forgotten records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark,
@@ -45,7 +45,7 @@ from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
 from .quarantine import in_quarantine, remove_notes_of_swept
 from .revisions import hidden_revision, put, retry_conflicts, revise
-from .unexplained import find_damaged, find_unexplained, require_explained
+from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
@@ -84,7 +84,7 @@ def collect(
 
     Args:
         fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
-        unexplained: delete also objects that no record explains (unexplained.py).
+        unexplained: delete also objects that no record explains (unexplained_objects.py).
 
     Raises:
         IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no

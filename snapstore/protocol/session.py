@@ -19,7 +19,7 @@ from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import ABORTED, COMMITTED, Snapshot
-from .claim import Claim
+from .commit import Claim
 
 log = logging.getLogger("snapstore")
 

@@ -9,7 +9,7 @@ each complete by itself:
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that a snapshot needs: from now on no save builds on
                  it, and no gc deletes it. The pack itself does not change. PUT gc/<id>.lost for every snapshot that
                  lacks a manifest: from now on no policy counts it
-    heal         rewrite snapshots that need such a pack (snapshots.py), as the next revision of their records
+    heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records
     drop         only on request: forget what stays damaged
     purge        only on request: leave packs in quarantine that no snapshot needs to gc
     index        rebuild it, unless the store is older: then only the index knows what vanished, and keeps gc from it
@@ -62,8 +62,8 @@ from ..format.keys import lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
 from ..text import strip_hint
+from .heal import Healer
 from .report import Action, RepairResult
-from .snapshots import Healer
 
 log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)

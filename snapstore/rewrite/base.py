@@ -1,7 +1,7 @@
 """Rewrite: publish new manifests of a snapshot, which refer to other blobs, as the next revision of its record.
 
 In: snapshots, and a subclass of `Rewriting` that chooses the stale references and writes their replacements
-(recode.py, compact.py, ../repair/snapshots.py). Out: new packs, new manifests, new revisions. Nothing is edited in
+(recode.py, compact.py, ../repair/heal.py). Out: new packs, new manifests, new revisions. Nothing is edited in
 place; gc deletes what nobody needs any more. The snapshots are rewritten one after the other, each under a session of
 its own (docs/design/protocol.md, "Rewriting"):
 
@@ -41,7 +41,7 @@ from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
-from ..protocol.claim import Claim
+from ..protocol.commit import Claim
 from ..protocol.revisions import retry_conflicts
 from .stored_blobs import Stored, lengths_of, names_of
 
@@ -460,7 +460,7 @@ def _content(m: Manifest) -> bytes:
 
 
 def _same_content(now: Snapshot | None, before: Snapshot) -> bool:
-    """Return whether a record is as it was, except for copies that failed attempts of ours have created (claim.py)."""
+    """Return whether a record is as it was, except for copies that failed attempts of ours have created (commit.py)."""
     if now is None:
         return False
     copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)

@@ -3,8 +3,8 @@
 In: the committed snapshots. Out: their next revisions (base.py), and a result. Two things are rewritten:
 
     chunks    whose chain leads through chunks that no snapshot holds any more: encoded again, full or as a delta to a
-              chunk that is kept (shared_edges.py where several share one); and full chunks, as a delta to the same
-              place of the snapshot before (neighbours.py); if that frees more than it costs
+              chunk that is kept (compact_shared_edges.py where several share one); and full chunks, as a delta to the
+              same place of the snapshot before (compact_neighbours.py); if that frees more than it costs
     packs     whose dead share is the largest, until few bytes in all packs together are dead: their live blobs move as
               they are
 
@@ -37,11 +37,11 @@ from ..format.records import COMMITTED, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
 from .base import Part, Target, Work, moved, target_of
-from .blobs import BlobRewriting
+from .blob_rewriting import BlobRewriting
+from .chunk_encoder import Job, Reencoder, kinds_of
+from .compact_neighbours import Neighbours
 from .compact_plan import LiveBlobs, Plan, max_cost, room, rows_of
-from .neighbours import Neighbours
-from .reencode import Job, Reencoder, kinds_of
-from .shared_edges import SharedEdges
+from .compact_shared_edges import SharedEdges
 from .stored_blobs import batches, lengths_of, names_of
 
 log = logging.getLogger("snapstore")

@@ -30,7 +30,7 @@ from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..threads import Threads
 from .base import Part, Target, Work, places_of
-from .blobs import BlobRewriting
+from .blob_rewriting import BlobRewriting
 from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
 
 #: The codecs that each choice leaves as they are.

@@ -22,11 +22,11 @@ from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, StorageError
-from ..format import blob, chunking, delta, planes
+from ..format import blob, chunking, delta_choice, planes
 from ..format.pack import Encoded
 from ..protocol.session import Session
 from ..state.arrays import Memory
-from ..state.held import changed
+from ..state.held_array import changed
 from .bases import Bases
 from .inputs import TensorInput
 
@@ -283,7 +283,7 @@ class ChunkWriter:
         number, max_depth = np.array([run.number for run in runs])[which], self._context.options.max_depth
         allowed = (first >= 0) & (self.bases.depths[rows] < max_depth)
         allowed &= self.bases.usable[rows] & (self.bases.lengths[rows] == lengths)
-        allowed &= ~delta.is_keyframe(self.bases.generation, number + index, max_depth)
+        allowed &= ~delta_choice.is_keyframe(self.bases.generation, number + index, max_depth)
         return np.where(allowed, rows, -1)
 
     def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:

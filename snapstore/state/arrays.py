@@ -21,15 +21,7 @@ import numpy.typing as npt
 from ..arrays import Bytes
 from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
-from .tensors import (
-    MAX_DIMENSIONS,
-    TORCH_DTYPES,
-    TensorSpec,
-    family,
-    is_array,
-    numpy_dtype,
-    numpy_dtype_name,
-)
+from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -985,7 +985,7 @@ def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
             def busy(self, ruling, parts):
                 raise ConflictError("another process has revised it")
 
-            patch.setattr("snapstore.repair.snapshots.Healer._rewrite", busy)
+            patch.setattr("snapstore.repair.heal.Healer._rewrite", busy)
             report = repository.repair(apply=True, drop=True)
         assert not report.ok
         assert [s.ref for s in repository.snapshots()] == ["r@0"]

@@ -594,7 +594,7 @@ def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
 
 def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     store = FaultStore(clone(history()))
     real = store.inner.touch
 
@@ -614,7 +614,7 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
 def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
     """A server without CopyObject: said once a save, not asked again."""
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     store, asked = clone(history()), []
 
     def touch(key: str) -> None:

@@ -1,4 +1,4 @@
-"""Reencode: encode chunks of the store again. rebuild -> delta or full -> encode -> decode, compare.
+"""Chunk encoder: encode chunks of the store again. rebuild -> delta or full -> encode -> decode, compare.
 
 In: chains of chunks and of their new bases. Out: blobs that were decoded and gave these very chunks.
 """

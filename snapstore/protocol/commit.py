@@ -1,4 +1,4 @@
-"""Claim: a save's or a rewrite's standing in the protocol, from its session to its record.
+"""Commit: the claim of a save or a rewrite, from its session to its record.
 
 A claim names the record that it will create: a save's is revision 0, a rewrite's is the next revision of a record that
 exists. The order of its steps is what makes it safe (docs/format.md and docs/design/protocol.md):

@@ -16,8 +16,8 @@ from ..errors import DAMAGE, CapabilityError
 from ..format.delta_chain import Digests, chains_of
 from ..format.manifest import Manifest
 from ..format.records import ManifestRef
+from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import Cut, Edge, max_cost, room
-from .reencode import Job, Reencoder, kinds_of
 
 log = logging.getLogger("snapstore")
 

@@ -19,8 +19,8 @@ from ..format.delta_chain import Chain, chains_of
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..save.bases import Base, Bases
+from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import LiveBlobs
-from .reencode import Job, Reencoder, kinds_of
 
 
 class Neighbours:

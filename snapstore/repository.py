@@ -38,8 +38,8 @@ from .text import counted, some
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
-    from .inspect.diff import Diff
-    from .inspect.stats import Stats
+    from .inspect.diff import DiffResult
+    from .inspect.stats import StatsResult
     from .repair.report import RepairResult
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
@@ -481,13 +481,13 @@ class Repository:
         view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
-    def stats(self) -> Stats:
+    def stats(self) -> StatsResult:
         """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
         from .inspect.stats import stats
 
         return stats(self.context)
 
-    def diff(self, a: str, b: str) -> Diff:
+    def diff(self, a: str, b: str) -> DiffResult:
         """Return the differences between two snapshots, tensor by tensor."""
         from .inspect.diff import diff
 

@@ -1,7 +1,7 @@
 """Compare two snapshots, tensor by tensor and value by value.
 
-In: an open repository and two snapshots. Out: a Diff. Reads both snapshots' manifests, and the chunks of the tensors
-that differ; writes nothing.
+In: an open repository and two snapshots. Out: a DiffResult. Reads both snapshots' manifests, and the chunks of the
+tensors that differ; writes nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class DiffResult:
     """The changes from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values that differ."""
 
     a: Snapshot
@@ -66,7 +66,7 @@ class Diff:
 _Located = tuple[Manifest, TensorEntry]
 
 
-def diff(context: Context, a: Snapshot, b: Snapshot) -> Diff:
+def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     """Compare two snapshots. Reads only tensors whose digests differ.
 
     Raises:
@@ -90,7 +90,7 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> Diff:
         else:
             pieces = _pieces(context, a, before[key]), _pieces(context, b, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    return Diff(a, b, tensors, _plain_changes(manifests_a, manifests_b))
+    return DiffResult(a, b, tensors, _plain_changes(manifests_a, manifests_b))
 
 
 @contextmanager

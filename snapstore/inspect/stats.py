@@ -1,6 +1,6 @@
 """Count what a repository holds: snapshots, bytes by group and codec, chunks, chains.
 
-In: an open repository. Out: Stats. Reads every manifest and every pack's footer; writes nothing.
+In: an open repository. Out: StatsResult. Reads every manifest and every pack's footer; writes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupStats:
 
 
 @dataclass(slots=True)
-class Stats:
+class StatsResult:
     """The content of a repository, counted over committed snapshots unless an attribute says otherwise.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stats:
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
 
-def stats(context: Context) -> Stats:
+def stats(context: Context) -> StatsResult:
     """Count what a repository holds.
 
     Raises:
@@ -75,7 +75,7 @@ def stats(context: Context) -> Stats:
     """
     view = context.index.refresh()
     sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
-    result = Stats(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
+    result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
     tally = _Tally(result)
     needed: set[str] = set()
     for snapshot in view.snapshots():
@@ -99,7 +99,7 @@ def stats(context: Context) -> Stats:
 class _Tally:
     """Counts chunks and blobs over many manifests, each blob once."""
 
-    def __init__(self, result: Stats) -> None:
+    def __init__(self, result: StatsResult) -> None:
         self._result = result
         self._blobs: dict[tuple[bytes, int], tuple[int, bool]] = {}  # by pack, offset: length, first of a chain
         self._owners: dict[tuple[bytes, int], str] = {}

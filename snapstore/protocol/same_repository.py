@@ -4,8 +4,9 @@ A volume that is unmounted beneath an open repository leaves an empty folder of 
 is lost when the volume comes back. So each such verb pins the place (`ObjectStore.pinned`), reads the config there
 again and compares its uuid. While the pin stands, the store refuses any other place under that name.
 
-A config that was damaged, lost or repaired since must not stop a training run. A record that this process knows proves
-the place as well, since its name is random and no record is ever deleted.
+A config that was damaged, lost or repaired since must not stop a training run. Two more things prove the place: the
+digest seed, 64 random bits that a repair takes from the manifests; and a record that this process knows, since its name
+is random and no record is ever deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def confirmed(context: Context) -> Iterator[Config | None]:
     with context.store.pinned():
         config, problem = _compare(context.store, context.index.uuid)
         if problem:
-            if not any(exists(context.store, key) for key in context.index.some_keys()):
+            same_seed = config is not None and config.digest_seed == context.config.digest_seed
+            if not same_seed and not any(exists(context.store, key) for key in context.index.some_keys()):
                 raise StorageError(
                     f"{context.store.url}: this is not the repository that was opened: {problem}; its volume was "
                     "unmounted or replaced; nothing was written; mount it again, then try again"

@@ -768,6 +768,21 @@ def test_a_save_beside_a_config_of_another_chunk_size():
             check_restores(after)
 
 
+def test_a_save_beside_a_repaired_config_by_a_process_that_has_listed_nothing():
+    """The seed proves the place: a repair takes it from the manifests, and makes a new uuid."""
+    store = MemoryStore()
+    Repository.create(store).close()
+    with opened(store) as first:
+        save(first, "a", 0, 0)
+    with opened(store) as before:
+        flip(store, "config", 40)
+        with opened(store, damaged=True) as found:
+            found.repair(apply=True)
+            assert found.config.uuid != before.config.uuid
+        save(before, "b", 1, 1)
+        check_restores(before)
+
+
 def test_a_save_beside_an_unexpected_config():
     """No manifest is left that tells size and seed: another process's saves would be unreadable, and end."""
     store = MemoryStore()

@@ -650,7 +650,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.no_cover  # see test_crash_points.py
-@pytest.mark.timeout(7200 if THOROUGH else 300)
+@pytest.mark.timeout(7200 if THOROUGH else 1800)
 @pytest.mark.parametrize("part", range(8 if THOROUGH else 1))  # so that several cores have some
 def test_machine(part, monkeypatch):
     one_thread(monkeypatch)

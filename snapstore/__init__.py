@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from .check.report import CheckResult
     from .errors import (
         AlreadyExistsError,
         CapabilityError,
@@ -43,8 +44,13 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
     )
     from .format.records import Snapshot
+    from .inspect.diff import DiffResult
+    from .inspect.stats import StatsResult
     from .manager import SaveHandle, SnapshotManager
     from .options import SaveOptions
+    from .protocol.forget import ForgetResult
+    from .protocol.gc import GcResult
+    from .repair.report import RepairResult
     from .repository import Repository
     from .retention import (
         KeepBest,
@@ -57,14 +63,22 @@ if TYPE_CHECKING:
         KeepWeekly,
         KeepWithin,
         KeepYearly,
+        Policy,
     )
+    from .rewrite.compact import CompactResult
+    from .rewrite.recode import RecodeResult
     from .state.rng import RngState
 
 _HOME = {
     "AlreadyExistsError": "errors",
     "CapabilityError": "errors",
+    "CheckResult": "check.report",
+    "CompactResult": "rewrite.compact",
     "ConflictError": "errors",
+    "DiffResult": "inspect.diff",
+    "ForgetResult": "protocol.forget",
     "FormatError": "errors",
+    "GcResult": "protocol.gc",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
     "KeepBest": "retention",
@@ -78,6 +92,9 @@ _HOME = {
     "KeepWithin": "retention",
     "KeepYearly": "retention",
     "NotFoundError": "errors",
+    "Policy": "retention",
+    "RecodeResult": "rewrite.recode",
+    "RepairResult": "repair.report",
     "Repository": "repository",
     "RngState": "state.rng",
     "SaveHandle": "manager",
@@ -85,6 +102,7 @@ _HOME = {
     "Snapshot": "format.records",
     "SnapshotManager": "manager",
     "SnapstoreError": "errors",
+    "StatsResult": "inspect.stats",
     "StorageError": "errors",
     "StorageFullError": "errors",
     "UnknownFormatError": "errors",
@@ -94,8 +112,13 @@ _HOME = {
 __all__ = [
     "AlreadyExistsError",
     "CapabilityError",
+    "CheckResult",
+    "CompactResult",
     "ConflictError",
+    "DiffResult",
+    "ForgetResult",
     "FormatError",
+    "GcResult",
     "IntegrityError",
     "InvalidInputError",
     "KeepBest",
@@ -109,6 +132,9 @@ __all__ = [
     "KeepWithin",
     "KeepYearly",
     "NotFoundError",
+    "Policy",
+    "RecodeResult",
+    "RepairResult",
     "Repository",
     "RngState",
     "SaveHandle",
@@ -116,6 +142,7 @@ __all__ = [
     "Snapshot",
     "SnapshotManager",
     "SnapstoreError",
+    "StatsResult",
     "StorageError",
     "StorageFullError",
     "UnknownFormatError",

@@ -33,3 +33,8 @@ class Context:
     config: Config
     options: SaveOptions
     config_problem: str = ""
+
+    def close(self) -> None:
+        """Release threads, index and temporary files."""
+        self.engines.close()
+        self.index.close()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
-from .format.checks import check_name, check_step
+from .format.argument_checks import check_name, check_step
 from .format.records import Snapshot
 from .options import SaveOptions
 from .ranks import check as check_ranks

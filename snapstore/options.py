@@ -7,7 +7,7 @@ from typing import Literal
 
 from .engine.registry import CODECS
 from .errors import InvalidInputError
-from .format.delta import DEFAULT_MAX_DEPTH
+from .format.delta_choice import DEFAULT_MAX_DEPTH
 from .format.pack import DEFAULT_PACK_BYTES
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,19 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import retention
-from .catalog import index, policy_store
+from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
-from .catalog.index import Index
+from .catalog.index import open_index
 from .context import Context
 from .engine.registry import CODECS, Engines
-from .errors import (
-    AlreadyExistsError,
-    InvalidInputError,
-    NotFoundError,
-)
+from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
-from .format.checks import check_name
+from .format.argument_checks import check_name
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions
@@ -39,15 +33,15 @@ from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
-from .storage.cache_dir import shrink
 from .storage.urls import open_store
 from .text import counted, some
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
-    from .inspect.inspection import Diff, Stats
-    from .repair.repair import RepairReport
-    from .rewrite.compact import CompactReport
+    from .inspect.diff import DiffResult
+    from .inspect.stats import StatsResult
+    from .repair.report import RepairResult
+    from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
@@ -82,14 +76,9 @@ class Repository:
     def __init__(self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = "") -> None:
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
-        folder, temporary = index.folder_for(store, config.uuid)
-        if config_problem:  # its uuid is reconstructed: leave the index of that uuid alone
-            temporary = folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-        own = Index(store, config.uuid, folder, limit_bytes=index.MAP_BYTES, digest_seed=config.digest_seed)
-        self.context = Context(store, own, engines, config, options, config_problem)
-        if temporary is None:
-            shrink()
-        self._finalizer = weakref.finalize(self, _clean_up, own, engines, temporary, os.getpid())
+        index = open_index(store, config, reconstructed=bool(config_problem))
+        self.context = Context(store, index, engines, config, options, config_problem)
+        self._finalizer = weakref.finalize(self, self.context.close)
         self.lineage = Lineage()
 
     # -- open and close
@@ -110,7 +99,7 @@ class Repository:
             StorageError, CapabilityError: the store cannot be written, or lacks what snapstore relies on.
         """
         chunking.check_chunk_bytes(chunk_bytes)
-        store = open_store(str(url), create=True) if isinstance(url, str | Path) else _store(url)
+        store = open_store(url, create=True)
         config = new_config(chunk_bytes, new_seed())
         try:
             store.stat("config")
@@ -136,7 +125,7 @@ class Repository:
             FormatError: this release does not know its format, or one of its features.
             IntegrityError: its config is damaged.
         """
-        store = open_store(str(url)) if isinstance(url, str | Path) else _store(url)
+        store = open_store(url)
         config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
         return cls(store, config, options or SaveOptions(), config_problem=problem)
 
@@ -374,7 +363,7 @@ class Repository:
     @_pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
-    ) -> CompactReport:
+    ) -> CompactResult:
         """Rewrite packs that are mostly dead, and chunks whose bases no snapshot needs; `gc` then frees the bytes.
 
         States, digests, ids, lineage and tags stay. It may run beside saves, forgets and gcs. If it dies, the next
@@ -455,7 +444,7 @@ class Repository:
     @_pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
-    ) -> RepairReport:
+    ) -> RepairResult:
         """Report what can be repaired; with `apply`, repair it.
 
         It heals snapshots from intact copies of their chunks, keeps saves from building on damaged packs, and rebuilds
@@ -492,28 +481,15 @@ class Repository:
         view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
-    def stats(self) -> Stats:
+    def stats(self) -> StatsResult:
         """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
-        from .inspect.inspection import stats
+        from .inspect.stats import stats
 
         return stats(self.context)
 
-    def diff(self, a: str, b: str) -> Diff:
+    def diff(self, a: str, b: str) -> DiffResult:
         """Return the differences between two snapshots, tensor by tensor."""
-        from .inspect.inspection import diff
+        from .inspect.diff import diff
 
         view = self.view()
         return diff(self.context, view.resolve(a), view.resolve(b))
-
-
-def _store(given: ObjectStore) -> ObjectStore:
-    if not callable(getattr(given, "get_range", None)):
-        raise InvalidInputError(f"{given!r}: expected a URL, a path or an object store, got {type(given).__name__}")
-    return given
-
-
-def _clean_up(opened: Index, engines: Engines, temporary: Path | None, pid: int) -> None:
-    engines.close()
-    opened.close()
-    if temporary is not None and os.getpid() == pid:  # a forked child must not remove its parent's
-        index.remove(temporary)

@@ -56,7 +56,7 @@ class SnapshotLike(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What `KeepBest` compares."""
+        """Numbers that `KeepBest` compares, by name."""
 
 
 S = TypeVar("S", bound=SnapshotLike)
@@ -79,7 +79,7 @@ class Decision(Generic[S]):
 
     @property
     def kept(self) -> bool:
-        """Whether there is a reason to keep the snapshot."""
+        """Return whether there is a reason to keep the snapshot."""
         return bool(self.reasons)
 
 

@@ -29,9 +29,14 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 def new_config(chunk_bytes: int, digest_seed: int) -> Config:
     """Return the config of a new repository."""
     return Config(
-        uuid=records.new_id(), version=records.FORMAT_VERSION, chunk_bytes=chunk_bytes, digest_seed=digest_seed,
-        features=[], created=time.time(), writer=f"snapstore {records.VERSION}",
-    )  # fmt: skip
+        uuid=records.new_id(),
+        version=records.FORMAT_VERSION,
+        chunk_bytes=chunk_bytes,
+        digest_seed=digest_seed,
+        features=[],
+        created=time.time(),
+        writer=f"snapstore {records.VERSION}",
+    )
 
 
 def read_config(store: ObjectStore) -> Config:

@@ -15,7 +15,7 @@ from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..text import counted, strip_hint
 
-#: What to do about records that have vanished: the index may hold the last copy.
+#: The advice for records that have vanished: the index may hold the last copy.
 PUT_BACK = (
     "run 'snapstore repair --apply', which puts missing records back from the index, or, if they were removed on "
     "purpose, 'snapstore index rebuild --forget-missing', after which 'snapstore gc --unexplained' deletes their bytes"
@@ -33,9 +33,13 @@ class View:
     """
 
     def __init__(
-        self, ruling: Iterable[Snapshot], damaged: dict[str, str], vanished: Sequence[Snapshot],
-        unread: Mapping[str, str] | None = None, seqs: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ruling: Iterable[Snapshot],
+        damaged: dict[str, str],
+        vanished: Sequence[Snapshot],
+        unread: Mapping[str, str] | None = None,
+        seqs: Mapping[str, int] | None = None,
+    ) -> None:
         self._by_id = {snapshot.id: snapshot for snapshot in ruling}
         self.damaged = damaged
         self.unread = dict(unread or {})
@@ -89,7 +93,7 @@ class View:
 
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raise if a snapshot whose record is unknown may be the answer, rather than `found`.
 
         Args:

@@ -1,11 +1,13 @@
-"""Index: records and manifest headers, cached in LMDB; `refresh` looks at the store and gives a View.
+"""Index: cache records and manifest headers in LMDB; `refresh` lists the store and returns a View.
 
-Never the truth: the objects are. Records never change, so they are cached by key; every `refresh` lists the store,
-reads only what is new and rules, and answers from memory. A bucket that was restored from a backup, or another one by
-the same name, may show another record under a known key: so each is cached with the size, time and tag that the listing
-gave it, and read again when they differ. An index that is missing, foreign, damaged, full or unwritable costs time,
-nothing else. It is LMDB (environment.py), in the user's own cache, where it is bounded: never in the repository, since
-what is read from it is believed, and an index that came with an archive would be a stranger's.
+In: the objects of a store. Out: a View, or manifest headers. The objects are the truth, never the index. Records never
+change, so they are cached by key: every `refresh` lists the store, reads only records that are new and rule, and
+answers from memory. A bucket that was restored from a backup, or another one by the same name, may show another record
+under a known key. So each record is cached with the size, time and tag of the listing, and read again when they differ.
+
+An index that is missing, foreign, damaged, full or unwritable costs time, nothing else. It lies in the user's own
+cache, where it is bounded. It never lies in the repository: its content is believed, and an index that came with an
+archive would be a stranger's.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from ..errors import FormatError, IntegrityError, InvalidInputError, NotFoundErr
 from ..format import manifest, records
 from ..format.keys import parse_record_key, record_key
 from ..format.manifest import ManifestHeader
-from ..format.records import ManifestRef, Snapshot
+from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
-from ..storage.cache_dir import cache_folder, refusal
+from ..storage.cache_dir import cache_folder, refusal, shrink
 from ..storage.local import LocalStore
 from ..threads import Threads
 from .history import View
@@ -41,16 +43,16 @@ from .lmdb_file import Environment
 
 log = logging.getLogger("snapstore")
 
-#: LMDB's map is fixed and sparse: growing one online is where the bugs are. A thousand snapshots take about 10 MB, so
+#: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
 #: this is enough for a hundred thousand; an index that does not fit is dropped and built again.
 MAP_BYTES = 1024 * 1024 * 1024
-#: Records or headers that are read at once: on S3 each is a round trip, and a thousand are 20 s one after the other.
+#: Records or headers that are read at once: on S3 each is a round trip, and a thousand in sequence take 20 s.
 READ_THREADS = 16
-#: Records that are read before any is cached; a header names every pack, so of those fewer are held.
+#: Records that are read before any is cached; a header names every pack, so fewer headers are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
-#: Before a cached record: its size, time and tag (`_Record`), as the listing says.
-_SEEN = struct.Struct("<qd16s")
+#: Stands before a cached record: its size, time and tag (`_Record`) in the listing.
+_LISTED = struct.Struct("<qd16s")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,21 +61,22 @@ R = TypeVar("R")
 JUST_MADE = -1.0
 #: A store that takes longer for a small object is asked for several at a time [s].
 SLOW_S = 0.003
-#: A record that could not be read, and took longer to say so [s], is left alone for so many times as long, at most [s].
-SLOW_FAILURE_S, RESTS, MOST_REST_S = 1.0, 10, 60.0
+#: A record whose read failed, and took longer than this [s], is not read again for this many times as long, at most
+#: this long [s].
+SLOW_FAILURE_S, PAUSE_FACTOR, MAX_PAUSE_S = 1.0, 10, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record, and what the listing shows as long as it is this one."""
+    """A record, and how the listing shows it until another one takes its place."""
 
     snapshot: Snapshot
     size_bytes: int
-    modified_s: float  # JUST_MADE: here, and not seen in a listing since
+    modified_s: float  # JUST_MADE: this process made it, and no listing has shown it since
     tag: bytes  # half the SHA-256 of it, since a store's own may be of any length
 
     @staticmethod
-    def listed(snapshot: Snapshot, info: ObjectInfo) -> _Record:
+    def from_listing(snapshot: Snapshot, info: ObjectInfo) -> _Record:
         return _Record(snapshot, info.size_bytes, info.modified_s, _shortened(info.tag))
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
@@ -82,16 +85,21 @@ class _Record:
         return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, _shortened(info.tag))
 
     def pack(self, data: bytes) -> bytes:
-        return _SEEN.pack(self.size_bytes, self.modified_s, self.tag) + data
+        return _LISTED.pack(self.size_bytes, self.modified_s, self.tag) + data
 
 
 def _shortened(tag: str) -> bytes:
     return hashlib.sha256(tag.encode()).digest()[:16]
 
 
+def _packed(known: Mapping[str, _Record]) -> dict[str, bytes]:
+    """Return records in the form in which they are cached, by key."""
+    return {key: record.pack(records.encode(record.snapshot)) for key, record in known.items()}
+
+
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """A record that took long to fail. Its error as text: the frames of an exception hold the state that is saved."""
+class _Pause:
+    """A record whose read failed slowly, with its error as text: an exception's frames would hold the saved state."""
 
     until_s: float  # time.monotonic
     info: ObjectInfo
@@ -99,20 +107,32 @@ class _Rest:
 
 
 class Index:
-    """The cache of one repository, and the way to a View. Safe to use from several threads."""
+    """The cache of one repository. Safe to use from several threads, not across a fork.
+
+    Args:
+        limit_bytes: of the LMDB map.
+        digest_seed: of the repository, as it was opened; None: not known.
+        temporary: remove the folder on closing.
+    """
 
     def __init__(
-        self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES,
+        self,
+        store: ObjectStore,
+        uuid: str,
+        folder: Path,
+        *,
+        limit_bytes: int = MAP_BYTES,
         digest_seed: int | None = None,
-    ) -> None:  # fmt: skip
+        temporary: bool = False,
+    ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
-        self.digest_seed = digest_seed  # of the repository, as it was opened
+        self.digest_seed, self._temporary = digest_seed, temporary
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
-        self._resting: dict[str, _Rest] = {}
+        self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
-        self._is_new = True  # nobody has looked yet
+        self._is_new = True  # no listing yet
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
             self._load()
@@ -120,92 +140,117 @@ class Index:
             log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
 
     def _load(self) -> None:
+        """Take over the cached records."""
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
-                snapshot = self._read(key.decode(), data[_SEEN.size :])
-                self._records[snapshot.key] = _Record(snapshot, *_SEEN.unpack_from(data))
+                snapshot = self._decode(key.decode(), data[_LISTED.size :])
+                self._records[snapshot.key] = _Record(snapshot, *_LISTED.unpack_from(data))
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
 
-    def refresh(self, *, surely: bool = False) -> View:
-        """List the store, read the records that are new or others than they were, and answer.
+    def refresh(self, *, list_twice: bool = False) -> View:
+        """List the store, read the records that are new or changed, and return a View.
 
         Args:
-            surely: what either of two listings shows counts, as records never go away; so too the first time, when
-                nothing that is known here would tell that one lacks some.
+            list_twice: take a record that either of two listings shows as listed, since records never go away. The
+                first refresh always does so: nothing is known yet that would tell that a listing lacks some.
 
         Raises:
-            StorageError: the listing failed, or the store cannot be read at all; one record is in `View.unread`.
+            StorageError: the listing failed, or the store cannot be read at all. If one record cannot be read, it is
+                in `View.unread` instead.
         """
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
-            vanished = set(self._records)
-            listings = [self._store.list("snapshots/") for _ in range(2 if surely or self._is_new else 1)]
-            # Of every id the revision that rules, its key, and how it is listed where that is news. No more of each:
-            # there may be ten thousands, and every thread that ever looked keeps the memory that its look took.
-            highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
-            for info in chain.from_iterable(listings):
-                record = self._records.get(info.key)
-                if record is not None and record.is_listed_as(info):
-                    name, revision = record.snapshot.id, record.snapshot.revision
-                    news = info if record.modified_s == JUST_MADE else None
-                else:
-                    parsed = parse_record_key(info.key)
-                    if parsed is None:
-                        continue
-                    (name, revision), news = parsed[2:], info
-                vanished.discard(info.key)
-                if name not in highest or (revision, info.key) > highest[name][:2]:
-                    highest[name] = revision, info.key, news
+            ruling, vanished = self._list_ruling(2 if list_twice or self._is_new else 1)
             self._is_new = False
-            ruling = {key for _, key, _ in highest.values()}  # the others are history, which nobody reads
-            infos = {key: info for _, key, info in highest.values() if info is not None}
+            infos = {key: info for key, info in ruling.items() if info is not None}
             known = {
                 key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
             }
-            self._date(infos[key] for key in known)
-            unread = self._still_resting(infos)
-            wanted = iter(sorted(infos.keys() - known - unread.keys()))
-            damaged: dict[str, str] = {}
-            while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
-                fresh: dict[str, bytes] = {}
-                for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
-                    try:
-                        if isinstance(data, SnapstoreError):
-                            raise data
-                        record = _Record.listed(self._read(key, data), infos[key])
-                        self._records[key], fresh[key] = record, record.pack(data)
-                    except (FormatError, IntegrityError, NotFoundError) as error:
-                        damaged[key] = str(error)
-                    except StorageError as error:
-                        unread[key] = str(error)
-                        if took_s > SLOW_FAILURE_S:
-                            until = time.monotonic() + min(RESTS * took_s, MOST_REST_S)
-                            self._resting[key] = _Rest(until, infos[key], unread[key])
-                self._store_all(b"records", fresh)
+            self._note_listing(infos[key] for key in known)
+            paused = self._paused(infos)
+            damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
+            unread = paused | unread
             unknown = damaged.keys() | unread.keys()
-            shown = [self._records[key].snapshot for key in ruling - unknown]
-            gone = [self._records[key].snapshot for key in sorted(vanished)]
-            return View(shown, damaged, gone, unread, self._seqs_of(unknown) if unknown else None)
+            shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
+            return View(shown, damaged, vanished, unread, self._seqs_of(unknown) if unknown else None)
 
-    def _still_resting(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
-        """Records that lately took long to fail, as they are listed now -> why: no look asks for them, since every save
-        looks several times, and each would wait as long.
+    def _list_ruling(self, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
+        """List the records.
+
+        Returns:
+            (by key, how each ruling record is listed; None: as it is cached), (known records that are not listed).
+        """
+        vanished = set(self._records)
+        listings = [self._store.list("snapshots/") for _ in range(times)]
+        # For each id the highest revision and its key. No more is kept of each object: there may be tens of thousands,
+        # and every thread that ever refreshed keeps the memory that its listing took.
+        highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
+        for info in chain.from_iterable(listings):
+            record = self._records.get(info.key)
+            if record is not None and record.is_listed_as(info):
+                name, revision = record.snapshot.id, record.snapshot.revision
+                news = info if record.modified_s == JUST_MADE else None
+            else:
+                parsed = parse_record_key(info.key)
+                if parsed is None:
+                    continue
+                (name, revision), news = parsed[2:], info
+            vanished.discard(info.key)
+            if name not in highest or (revision, info.key) > highest[name][:2]:
+                highest[name] = revision, info.key, news
+        ruling = {key: news for _, key, news in highest.values()}  # older revisions are never read
+        return ruling, [self._records[key].snapshot for key in sorted(vanished)]
+
+    def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
+        """Read and cache records, given how they are listed.
+
+        Returns:
+            (by key, why records are damaged), (by key, why records could not be read).
+
+        Raises:
+            StorageError: the store cannot be read at all.
+        """
+        damaged: dict[str, str] = {}
+        unread: dict[str, str] = {}
+        wanted = iter(sorted(infos))
+        while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
+            fresh: dict[str, bytes] = {}
+            for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
+                try:
+                    if isinstance(data, SnapstoreError):
+                        raise data
+                    record = _Record.from_listing(self._decode(key, data), infos[key])
+                    self._records[key], fresh[key] = record, record.pack(data)
+                except (FormatError, IntegrityError, NotFoundError) as error:
+                    damaged[key] = str(error)
+                except StorageError as error:
+                    unread[key] = str(error)
+                    if took_s > SLOW_FAILURE_S:
+                        until_s = time.monotonic() + min(PAUSE_FACTOR * took_s, MAX_PAUSE_S)
+                        self._pauses[key] = _Pause(until_s, infos[key], unread[key])
+            self._store_all(b"records", fresh)
+        return damaged, unread
+
+    def _paused(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
+        """Return, by key, why records failed lately that took long to fail, if they are listed as they were then.
+
+        They are not read now: a save refreshes several times, and each read would take as long.
 
         Raises:
             StorageError: the store cannot be read at all.
         """
         now = time.monotonic()
-        self._resting = {
-            key: rest for key, rest in self._resting.items() if now < rest.until_s and infos.get(key) == rest.info
+        self._pauses = {
+            key: pause for key, pause in self._pauses.items() if now < pause.until_s and infos.get(key) == pause.info
         }
-        if self._resting:
+        if self._pauses:
             self._require_reads()
-        return {key: rest.why for key, rest in self._resting.items()}
+        return {key: pause.why for key, pause in self._pauses.items()}
 
     def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
-        """The seq, by id, of snapshots whose ruling record cannot be read: no revision changes it."""
+        """Return by id the seq, which no revision changes, of snapshots whose ruling record cannot be read."""
         keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
         seqs = {r.snapshot.id: r.snapshot.seq for r in self._records.values() if r.snapshot.id in keys}
         for name, (key, (run, step, _, revision)) in keys.items():
@@ -213,23 +258,22 @@ class Index:
             for other in dict.fromkeys(others):
                 if name not in seqs and other != key and isinstance(data := self._get_record(other), bytes):
                     with suppress(SnapstoreError):
-                        seqs[name] = self._read(other, data).seq
+                        seqs[name] = self._decode(other, data).seq
         return seqs
 
-    def _date(self, infos: Iterable[ObjectInfo]) -> None:
-        """Records that were made here are listed for the first time: from now on others in their place are seen."""
-        dated = {info.key: _Record.listed(self._records[info.key].snapshot, info) for info in infos}
-        self._records |= dated
-        self._store_all(
-            b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in dated.items()}
-        )
+    def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
+        """Remember how records are listed that this process made, so that another one in their place is noticed."""
+        noted = {info.key: _Record.from_listing(self._records[info.key].snapshot, info) for info in infos}
+        self._records |= noted
+        self._store_all(b"records", _packed(noted))
 
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
+        """Return (`_get_record`, how long it took [s])."""
         began = time.monotonic()
         return self._get_record(key), time.monotonic() - began
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
-        """The bytes of a record, or what is wrong with it.
+        """Return the bytes of a record, or the error that reading it gave.
 
         Raises:
             StorageError: the store cannot be read at all.
@@ -243,28 +287,28 @@ class Index:
             return error
 
     def _require_reads(self) -> None:
-        """Raise StorageError unless the store can be read: a listing may go on where reads do not."""
+        """Raise StorageError unless the store can be read: a listing may succeed where reads fail."""
         with suppress(NotFoundError, FormatError, IntegrityError):
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
 
     @staticmethod
-    def _read(key: str, data: bytes) -> Snapshot:
+    def _decode(key: str, data: bytes) -> Snapshot:
         return records.decode(data, Snapshot, key)
 
     def some_keys(self, count: int = 4) -> list[str]:
-        """Keys of records that were known last."""
+        """Return the keys of the records that were added last."""
         with self._lock:
             return list(islice(reversed(self._records), count))
 
     def cached(self, key: str) -> Snapshot | None:
-        """The record of a key as it was last read or made, whatever the store shows by now."""
+        """Return the record of a key as it was last read or made, whatever the store shows now."""
         record = self._records.get(key)
         return record.snapshot if record else None
 
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
-        """Remember a record that this process has just created, and headers of its manifests by SHA-256."""
+        """Cache a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)
-        record = _Record(snapshot, len(data), JUST_MADE, b"")  # to ask the store for its tag would cost a request
+        record = _Record(snapshot, len(data), JUST_MADE, b"")  # asking the store for its tag would cost a request
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(b"records", {snapshot.key: record.pack(data)})
@@ -272,7 +316,7 @@ class Index:
                 self._store_all(b"manifests", headers)
 
     def header(self, ref: ManifestRef) -> ManifestHeader:
-        """A manifest's header, from the cache or the store.
+        """Return a manifest's header, from the cache or the store.
 
         Raises:
             NotFoundError, IntegrityError, FormatError: the manifest is missing or damaged.
@@ -284,7 +328,7 @@ class Index:
         return header
 
     def headers(self, refs: Iterable[ManifestRef]) -> Iterator[ManifestHeader | SnapstoreError]:
-        """Every header in turn, or what is wrong with it; those that are not cached are read several at a time.
+        """Yield every header in turn, or its error. Headers that are not cached are read several at a time.
 
         Raises:
             StorageError: the store failed.
@@ -295,7 +339,7 @@ class Index:
             found: dict[str, bytes | SnapstoreError] = {}
             missing: dict[str, ManifestRef] = {}
             for ref in some:
-                data = self._cached(ref)
+                data = self._cached_header(ref)
                 if data is None:
                     missing[ref.sha256] = ref
                 else:
@@ -308,10 +352,10 @@ class Index:
                 yield header if isinstance(header, SnapstoreError) else _proven(header, ref)
 
     def _read_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
-        """The bytes of a manifest's header, or what is wrong with it."""
+        """Return the bytes of a manifest's header, or the error that reading it gave."""
         try:
             data = manifest.read_header(self._store, ref.key, ref.size_bytes)
-            manifest.proven_header(data, ref)  # one that is not is not cached: it may be mended in the store
+            manifest.proven_header(data, ref)  # a wrong one is not cached: it may be repaired in the store
             return data
         except (FormatError, IntegrityError, NotFoundError) as error:
             return error
@@ -319,8 +363,8 @@ class Index:
             self._require_reads()
             return error
 
-    def _cached(self, ref: ManifestRef) -> bytes | None:
-        """A manifest's header from the cache, if it proves to be that; a cache that cannot be read has none."""
+    def _cached_header(self, ref: ManifestRef) -> bytes | None:
+        """Return the cached bytes of a manifest's header if they prove to be that; else None."""
         environment = self._environment  # another thread may close it
         try:
             data = environment.get(b"manifests", ref.sha256) if environment else None
@@ -330,15 +374,15 @@ class Index:
             return None
 
     def rebuild(self, *, keep_unreadable: bool = False) -> View:
-        """Forget everything cached and read it anew from the objects.
+        """Drop everything cached and read it again from the objects.
 
         Args:
-            keep_unreadable: but what is known of listed records that cannot be read: `repair` writes it again.
+            keep_unreadable: except cached records that are listed and cannot be read: `repair` writes them again.
         """
         self.check_process()
         with self._lock:
             before, self._records = self._records, {}
-            self._resting.clear()
+            self._pauses.clear()
             try:
                 if self._environment is None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
@@ -346,17 +390,15 @@ class Index:
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             view = self.refresh()
-            if keep_unreadable:  # under a size that no listing shows, so that none of them is believed unread
+            if keep_unreadable:  # with a size that no listing shows, so that each is read before it is believed
                 unknown = before.keys() & (view.damaged.keys() | view.unread.keys())
                 kept = {key: replace(before[key], size_bytes=-1) for key in unknown}
                 self._records |= kept
-                self._store_all(
-                    b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in kept.items()}
-                )
+                self._store_all(b"records", _packed(kept))
             return view
 
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
-        """Cache; a cache that cannot be written is no failure."""
+        """Cache items; a cache that cannot be written is no failure."""
         environment = self._environment  # another thread may close it
         if not items or environment is None:
             return
@@ -364,18 +406,18 @@ class Index:
             try:
                 environment.put(database, items)
             except lmdb.MapFullError:
-                log.warning("index %s does not fit its %d bytes; it is begun anew", self.folder, self._limit_bytes)
+                log.warning(
+                    "index %s does not fit its %d bytes; it is dropped and built again", self.folder, self._limit_bytes
+                )
                 environment.wipe()
                 known = {key: parse_record_key(key) for key in self._records}
                 ruling = _highest({key: parsed for key, parsed in known.items() if parsed is not None})
                 kept = {key: self._records[key] for key in ruling}
-                environment.put(
-                    b"records", {key: record.pack(records.encode(record.snapshot)) for key, record in kept.items()}
-                )
+                environment.put(b"records", _packed(kept))
                 if database != b"records":
                     environment.put(database, items)
         except (lmdb.Error, OSError) as error:
-            log.warning("index %s cannot be written (%s); it will be caught up later", self.folder, error)
+            log.warning("index %s cannot be written (%s); a later one will add what is missing", self.folder, error)
 
     def check_process(self) -> None:
         """Raise InvalidInputError in a forked child."""
@@ -383,30 +425,30 @@ class Index:
             raise InvalidInputError("this repository was opened before a fork; open it again in the child process")
 
     def close(self) -> None:
-        """Let go of the environment; the last of the process closes it."""
-        if os.getpid() != self._pid:  # before the lock: the fork may have left it held
+        """Release the environment, and remove a temporary folder. The last index of the process closes it."""
+        if os.getpid() != self._pid:  # before the lock: the fork may have left it held; and the folder is the parent's
             return
         with self._lock:
-            self._release()
-
-    def _release(self) -> None:
-        if self._environment is not None:
-            self._environment.release()
-        self._environment = None
+            if self._environment is not None:
+                self._environment.release()
+            self._environment = None
+            if self._temporary:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """`function` of every item, several at a time where the first ones show that each takes long."""
+    """Return `function` of every item; use threads if the first items show that each takes long."""
     began = time.monotonic()
     done = [function(item) for item in items[:2]]
     rest = items[2:]
-    if not rest or time.monotonic() - began < 2 * SLOW_S:  # a pool of threads would cost more, a tenth of a second
+    if not rest or time.monotonic() - began < 2 * SLOW_S:  # threads would cost a tenth of a second
         return done + [function(item) for item in rest]
     with Threads(min(READ_THREADS, len(rest))) as threads:
         return done + threads.start(function, rest)()
 
 
 def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
+    """Return the header of a manifest, or the error if the bytes are not that."""
     try:
         return manifest.proven_header(data, ref)
     except (FormatError, IntegrityError) as error:
@@ -414,27 +456,42 @@ def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
 
 
 def _highest(listed: Mapping[str, tuple[str, int, str, int]]) -> set[str]:
-    """The key of the highest revision of every id."""
+    """Return the key of the highest revision of every id."""
     highest: dict[str, tuple[int, str]] = {}
     for key, (_, _, snapshot_id, revision) in listed.items():
         highest[snapshot_id] = max(highest.get(snapshot_id, (-1, "")), (revision, key))
     return {key for _, key in highest.values()}
 
 
-def remove(folder: Path) -> None:
-    """Delete an index folder that no process uses."""
-    shutil.rmtree(folder, ignore_errors=True)
+def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> Index:
+    """Open the index of a repository, and shrink the cache to its limit.
+
+    Args:
+        reconstructed: the config is, so its uuid is new: take a temporary index, and leave the cached one as it is.
+    """
+    folder, temporary = folder_for(store, config.uuid)
+    if reconstructed and not temporary:
+        folder, temporary = _temporary_folder(), True
+    index = Index(
+        store, config.uuid, folder, limit_bytes=MAP_BYTES, digest_seed=config.digest_seed, temporary=temporary
+    )
+    if not temporary:
+        shrink()
+    return index
 
 
-def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, Path | None]:
-    """Where the index lies: in the user's own cache; and what to remove on closing, if that cannot be used."""
+def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
+    """Return (where the index lies, whether it is temporary): in the user's own cache, if that can be used."""
     lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
-    cache = cache_folder()  # a bad setting is an error for every store
+    cache = cache_folder()  # a wrong setting is an error for every store
     why = refusal(cache) if lasts else "is not for stores that end with this process"
     if not why:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:32]}", None
+        return cache / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:32]}", False
     if lasts:
         log.warning("the cache %s %s; until it is closed %s has a temporary index", cache, why, store.url)
-    temporary = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
-    return temporary, temporary
+    return _temporary_folder(), True
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="snapstore-index-"))

@@ -1,11 +1,12 @@
-"""Environment: the one LMDB environment of a folder in this process, and the seal on its file.
+"""LMDB file: the one LMDB environment of a folder in this process, and the seal on its file.
 
-LMDB's own rules hold here: one environment per process and path however often a repository is opened, no use across a
-fork, no long readers, no writemap, never on a network file system. LMDB trusts its file, and a flipped bit in a page
-can kill the process; so behind every write the XXH3-64 of the file's used pages goes into `verified`, under a lock that
-openers share, and a file that does not match it is built anew before LMDB sees it. Each value has a checksum of its own
-with its key, so that none is taken for another's. The folder is in use (cache.py) as
-long as the environment is open.
+In: items by key. Out: the same items, or none. LMDB's own rules hold here: one environment per process and path however
+often a repository is opened, no use across a fork, no long readers, no writemap, never on a network file system.
+
+LMDB trusts its file, and a flipped bit in a page can kill the process. So after every write the XXH3-64 of the file's
+used pages goes into `verified`, the seal, under a lock that openers share. A file that does not match its seal is
+deleted before LMDB sees it. Each value is stored with a checksum over its key, so that none is taken for another's. The
+folder counts as in use (storage/cache_dir.py) while the environment is open.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ..storage.locks import locked
 
 log = logging.getLogger("snapstore")
 SCHEMA = b"5"
-#: What a thread takes to read a file of megabytes stays with it: C's allocator keeps it for that thread.
+#: The file is read in small pieces: C's allocator keeps for each thread the memory that it took once.
 DIGEST_PIECE_BYTES = 128 * 1024
-#: Others hold the lock for milliseconds, but one that was stopped until it goes on: then we do without the index [s].
+#: Processes hold the lock for milliseconds, a stopped one until it goes on: after this long the index is not used [s].
 PATIENCE_S = 10.0
 
 
@@ -37,7 +38,7 @@ class Environment:
     """Named databases `meta`, `records` and `manifests` in a folder; any thread may call anything.
 
     Args:
-        uuid: of the repository; what the folder holds of another one is dropped.
+        uuid: of the repository; items of another one are dropped.
         limit_bytes: of the map; a put that does not fit raises lmdb.MapFullError.
 
     Raises:
@@ -52,7 +53,7 @@ class Environment:
         self._users = 0
         self._name = self._name_of(folder)
         self._patience_s = PATIENCE_S
-        self._lock = threading.RLock()  # `wipe` swaps the environment under the feet of other threads
+        self._lock = threading.RLock()  # `wipe` replaces the environment that other threads use
         self._use = begin_use(folder)
         try:
             with self._locked():
@@ -65,7 +66,7 @@ class Environment:
 
     @classmethod
     def open(cls, folder: Path, uuid: str, limit_bytes: int) -> Environment:
-        """The environment of a folder; opened once a process, and anew if another folder has taken its place."""
+        """Return the environment of a folder, opened once a process; again if another folder has taken its place."""
         with cls._open_lock:
             environment = cls._open.get(cls._name_of(folder))
             if environment is None or not is_used(environment._use, folder):
@@ -79,20 +80,21 @@ class Environment:
         return os.getpid(), str(folder.resolve())
 
     def release(self) -> None:
-        """One user less; the last closes."""
+        """Count one user less; the last one closes the environment."""
         with self._open_lock:
             self._users -= 1
             if self._users == 0:
-                if self._open.get(self._name) is self:  # not by what a link leads to by now
+                if self._open.get(self._name) is self:  # not by name: a link may lead elsewhere now
                     del self._open[self._name]
                 self._env.close()
                 end_use(self._use)
 
     def _open_lmdb(self) -> None:
+        """Open the file, drop the items of another repository or schema, and seal it."""
         self._env = lmdb.open(
             str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
         )
-        self._env.reader_check()  # no page is used again as long as a reader stands that was killed
+        self._env.reader_check()  # drop killed readers: they keep LMDB from reusing pages
         self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
         with self._env.begin(write=True) as transaction:
             identity = SCHEMA + b" " + self._uuid.encode()
@@ -104,13 +106,13 @@ class Environment:
         self._seal()
 
     def _file_now(self) -> tuple[int, int]:
-        """Which file lies there."""
+        """Return the identity (device, inode) of the file that has the name now."""
         status = (self._folder / "data.mdb").stat()
         return status.st_dev, status.st_ino
 
     def _follow(self) -> None:
-        """Go on with the file that another process has begun in place of ours, of which our seal would be none."""
-        if self._users and self._file_now() != self._file:  # without users there may be another one in this process
+        """Open the file that another process has put in place of ours: our seal would not match it."""
+        if self._users and self._file_now() != self._file:  # without users this process may have another environment
             self._env.close()
             if not self._seal_holds():
                 self._remove()
@@ -118,14 +120,14 @@ class Environment:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """The file lock that keeps a reader of `verified` away from a half-written index.
+        """Hold the file lock that keeps a reader of `verified` away from a half-written index.
 
         Raises:
-            TimeoutError: somebody keeps it.
+            TimeoutError: another process keeps it.
             FileNotFoundError: another folder has taken the place of ours: the cache was removed by hand.
         """
         with self._lock:
-            patience_s, self._patience_s = self._patience_s, 0.0  # none is left for who has waited in vain before
+            patience_s, self._patience_s = self._patience_s, 0.0  # after a time-out, do not wait again
             with locked(self._folder / "lock", patience_s):
                 self._patience_s = PATIENCE_S
                 if not is_used(self._use, self._folder):
@@ -133,7 +135,7 @@ class Environment:
                 yield
 
     def _digest(self, used_bytes: int) -> str:
-        """XXH3-64 of the first bytes of the data file."""
+        """Return the length and the XXH3-64 of the first bytes of the data file, as text."""
         state, room, left = xxhash.xxh3_64(), memoryview(bytearray(DIGEST_PIECE_BYTES)), used_bytes
         with (self._folder / "data.mdb").open("rb", buffering=0) as file:
             while left > 0 and (count := file.readinto(room[:left])):
@@ -142,13 +144,15 @@ class Environment:
         return f"{used_bytes} {state.hexdigest()}"
 
     def _seal(self) -> None:
+        """Write the digest of the used pages into `verified`."""
         used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         seal, file = self._digest(used_bytes), self._folder / "verified"
         if file.exists() and file.read_text(errors="replace") == seal:
-            return  # a look that finds nothing new writes nothing
+            return  # a refresh that finds nothing new writes nothing
         file.write_text(seal)
 
     def _seal_holds(self) -> bool:
+        """Return whether the data file matches its seal."""
         data = self._folder / "data.mdb"
         if not data.exists():
             return False
@@ -159,7 +163,7 @@ class Environment:
         except (OSError, ValueError, IndexError):
             holds = False
         if not holds:
-            log.warning("index %s is damaged or unfinished; it is built anew from the objects", self._folder)
+            log.warning("index %s is damaged or unfinished; it is rebuilt from the objects", self._folder)
         return holds
 
     def _remove(self) -> None:
@@ -167,7 +171,7 @@ class Environment:
             (self._folder / name).unlink(missing_ok=True)
 
     def wipe(self) -> None:
-        """Start again with an empty index."""
+        """Replace the file by an empty one."""
         with self._locked():
             self._env.close()
             self._remove()
@@ -179,35 +183,35 @@ class Environment:
             self._follow()
             with self._env.begin(write=True) as transaction:
                 for key, data in items.items():
-                    value = self._own(database, key.encode(), data) + data
+                    value = self._checksum(database, key.encode(), data) + data
                     transaction.put(key.encode(), value, db=self._databases[database])
             self._seal()
 
     def get(self, database: bytes, key: str) -> bytes | None:
-        """One item."""
+        """Return one item; None if there is none, or its checksum is wrong."""
         with self._lock, self._env.begin() as transaction:
             value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
-        return None if value is None else self._opened(database, key.encode(), value)
+        return None if value is None else self._checked(database, key.encode(), value)
 
     def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
-        """All items, copied out so that no reader stays open."""
+        """Return all items, copied so that no reader stays open."""
         with self._lock, self._env.begin() as transaction:
             values = list(transaction.cursor(db=self._databases[database]))
-        opened = ((key, self._opened(database, key, value)) for key, value in values)
-        return [(key, data) for key, data in opened if data is not None]
+        checked = ((key, self._checked(database, key, value)) for key, value in values)
+        return [(key, data) for key, data in checked if data is not None]
 
-    def _own(self, database: bytes, key: bytes, data: bytes) -> bytes:
-        """What goes before a value: an XXH3-64 that is no other's, since a gc deletes by what is cached under a key."""
+    def _checksum(self, database: bytes, key: bytes, data: bytes) -> bytes:
+        """Return the checksum of a value with its repository and key: a gc deletes by what is cached under a key."""
         return xxhash.xxh3_64_digest(b"\0".join((self._uuid.encode(), database, key, data)))
 
-    def _opened(self, database: bytes, key: bytes, value: bytes) -> bytes | None:
-        """The data of a value; None if it was put under another key, or into the index of another repository."""
+    def _checked(self, database: bytes, key: bytes, value: bytes) -> bytes | None:
+        """Return the data of a value; None if it was put under another key, or for another repository."""
         data = value[8:]
-        return data if value[:8] == self._own(database, key, data) else None
+        return data if value[:8] == self._checksum(database, key, data) else None
 
 
 def _renew_lock() -> None:
-    Environment._open_lock = threading.Lock()  # the parent's may be held, by a thread that a child does not have
+    Environment._open_lock = threading.Lock()  # a thread that the child lacks may hold the parent's
 
 
 os.register_at_fork(after_in_child=_renew_lock)

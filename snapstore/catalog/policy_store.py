@@ -1,6 +1,6 @@
-"""Policies: the retention policies of a run as objects of the repository; the newest revision rules.
+"""Policy store: keep the retention policies of a run as objects of the repository; the newest revision rules.
 
-In: policies. Out: `policies/<run>.<rev>`, create-only, and back. What policies mean is retention.py's business.
+In: policies. Out: `policies/<run>.<rev>`, create-only, and back. retention.py says what policies mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STORE_ATTEMPTS = 20
 
 
 def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
-    """The policies of a run; none stored: none.
+    """Return the policies of a run; an empty list if none are stored.
 
     Raises:
         IntegrityError, FormatError: they are damaged, or of a kind that this release does not know.
@@ -33,7 +33,12 @@ def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
 
 
 def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> None:
-    """Make these the policies of a run, if they are not."""
+    """Make these the policies of a run, unless they are already.
+
+    Raises:
+        ConflictError: other processes keep storing policies of the run.
+        StorageError: the store failed.
+    """
     stored = [retention.to_dict(policy) for policy in keep]
     for _ in range(STORE_ATTEMPTS):
         newest = _newest(objects, run)
@@ -43,13 +48,13 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
         except (IntegrityError, FormatError, StorageError, NotFoundError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
         policy = Policy(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
-        with suppress(AlreadyExistsError):  # another process was first, maybe: read again
+        with suppress(AlreadyExistsError):  # another process may have been first: read again
             objects.put(records.key_of(policy), records.encode(policy))
-    raise ConflictError(f"policies of run {run!r}: other processes keep storing some; try again")
+    raise ConflictError(f"policies of run {run!r}: other processes keep storing policies; try again")
 
 
 def are_damaged(objects: ObjectStore, run: str) -> bool:
-    """Whether those that rule cannot be read, though they are not of a later release, which are nobody's to replace."""
+    """Return whether the ruling policies of a run are damaged; those of a later release are not, and stay."""
     newest = _newest(objects, run)
     if newest is None:
         return False
@@ -57,7 +62,7 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
         try:
             data = objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES)
             break
-        except StorageError:  # of one object, twice, in a store that has just been listed
+        except StorageError:  # twice, though the store has just been listed
             if not again:
                 return True
     try:
@@ -70,10 +75,10 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
 
 
 def decode(data: bytes, key: str) -> list[dict[str, Any]]:
-    """The policies of a run, of which this is a revision.
+    """Return the policies, as plain dicts, that an object holds.
 
     Raises:
-        IntegrityError, FormatError: they are damaged, or those of another key.
+        IntegrityError, FormatError: it is damaged, or another key's.
     """
     return records.decode(data, Policy, key).policies
 
@@ -83,7 +88,7 @@ def _read(objects: ObjectStore, key: str) -> list[dict[str, Any]]:
 
 
 def _newest(objects: ObjectStore, run: str) -> tuple[int, str] | None:
-    """(revision, key) of the policies that rule."""
+    """Return (revision, key) of the policies that rule."""
     revisions = [
         (int(rev), key)
         for key in listed(objects, "policies/")

@@ -1,14 +1,15 @@
-"""check: verify a repository, from the records down to the last bit, and say which snapshots stay restorable.
+"""Check a repository, from the records down to the last bit, and say which snapshots can be restored.
 
-Three levels, each with all of the one before:
+Three levels; each includes the one before:
 
-    metadata   every small object and every manifest reads and is what its name says; every pack needed is there, of its
-               size; the index agrees
-    data       every byte of the packs is what their SHA-256 says; else, blob by blob, what is lost
+    metadata   every small object and every manifest can be read and matches its name; every pack that is needed is
+               there and has its size; the index agrees
+    data       the bytes of every pack match its SHA-256; if not, blob by blob, what is lost
     restore    every chunk of every snapshot is rebuilt and its digest compared
 
-Reads only. Reports everything it finds; a problem names the snapshots that suffer from it and the command that helps.
-survey.py looks, findings.py has the words, salvage.py tells which records a repair can write again.
+In: an open repository. Out: a CheckResult with every problem; each problem names the snapshots that it damages and the
+command to run. Nothing is written. scan_records.py and scan_objects.py read the repository; recoverable.py tells which
+records a repair can write again.
 """
 
 from __future__ import annotations
@@ -17,37 +18,44 @@ from dataclasses import replace
 
 from ..context import Context
 from ..errors import InvalidInputError
-from .recoverable import Salvage
-from .report import COPY, DROP, CheckResult
-from .scan import Survey
+from .recoverable import unrecoverable
+from .report import COPY, DROP, CheckResult, require_level
+from .scan_objects import scan_objects
+from .scan_records import scan_records
 
 
 def check(
-    context: Context, *, level: str = "metadata", share: float = 1.0,
-    subset: tuple[int, int] = (1, 1), max_decoded_bytes: int | None = None,
-) -> CheckResult:  # fmt: skip
-    """Verify everything up to a level.
+    context: Context,
+    *,
+    level: str = "metadata",
+    share: float = 1.0,
+    subset: tuple[int, int] = (1, 1),
+    max_decoded_bytes: int | None = None,
+) -> CheckResult:
+    """Check everything up to a level.
 
     Args:
-        share: the part of the packs that level "data" reads, chosen at random, 0 to 1.
-        subset: (n, t): level "data" reads the n-th of t fixed shares of the packs, so that t checks read them all.
-        max_decoded_bytes: how much level "restore" decodes; what lies beyond cannot be told. None: much more than any
-            repository of this size takes that snapstore has made (limits.py).
+        level: "metadata", "data" or "restore".
+        share: the share of the packs that level "data" reads, chosen at random, above 0 and at most 1.
+        subset: (n, t): level "data" reads the n-th of t fixed parts of the packs; t checks read all packs.
+        max_decoded_bytes: the most bytes that level "restore" decodes; snapshots beyond it are unknown. None: the
+            default of chunks/limits.py, which no repository that snapstore has written exceeds.
 
     Raises:
-        StorageError: the store cannot be listed; a single object that cannot be read is a finding.
+        InvalidInputError: an argument is out of range.
+        StorageError: the store cannot be listed; a single object that cannot be read is a problem.
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
     if not 1 <= subset[0] <= subset[1]:
         raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
-    survey = Survey(context, level, share, subset, max_decoded_bytes)
-    survey.read_records()
-    result = survey.read_rest()
-    if survey.unreadable:
-        lost = Salvage(context, survey).unmendable()
-        result.problems = [
-            replace(p, command=DROP, help=f"gives it up; {COPY} keeps it") if p.key in lost else p
-            for p in result.problems
-        ]
-    return result
+    require_level(level)
+    records = scan_records(context)
+    scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
+    lost = unrecoverable(context, scan.records)
+    instead = f"abandons the snapshot; to keep it, {COPY}"
+    problems = [
+        replace(problem, command=DROP, help=instead) if problem.key in lost else problem
+        for problem in scan.report.problems
+    ]
+    return replace(scan.report, problems=problems)

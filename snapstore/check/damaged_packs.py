@@ -1,6 +1,6 @@
-"""Damage: which packs are not what they should be, which of their blobs still are, and which chunks that costs.
+"""Damaged packs: which of their blobs are still intact, and which chunks are lost with the other blobs.
 
-In: manifests. Out: columns over their references. What survey.py reports and repair.py mends.
+In: manifests. Out: columns over their references, for scan_objects.py and repair/.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ T = TypeVar("T")
 
 
 class DamagedPacks:
-    """Packs that are not what they should be, and which of their blobs still are.
+    """The damaged packs of a repository, and which of their blobs are intact. Reads a blob once and remembers it.
 
     Attributes:
-        why: by key, what is wrong with a pack.
-        misbuilt: by key, the offsets of blobs that are as they were written and do not give their chunks.
+        why: key -> why, of the packs whose bytes are damaged, missing or cannot be read.
+        misbuilt: key -> offsets of the blobs whose bytes are as written, but which do not give their chunks.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.why: dict[str, str] = {}
         self.misbuilt: dict[str, set[int]] = {}
-        self._found: dict[tuple[str, int], bytes] = {}  # (key, offset) -> digest of the blob there; empty: none intact
+        self._found: dict[tuple[str, int], bytes] = {}  # (key, offset) -> digest of the blob there; empty: damaged
 
     def __contains__(self, key: object) -> bool:
         return key in self.why or key in self.misbuilt
 
-    def give_up(self, key: str, offset: int) -> None:
-        """A blob does not give its chunk: it is never believed again, not even in a copy of its pack."""
+    def condemn(self, key: str, offset: int) -> None:
+        """Note that a blob does not give its chunk: nothing uses it again, not even in another copy of its pack."""
         self.misbuilt.setdefault(key, set()).add(offset)
 
     def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
-        """Whether the blob of a chunk is intact there."""
+        """Return whether the intact blob of a chunk lies there."""
         if offset in self.misbuilt.get(key, ()):
             return False
         if (key, offset) not in self._found:
@@ -54,7 +54,7 @@ class DamagedPacks:
         return self._found[key, offset] == digest
 
     def _digest(self, key: str, offset: int, length: int) -> bytes:
-        """Of the intact blob there; empty: there is none, or it could not be read twice.
+        """Return the digest of the blob there; empty: it is damaged, or it could not be read twice.
 
         Raises:
             StorageError: the store does not answer at all, which is no damage.
@@ -70,12 +70,12 @@ class DamagedPacks:
         return b""
 
     def within(self, m: Manifest) -> Column:
-        """Which references of a manifest point into damaged packs, (k,) bool."""
+        """Return which references of a manifest point into damaged packs, (k,) bool."""
         numbers = [number for number, name in enumerate(m.header.pack_names) if pack_key(name) in self]
         return np.isin(m.table.ref_packs, numbers)
 
     def lost(self, m: Manifest) -> Column:
-        """Which references of a manifest point at blobs that are not intact, (k,) bool."""
+        """Return which references of a manifest point at blobs that are not intact, (k,) bool."""
         lost, table = self.within(m), m.table
         keys = [pack_key(name) for name in m.header.pack_names]
         for ref in np.flatnonzero(lost).tolist():
@@ -85,13 +85,13 @@ class DamagedPacks:
 
 
 def lost_rows(m: Manifest, lost: Column) -> Column:
-    """The chunks of a manifest that need a lost reference."""
+    """Return the rows of a manifest's chunks that need a lost reference, sorted, (n,) int64; `lost` is (k,) bool."""
     rows = np.repeat(np.arange(len(m.table)), m.table.ref_counts)
     return np.unique(rows[lost])
 
 
 def check_tree(manifests: Sequence[Manifest]) -> None:
-    """Raise FormatError unless the manifests are those of one whole state."""
+    """Raise FormatError unless the manifests together hold one whole state."""
     from ..restore.pipeline import spec_of
     from ..state.tensors import StoredPart
     from ..state.tree_decode import decode
@@ -102,44 +102,46 @@ def check_tree(manifests: Sequence[Manifest]) -> None:
 def unbuilt(
     context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
 ) -> dict[int, SnapstoreError]:
-    """Rebuild chunks; row -> why, of those that cannot be: each was tried by itself at last.
+    """Rebuild chunks and return row -> error of the chunks that fail.
 
-    A CapabilityError says that this machine cannot, of any of them: no damage, though an unknown codec is in DAMAGE.
+    A CapabilityError means that this machine cannot rebuild the row, or one that was tried with it. It is no damage,
+    although UnknownFormatError is in DAMAGE as well. A row with any other error has also failed alone.
 
     Args:
-        proven: gets, of every other row, the digests that the blobs of its chain give (`blob.prove_chain`).
+        proven: receives, for each row that does not fail, the digests that the blobs of its chain give
+            (`blob.prove_chain`).
 
     Raises:
         StorageError: the store does not answer at all.
     """
     engine = None if proven is None else ProvingEngine(context.engines.cpu)
     try:
-        for _ in ChunkReader(context, engine).rebuild(_scratch(m, rows)):
+        for _ in ChunkReader(context, engine).rebuild(_discarded(m, rows)):
             pass
         if proven is not None and engine is not None:
             proven.update(zip(rows, engine.proven, strict=True))
         return {}
     except CapabilityError as error:
-        return dict.fromkeys(rows, _bare(error))
+        return dict.fromkeys(rows, _without_traceback(error))
     except (*DAMAGE, StorageError) as error:
-        _bare(error)
+        _without_traceback(error)
         if isinstance(error, StorageError):
             answers(context.store)
         if len(rows) == 1:
             return {rows[0]: error}
-    half = len(rows) // 2  # and not row by row: each try is a request
+    half = len(rows) // 2  # halves, not single rows: each try is a request
     failed = unbuilt(context, m, rows[:half], proven)
     return failed | unbuilt(context, m, rows[half:], proven)
 
 
-def _bare(error: SnapstoreError) -> SnapstoreError:
-    """The error without the frames that it came through: these hold the memory of the chunk as long as it lives."""
+def _without_traceback(error: SnapstoreError) -> SnapstoreError:
+    """Return the error without its traceback, which would keep the chunk's memory alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
-def _scratch(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
-    """Rows to rebuild into memory that nobody looks at."""
+def _discarded(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
+    """Yield rows to rebuild, into memory that nothing reads."""
     packs = m.header.pack_names
     lengths = m.table.lengths
     for row in rows:

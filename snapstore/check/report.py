@@ -1,37 +1,41 @@
-"""What a look over a repository finds: problems, whom they hurt, and the commands that help."""
+"""The result of a check: problems, the snapshots that they damage, and the commands that fix them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..errors import InvalidInputError
 from ..format.keys import parse_record_key
 from ..format.records import Snapshot
+from ..text import strip_hint
 
+LEVELS = ("metadata", "data", "restore")
 REPAIR = "snapstore repair"
-#: Looks as closely as the level that found it: `snapstore repair` alone would find nothing.
+#: For problems that only level "restore" finds: `snapstore repair` alone would not find them.
 REPAIR_CHUNKS = f"{REPAIR} --level restore"
-#: What no repair can mend; without --apply it only says what it would forget.
+#: For snapshots that no repair can heal. Without --apply it only says which ones it would forget.
 DROP = f"{REPAIR} --drop"
 GC = "snapstore gc"
-COPY = "a copy of the object from elsewhere, put back under its key,"
+COPY = "put a copy of the object back under its key"
 REBUILD = "snapstore index rebuild"
-#: Gives up what only the index knows.
+#: Abandons the records that only the index knows.
 ACCEPT = f"{REBUILD} --forget-missing"
-#: State of the stand-in for a snapshot whose record cannot be read: its key names it.
+#: State of the stand-in for a snapshot whose record cannot be read.
 UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding.
+    """A problem or a note.
 
     Attributes:
         kind: "config", "record", "index", "manifest", "pack", "chunk", "policy", "session" or "gc".
-        key: the object it lies in.
-        message: what is wrong.
+        key: key of the object that has the problem.
+        message: describes the problem.
         snapshots: ids of the snapshots that cannot be restored because of it.
-        command: what to run; empty where there is nothing to be done.
-        help: what the command does that is not to be undone, and what may be done instead; mostly empty.
+        command: the command to run next; empty: there is nothing to do.
+        help: the cost of that command, and any other remedy; mostly empty.
     """
 
     kind: str
@@ -44,19 +48,21 @@ class Problem:
 
 @dataclass(slots=True)
 class CheckResult:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        problems: everything wrong.
-        notes: what is damaged and known, and harms nobody: revisions that later ones replace, packs in quarantine.
-        restorable: committed and forgotten snapshots without a finding against them that can be read here, in order.
-        damaged: those with one; of one whose record cannot be read a stand-in of state "unreadable".
-        unknown: neither: this release, or this machine, cannot read all of them. Of one whose record it cannot read a
-            stand-in as well.
-        packs, packs_read: how many there are, and how many of them the level and the share have read whole.
-        decoded_bytes: how much level "restore" has decoded: all chunks and what they build on, each about once.
-        unneeded_bytes: packs and manifests that no committed snapshot needs; gc frees them. 0 while gc would refuse, or
-            wait: what is needed cannot be told then.
+        problems: every problem.
+        notes: damage that is known and harms no snapshot: revisions that later ones replace, packs in quarantine.
+        restorable: committed and forgotten snapshots that have no problem and can be read here, by run and seq.
+        damaged: snapshots that have a problem. A snapshot whose record cannot be read has a stand-in of state
+            "unreadable".
+        unknown: snapshots that this release, or this machine, cannot read in full. A snapshot whose record is of
+            another version has a stand-in too.
+        packs: number of packs.
+        packs_read: number of packs that the check read whole.
+        decoded_bytes: bytes that level "restore" decoded: each chunk, and each base, about once.
+        unneeded_bytes: size of the packs and manifests that no committed snapshot needs; gc frees them. 0 if gc would
+            refuse or wait: nothing can tell then which ones are needed.
     """
 
     level: str
@@ -72,12 +78,46 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether no problem was found."""
+        """Return whether no problem was found."""
         return not self.problems
 
 
+class Findings:
+    """Collects problems and notes while a scan runs."""
+
+    def __init__(self, problems: Iterable[Problem] = (), notes: Iterable[Problem] = ()) -> None:
+        self.problems, self.notes = list(problems), list(notes)
+
+    def problem(
+        self,
+        kind: str,
+        key: str,
+        message: object,
+        snapshots: Iterable[str] = (),
+        *,
+        command: str = REPAIR,
+        instead: str = "",
+    ) -> None:
+        """Add a problem; see `Problem`."""
+        self.problems.append(Problem(kind, key, strip_hint(message), tuple(snapshots), command, instead))
+
+    def note(self, kind: str, key: str, message: object, command: str = "") -> None:
+        """Add damage that harms no snapshot."""
+        self.notes.append(Problem(kind, key, strip_hint(message), (), command))
+
+    def stray(self, kind: str, key: str) -> None:
+        """Add an object whose key is not one of a repository."""
+        self.problem(kind, key, f"{key}: not the key of a snapstore object; remove it", command="")
+
+
+def require_level(level: str) -> None:
+    """Raise InvalidInputError unless a level of a check has this name."""
+    if level not in LEVELS:
+        raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
+
+
 def stand_in(key: str) -> Snapshot:
-    """What the key of a record that cannot be read says of its snapshot."""
+    """Return a stand-in for the snapshot of a record that cannot be read, from the record's key alone."""
     parsed = parse_record_key(key)
     assert parsed is not None
     run, step, name, revision = parsed

@@ -19,7 +19,7 @@ from ..errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageE
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.pack import Encoded, PackWriter
-from ..protocol.claim import Claim
+from ..protocol.commit import Claim
 from ..storage.base import ObjectStore
 from ..threads import Threads
 

@@ -1,12 +1,9 @@
-"""The shell: one function per verb, each a thin cover over Repository (docs/cli.md).
+"""The shell: one function per verb, each a thin cover over a method of Repository (docs/cli.md).
 
-    shell.py    what all verbs share: options, exit codes, errors, the repository
-    output.py   JSON documents, tables, times and sizes; the spinner
-    files.py    .pt and .safetensors, in and out
-    doctor.py   what `doctor` looks at
-    saving.py, looking.py, keeping.py, caring.py    the verbs
+Read app.py first: options, exit codes and errors that all verbs share. The verbs are in save_restore.py, inspect.py,
+retention.py and maintenance.py; output.py prints, files.py reads and writes state files, doctor/ tests a machine.
 
-Starting fast is a feature: a verb imports what it needs when it runs. `--help` imports no part of the store, and only
+A fast start is a feature: a verb imports what it needs when it runs. `--help` imports no part of the store, and only
 `save`, `restore`, `diff` and `doctor` import torch.
 """
 
@@ -16,13 +13,13 @@ import signal
 import sys
 
 from . import inspect, maintenance, retention, save_restore  # importing a module registers its verbs
-from .app import app
+from .app import commands
 
-__all__ = ["app", "inspect", "main", "maintenance", "retention", "save_restore"]
+__all__ = ["commands", "inspect", "main", "maintenance", "retention", "save_restore"]
 
 
 def main() -> None:
-    """Entry point of `snapstore`; ends the process with the verb's exit code."""
-    # A plain SIGTERM would kill us between writing a file and naming it; as an exception it lets `finally` tidy up.
+    """Run the command line, and end the process with the verb's exit code."""
+    # SIGTERM would end the process between writing a file and naming it; as an exception it lets `finally` clean up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app(prog_name="snapstore")
+    commands(prog_name="snapstore")

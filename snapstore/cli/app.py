@@ -1,7 +1,7 @@
-"""What all verbs share: the app, the options that may stand before or after the verb, errors and exit codes.
+"""The parts that all verbs share: the typer app, options that may stand before or after the verb, errors, exit codes.
 
-A verb is a function of a `Shell` and its own options, registered by `@verb()`. It prints to stdout what was asked for,
-and returns its exit code (None: 0). Errors are raised; nothing here lets a traceback through, except with -v.
+A verb is a function of a `Shell` and its own options, registered by `@verb()`. It prints its data to stdout and
+returns its exit code (None: 0). It raises errors; a traceback reaches the user only with -v.
 """
 
 from __future__ import annotations
@@ -26,27 +26,46 @@ if TYPE_CHECKING:
 
 OK, ERROR, USAGE, PARTIAL, NO_REPOSITORY, BUSY, CORRUPT, INTERRUPTED = 0, 1, 2, 3, 10, 11, 20, 130
 
-Repo = Annotated[str | None, typer.Option("--repo", metavar="URL", help="The repository; else SNAPSTORE_REPO.")]
+Repo = Annotated[str | None, typer.Option("--repo", metavar="URL", help="The repository; default: SNAPSTORE_REPO.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more on stderr, and show tracebacks.")]
-DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be done.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print more on stderr, and tracebacks.")]
+DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print what would be done; change nothing.")]
+Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="The place; default: --repo or SNAPSTORE_REPO.")]
 Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
 
+#: In the order of `--help`.
 VERBS = (
-    "init", "save", "log", "show", "diff", "restore", "tag", "untag", "forget", "unforget", "gc", "check", "repair",
-    "compact", "recode", "stats", "index", "doctor", "demo",
-)  # fmt: skip
+    "init",
+    "save",
+    "log",
+    "show",
+    "diff",
+    "restore",
+    "tag",
+    "untag",
+    "forget",
+    "unforget",
+    "gc",
+    "check",
+    "repair",
+    "compact",
+    "recode",
+    "stats",
+    "index",
+    "doctor",
+    "demo",
+)
 
 
 class _InOrder(TyperGroup):
-    """Lists the verbs in the order in which people meet them."""
+    """Lists the verbs in the order of VERBS."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All verbs."""
+        """Return the names of all verbs."""
         return sorted(super().list_commands(ctx), key=VERBS.index)
 
 
-app = typer.Typer(
+commands = typer.Typer(
     cls=_InOrder,
     add_completion=False,
     no_args_is_help=True,
@@ -57,16 +76,16 @@ app = typer.Typer(
 
 
 class UsageError(Exception):
-    """The command line asks for something that makes no sense."""
+    """The command line makes no sense."""
 
 
 class _NoRepositoryError(Exception):
-    """There is no repository at the place named; carries the store's own error."""
+    """There is no repository at the URL; its cause is the store's own error."""
 
 
 @dataclass(frozen=True)
 class Shell:
-    """What a verb runs in."""
+    """The options that stand before or after every verb."""
 
     url: str | None
     as_json: bool
@@ -74,7 +93,7 @@ class Shell:
 
     @contextmanager
     def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
-        """The open repository; `damaged`: even if its config is."""
+        """Open the repository; `damaged`: even if its config is damaged."""
         from ..errors import NotFoundError
         from ..repository import Repository
 
@@ -86,7 +105,7 @@ class Shell:
             yield repository
 
     def need_url(self, given: str | None = None) -> str:
-        """Where the repository is, or is to be."""
+        """Return the URL of the repository."""
         if url := given or self.url:
             return url
         raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
@@ -100,7 +119,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@commands.callback()
 def _before_the_verb(
     ctx: typer.Context,
     repo: Annotated[
@@ -143,14 +162,14 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
         parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(function.__name__, **settings)(run)
+        commands.command(function.__name__, **settings)(run)
         return run
 
     return register
 
 
 class _ToStderr(logging.Handler):
-    """Log lines beside the data; looks up stderr each time, because the spinner replaces it."""
+    """Writes log lines to stderr, looked up for each line, because the spinner replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(f"snapstore: {record.levelname.lower()}: {record.getMessage()}")
@@ -170,7 +189,7 @@ def _logging(verbose: bool) -> Iterator[None]:
 
 
 def _run(function: Callable[[], int | None], shell: Shell) -> int:
-    """Run a verb; its exit code, or that of its error."""
+    """Run a verb; return its exit code, or that of its error."""
     try:
         with _logging(shell.verbose):
             code = function()
@@ -179,7 +198,7 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
     except KeyboardInterrupt:
         note("snapstore: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our stdout has had enough; typer ends us quietly
+    except BrokenPipeError:  # the reader of stdout has closed it; typer ends the process quietly
         raise
     except Exception as error:  # noqa: BLE001 - the last line of defence: no traceback for users
         if shell.verbose:
@@ -192,7 +211,7 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
 
 
 def _explain(error: Exception) -> tuple[int, str, str]:
-    """(exit code, kind, message) of an error."""
+    """Return (exit code, kind, message) of an error."""
     from ..errors import ConflictError, FormatError, IntegrityError, SnapstoreError
 
     if isinstance(error, _NoRepositoryError):
@@ -209,4 +228,8 @@ def _explain(error: Exception) -> tuple[int, str, str]:
         return code, type(error).__name__, str(error)
     if isinstance(error, MemoryError):
         return code, "MemoryError", "out of memory; restore less at a time with --keys, or use a larger machine"
-    return code, type(error).__name__, f"{type(error).__name__}: {error}; this is a bug, -v shows where"
+    return (
+        code,
+        type(error).__name__,
+        f"{type(error).__name__}: {error}; this is a bug, -v shows the traceback",
+    )

@@ -1,7 +1,7 @@
-"""States in files: `.pt` and `.safetensors`, in and out.
+"""Read and write states in files: `.pt` and `.safetensors`.
 
-A `.pt` file is read with `weights_only=True` and never otherwise: a file from elsewhere must not run code here. Files
-are written beside their name and get it when they are whole, so an interrupted restore leaves nothing behind.
+A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. A file is written
+under a temporary name and renamed when it is complete, so an interrupted restore leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
-#: So many leaves that do not fit into a file are named.
+#: An error names at most so many leaves that a file cannot hold.
 LEAVES_NAMED = 5
 
-# torch's own message recommends to load the file unsafely; of it we show only what was met.
+# torch's own message advises to load the file unsafely; only the name of the object is shown.
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
-    """The state in a file, and the file's own metadata.
+    """Return the state in a file, and the file's own metadata.
 
     Raises:
-        InvalidInputError: missing, damaged, of another format, or it holds Python objects.
+        InvalidInputError: the file is missing, damaged, of another format, or holds Python objects.
         CapabilityError: a library is not installed.
     """
     if path.suffix.lower() not in (*TORCH_SUFFIXES, SAFETENSORS):
@@ -58,13 +58,13 @@ def _read_torch(path: Path) -> Any:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about storages of old files: nothing a user could do
-            # Mapped, a state larger than memory passes through; torch maps only files of its zip format.
+            warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
+            # With mmap a state may be larger than memory; torch maps only files of its zip format.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:
-            raise InvalidInputError(f"{path}: is no PyTorch file, or a damaged one: {_first_line(error)}") from error
+            raise InvalidInputError(f"{path}: not a PyTorch file, or damaged: {_first_line(error)}") from error
         name = next(filter(None, met.groups())).rstrip(".,")
         raise InvalidInputError(
             f"{path}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
@@ -72,8 +72,8 @@ def _read_torch(path: Path) -> Any:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # torch documents none of what it raises for a bad file
-        raise InvalidInputError(f"{path}: is no PyTorch file, or a damaged one: {_first_line(error)}") from error
+    except Exception as error:  # torch does not document what it raises for a bad file
+        raise InvalidInputError(f"{path}: not a PyTorch file, or damaged: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -96,11 +96,11 @@ def _read_safetensors(path: Path) -> tuple[Any, dict[str, str]]:
         with library.safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (library.SafetensorError, OSError, ValueError) as error:
-        raise InvalidInputError(f"{path}: is no safetensors file, or a damaged one: {_first_line(error)}") from error
+        raise InvalidInputError(f"{path}: not a safetensors file, or damaged: {_first_line(error)}") from error
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Refuse an output file before the work is done.
+    """Refuse an output file before the work begins.
 
     Raises:
         InvalidInputError: its name has no known ending, or its folder is missing.
@@ -112,7 +112,7 @@ def check_output(path: Path, *, force: bool) -> None:
     if path.suffix.lower() == SAFETENSORS:
         _need_safetensors()
     if not path.parent.is_dir():
-        raise InvalidInputError(f"{path}: {path.parent} is no folder; make it first")
+        raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
     if path.is_dir():
         raise InvalidInputError(f"{path}: is a folder; name a file")
     if not force and os.path.lexists(path):
@@ -126,12 +126,12 @@ def _exists(path: Path) -> AlreadyExistsError:
 def write(
     path: Path, state: Any, *, metadata: dict[str, str], force: bool = False, tensors_only: bool = False
 ) -> tuple[int, list[str]]:
-    """Write a state; (number of tensors, dotted paths of what was left out).
+    """Write a state; return the number of tensors, and dotted paths of the values left out.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
         AlreadyExistsError: the file exists, and `force` is not set.
-        StorageError: the disk refused.
+        StorageError: the file cannot be written.
     """
     tensors, others = _leaves(state)
     if path.suffix.lower() != SAFETENSORS:
@@ -148,7 +148,7 @@ def write(
 
 
 def _leaves(state: Any) -> tuple[list[tuple[str, Any]], list[str]]:
-    """((dotted path, tensor or array) of all, dotted paths of the other leaves)."""
+    """Return (dotted path, tensor or array) of every tensor, and the dotted paths of the other leaves."""
     import numpy as np
     import torch
 
@@ -172,7 +172,7 @@ def _walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
 
 
 def _flat(path: Path, tensors: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors by name, each in memory of its own: safetensors knows no ties."""
+    """Return tensors by name, each in its own memory: safetensors has no tied tensors."""
     import torch
 
     flat: dict[str, torch.Tensor] = {}
@@ -202,7 +202,7 @@ def _write_torch(temp: Path, state: Any) -> None:
     with temp.open("r+b") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch's zip writer cannot go on where a write has failed, and hides why
+        except RuntimeError as error:  # torch's zip writer hides the error of a failed write
             raise OSError(error.__context__ or _first_line(error)) from error
 
 
@@ -219,7 +219,7 @@ def _write_safetensors(temp: Path, tensors: dict[str, torch.Tensor], metadata: d
 
 
 def _publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
-    """Fill a temporary file beside `path`, make it durable, give it its name."""
+    """Fill a temporary file beside `path`, make it durable, and rename it."""
     temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
     try:
         temp.open("xb").close()
@@ -240,7 +240,7 @@ def _publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
 
 
 def _name_new(temp: Path, path: Path) -> None:
-    """Rename, but never over a file that somebody has made meanwhile."""
+    """Rename, but never over a file that another process has made meanwhile."""
     try:
         path.hardlink_to(temp)
     except FileExistsError as error:

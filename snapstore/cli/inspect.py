@@ -1,4 +1,4 @@
-"""log, show, diff, stats: what there is."""
+"""The verbs log, show, diff and stats: look at snapshots and at the repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def log(
     shell: Shell,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Only this run.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Forgotten, collected and aborted snapshots as well.")
+        bool, typer.Option("--all", help="Also list forgotten, collected and aborted snapshots.")
     ] = False,
     limit: Annotated[int | None, typer.Option("-n", "--limit", metavar="N", help="Only the newest N of a run.")] = None,
 ) -> int | None:
@@ -38,27 +38,30 @@ def log(
             snapshots = _newest(snapshots, limit)
         damaged = _damaged(repository, snapshots)
     if shell.as_json:
-        print_json({
-            "snapshots": [snapshot_json(s) for s in snapshots], "damaged": [s.id for s in snapshots if s.id in damaged],
-            "made_up": [s.id for s in snapshots if s.is_reconstructed],
-        })  # fmt: skip
+        print_json(
+            {
+                "snapshots": [snapshot_json(s) for s in snapshots],
+                "damaged": [s.id for s in snapshots if s.id in damaged],
+                "made_up": [s.id for s in snapshots if s.is_reconstructed],
+            }
+        )
     else:
         _print_log(snapshots, everything, damaged)
     if damaged:
         from ..text import counted
 
-        note(f"{counted(len(damaged), 'snapshot')} marked damaged: {_DAMAGED}")
+        note(f"{counted(len(damaged), 'snapshot')} marked damaged: each {_DAMAGED}")
     if any(s.is_reconstructed for s in snapshots):
-        note(f"marked made up: {_MADE_UP}")
+        note(f"marked reconstructed: {_RECONSTRUCTED}")
     return PARTIAL if note_unknown(view) else None
 
 
-_DAMAGED = "in need of a pack that a repair has found damaged; 'snapstore check --read-data' tells what is lost"
-_MADE_UP = "its record was lost and a repair made one; its order, when it was created and its stored size are guessed"
+_DAMAGED = "needs a pack that a repair found damaged; run 'snapstore check --read-data' to see what is lost"
+_RECONSTRUCTED = "a repair reconstructed the lost record; its order, its date and its stored size are guesses"
 
 
 def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
-    """Ids of those that a repair knows to need a damaged pack, and that a gc has not collected."""
+    """Return ids of the snapshots that need a pack in quarantine, and that no gc has collected."""
     return repository.in_need_of_quarantined([s for s in snapshots if s.state in ("committed", "forgotten")])
 
 
@@ -67,13 +70,13 @@ def _require_run(view: View, run: str | None, everything: bool) -> None:
         return
     from ..errors import NotFoundError
 
-    view.latest(run)  # raises if all that there is of the run are records that are gone, or cannot be read
+    view.latest(run)  # raises if the run has only records that are gone or cannot be read
     there = sorted({s.run for s in view.snapshots(states=None)}) if everything else view.runs()
     raise NotFoundError(f"run {run!r}: no such run in this repository; runs: {', '.join(there) or 'none'}")
 
 
 def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
-    """The last `limit` of every run; the input is in the order of runs and seq."""
+    """Return the last `limit` snapshots of every run; the input is sorted by run and seq."""
     left: dict[str, int] = {}
     chosen = []
     for snapshot in reversed(snapshots):
@@ -88,7 +91,7 @@ def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -
 
     names = {s.id: s.ref for s in snapshots}
     columns = ["snapshot", "id", "created", ">logical", ">stored", ">ratio", ">depth", "parent", "tags", "metrics"]
-    health = {s.id: ["damaged"] * (s.id in damaged) + ["made up"] * s.is_reconstructed for s in snapshots}
+    health = {s.id: _health(s, damaged) for s in snapshots}
     marked = any(health.values())
     rows: list[list[object]] = []
     row: list[object]
@@ -98,23 +101,28 @@ def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -
         ratio = f"{s.ratio:.1f}x" if s.stored_bytes else ""
         row = [s.ref, s.id[:8], local(s.created), human_bytes(s.logical_bytes), human_bytes(s.stored_bytes), ratio]
         row += [s.depth, parent, ",".join(s.tags), metrics, *([s.state] if everything else [])]
-        rows.append([*row, *([", ".join(health[s.id])] if marked else [])])
+        rows.append([*row, *([health[s.id]] if marked else [])])
     if not rows:
         note("no snapshots")
         return
     table([*columns, *(["state"] if everything else []), *(["health"] if marked else [])], rows)
 
 
+def _health(snapshot: Snapshot, damaged: set[str]) -> str:
+    marks = {"damaged": snapshot.id in damaged, "reconstructed": snapshot.is_reconstructed}
+    return ", ".join(mark for mark, has in marks.items() if has)
+
+
 @verb()
 def show(shell: Shell, ref: Ref) -> None:
-    """Show one snapshot: record, lineage, tensors, reasons."""
+    """Show one snapshot: record, lineage, tensors, reasons to keep it."""
     with shell.repository() as repository:
         from ..format import manifest
 
         view = repository.view()
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
         tensors: list[dict[str, Any]] = []
-        if snapshot.state in ("committed", "forgotten"):  # of the others the manifests may be gone
+        if snapshot.state in ("committed", "forgotten"):  # a gc may have deleted the manifests of others
             for named in snapshot.manifests:
                 tensors.extend(_tensors(manifest.read(repository.store, named, None)))
         parent = view.get(snapshot.parent) if snapshot.parent else None
@@ -123,23 +131,31 @@ def show(shell: Shell, ref: Ref) -> None:
         damaged = bool(_damaged(repository, [snapshot]))
     metadata = plain(snapshot.metadata)
     if shell.as_json:
-        manifests = [
-            {"part": m.part, "rank": m.rank, "sha256": m.sha256, "size_bytes": m.size_bytes,
-             "logical_bytes": m.logical_bytes} for m in snapshot.manifests
-        ]  # fmt: skip
-        print_json({
-            "snapshot": snapshot_json(snapshot), "parent": snapshot_json(parent) if parent else None,
-            "children": [snapshot_json(s) for s in children], "reasons": reasons, "metadata": metadata,
-            "chunks": snapshot.chunks, "new_chunks": snapshot.new_chunks, "stall_s": snapshot.stall_s,
-            "total_s": snapshot.total_s, "manifests": manifests, "tensors": tensors,
-            "damaged": damaged, "made_up": snapshot.is_reconstructed,
-        })  # fmt: skip
+        columns = ("part", "rank", "sha256", "size_bytes", "logical_bytes")
+        manifests = [{name: getattr(m, name) for name in columns} for m in snapshot.manifests]
+        print_json(
+            {
+                "snapshot": snapshot_json(snapshot),
+                "parent": snapshot_json(parent) if parent else None,
+                "children": [snapshot_json(s) for s in children],
+                "reasons": reasons,
+                "metadata": metadata,
+                "chunks": snapshot.chunks,
+                "new_chunks": snapshot.new_chunks,
+                "stall_s": snapshot.stall_s,
+                "total_s": snapshot.total_s,
+                "manifests": manifests,
+                "tensors": tensors,
+                "damaged": damaged,
+                "made_up": snapshot.is_reconstructed,
+            }
+        )
         return
     _print_facts(snapshot, parent, children, reasons, metadata)
     if damaged:
-        line(f"{'damaged':<9} {_DAMAGED}")
+        line(f"damaged   {_DAMAGED}")
     if snapshot.is_reconstructed:
-        line(f"{'made up':<9} {_MADE_UP}")
+        line(f"record    {_RECONSTRUCTED}")
     _print_parts(snapshot, tensors)
 
 
@@ -160,7 +176,7 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
-    """Why a committed snapshot would stay by its run's stored policies; why a forgotten one went."""
+    """Return why a committed snapshot stays under its run's policies, or why a forgotten one was forgotten."""
     from .. import retention
     from ..errors import DAMAGE
 
@@ -168,8 +184,8 @@ def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str
         return [text for text in (snapshot.reason, snapshot.policy) if text]
     try:
         policies = repository.policies(snapshot.run)
-    except DAMAGE as error:  # no reason not to show the snapshot
-        return [f"cannot be told: {error}"]
+    except DAMAGE as error:  # the rest of the snapshot can still be shown
+        return [f"unknown: {error}"]
     decisions = retention.apply(policies, view.snapshots(snapshot.run), force=True)
     return next(list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id)
 
@@ -201,17 +217,15 @@ def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]]) -> None:
     from ..text import human_bytes
 
     line()
-    table(
-        ["part", "manifest", ">size", ">logical"],
-        [[m.part or "(root)", m.sha256[:12], human_bytes(m.size_bytes), human_bytes(m.logical_bytes)]
-         for m in snapshot.manifests],
-    )  # fmt: skip
+    parts = [
+        [m.part or "(root)", m.sha256[:12], human_bytes(m.size_bytes), human_bytes(m.logical_bytes)]
+        for m in snapshot.manifests
+    ]
+    table(["part", "manifest", ">size", ">logical"], parts)
     if tensors:
         line()
-        table(
-            ["tensor", "dtype", "shape", ">size", ">chunks"],
-            [[t["path"] or "(root)", t["dtype"], t["shape"], human_bytes(t["bytes"]), t["chunks"]] for t in tensors],
-        )  # fmt: skip
+        rows = [[t["path"] or "(root)", t["dtype"], t["shape"], human_bytes(t["bytes"]), t["chunks"]] for t in tensors]
+        table(["tensor", "dtype", "shape", ">size", ">chunks"], rows)
 
 
 @verb()
@@ -222,15 +236,21 @@ def diff(
     with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
         found = repository.diff(a, b)
     if shell.as_json:
-        print_json({
-            "a": snapshot_json(found.a), "b": snapshot_json(found.b), "tensors": [asdict(t) for t in found.tensors],
-            "plain": [{"path": path, "before": before, "after": after} for path, before, after in found.plain],
-        })  # fmt: skip
+        print_json(
+            {
+                "a": snapshot_json(found.a),
+                "b": snapshot_json(found.b),
+                "tensors": [asdict(t) for t in found.tensors],
+                "plain": [{"path": path, "before": before, "after": after} for path, before, after in found.plain],
+            }
+        )
         return
     differing = [t for t in found.tensors if t.status != "same"]
     if differing:
-        rows = [[t.path or "(root)", t.status, _percent(t.changed_share), _scientific(t.relative_l2), t.note]
-                for t in differing]  # fmt: skip
+        rows = [
+            [t.path or "(root)", t.status, _percent(t.changed_share), _scientific(t.relative_l2), t.note]
+            for t in differing
+        ]
         table(["tensor", "status", ">changed", ">relative L2", "note"], rows)
     if found.plain:
         table(["value", "before", "after"], found.plain)
@@ -247,32 +267,30 @@ def _scientific(value: float | None) -> str:
 
 @verb()
 def stats(shell: Shell) -> None:
-    """Count bytes by group and codec, dedup, ratio, chains."""
+    """Count snapshots, chunks, and bytes by group and codec."""
     with shell.repository() as repository, spinner("counting"):
         found = repository.stats()
     if shell.as_json:
         document = asdict(found)
         print_json({**document, "ratio": found.ratio})
         return
-    from ..text import human_bytes
+    from ..text import counted, human_bytes
 
     facts = {
         "snapshots": found.snapshots,
         "state": human_bytes(found.logical_bytes),
-        "stored": f"{human_bytes(found.stored_bytes)} in {found.packs} packs and their manifests",
+        "stored": f"{human_bytes(found.stored_bytes)} in {counted(found.packs, 'pack')} and all manifests",
         "ratio": f"{found.ratio:.2f}x",
-        "chunks": f"{found.chunks}, of which {found.unique_chunks} differ",
-        "bases": f"{human_bytes(found.base_only_bytes)} are needed only because a delta builds on them",
-        "unneeded": f"{human_bytes(found.unneeded_bytes)}, which 'snapstore gc' frees",
+        "chunks": f"{found.chunks}, {found.unique_chunks} of them different",
+        "bases": f"{human_bytes(found.base_only_bytes)} needed only as the base of a delta",
+        "unneeded": f"{human_bytes(found.unneeded_bytes)}; 'snapstore gc' frees them",
     }
     for name, value in facts.items():
         line(f"{name:<9} {value}")
     if found.groups:
         line()
-        table(
-            ["group", ">logical", ">stored"],
-            [[name, human_bytes(g.logical_bytes), human_bytes(g.stored_bytes)] for name, g in found.groups.items()],
-        )  # fmt: skip
+        rows = [[name, human_bytes(g.logical_bytes), human_bytes(g.stored_bytes)] for name, g in found.groups.items()]
+        table(["group", ">logical", ">stored"], rows)
     if found.codecs:
         line()
         table(["codec", ">stored"], [[name, human_bytes(size)] for name, size in found.codecs.items()])

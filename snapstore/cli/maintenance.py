@@ -1,4 +1,4 @@
-"""check, repair, compact, recode, index, doctor, demo: whether all is well, here and elsewhere."""
+"""The verbs check, repair, compact, recode, index, doctor and demo: verify, repair and rewrite a repository."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,28 +14,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .app import CORRUPT, ERROR, PARTIAL, DryRun, Shell, UsageError, verb
+from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, verb
 from .output import line, note, note_unknown, print_json, spinner
 
 if TYPE_CHECKING:
     from ..check.report import CheckResult, Problem
     from ..format.records import Snapshot
-    from ..repair.repair import RepairReport
-    from ..rewrite.compact import CompactReport
+    from ..repair.report import RepairResult
+    from ..rewrite.compact import CompactResult
     from ..rewrite.recode import RecodeResult
 
 ALL = "100%"
-#: So many snapshots that do not suffer are named in text; the JSON names all.
+#: Text names at most so many restorable snapshots; JSON names all.
 NAMED = 100
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class _OptionalValue(TyperCommand):
-    """Lets --read-data stand alone; typer knows no options with an optional value."""
+    """Lets --read-data stand without a value; typer has no options with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give it its default."""
+        """Parse the arguments, with a default for --read-data."""
         return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in args])
 
 
@@ -50,39 +51,40 @@ def check(
     restore: Annotated[bool, typer.Option("--restore", help="Also rebuild every chunk of every snapshot.")] = False,
     max_decoded: Annotated[
         str | None,
-        typer.Option("--max-decoded", metavar="SIZE", help="Of a strange repository, decode no more, such as 500G."),
+        typer.Option("--max-decoded", metavar="SIZE", help="With --restore: decode at most this, such as 500G."),
     ] = None,
 ) -> int | None:
-    """Verify the repository and say which snapshots stay restorable."""
+    """Verify the repository and list the restorable snapshots."""
     share, subset = _portion(ALL if read_data is None else read_data)
     most = None if max_decoded is None else _size(max_decoded, "--max-decoded")
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
     if shell.as_json:
-        print_json({
-            "ok": result.ok, "problems": _as_json(result.problems), "notes": _as_json(result.notes),
-            "restorable": [s.id for s in result.restorable], "damaged": [s.id for s in result.damaged],
-            "unknown": [s.id for s in result.unknown], "packs": result.packs, "packs_read": result.packs_read,
-            "decoded_bytes": result.decoded_bytes,
-        })  # fmt: skip
+        print_json(
+            {
+                "ok": result.ok,
+                "problems": _as_json(result.problems),
+                "notes": _as_json(result.notes),
+                "restorable": [s.id for s in result.restorable],
+                "damaged": [s.id for s in result.damaged],
+                "unknown": [s.id for s in result.unknown],
+                "packs": result.packs,
+                "packs_read": result.packs_read,
+                "decoded_bytes": result.decoded_bytes,
+            }
+        )
     else:
         _print_check(result)
     return None if result.ok else CORRUPT
 
 
 def _as_json(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": p.kind, "key": p.key, "message": p.message, "snapshots": p.snapshots, "command": p.command,
-            "help": p.help,
-        }
-        for p in problems
-    ]  # fmt: skip
+    return [asdict(problem) for problem in problems]
 
 
 def _portion(text: str) -> tuple[float, tuple[int, int]]:
-    """(share, subset) of `N%` or `n/t`."""
+    """Parse `N%` or `n/t` into (share, subset)."""
     if (match := _SHARE.fullmatch(text)) and 0 < float(match[1]) <= 100:
         return float(match[1]) / 100, (1, 1)
     if (match := _SUBSET.fullmatch(text)) and 1 <= int(match[1]) <= int(match[2]):
@@ -99,36 +101,32 @@ def _print_check(result: CheckResult) -> None:
     for found in result.notes:
         line(f"note, {found.kind}: {found.message}")
     fine, lost = len(result.restorable), len(result.damaged)
-    read = f"; {result.packs_read} of {counted(result.packs, 'pack')} read" * (result.level != "metadata")
-    read += f", {human_bytes(result.decoded_bytes)} decoded" * (result.level == "restore")
-    line(f"{counted(fine, 'snapshot')} {_are(fine)} restorable, as far as level {result.level!r} shows{read}")
+    read = "" if result.level == "metadata" else f"; {result.packs_read} of {counted(result.packs, 'pack')} read"
+    if result.level == "restore":
+        read += f", {human_bytes(result.decoded_bytes)} decoded"
+    line(f"{counted(fine, 'snapshot')} can be restored, as far as level {result.level!r} shows{read}")
     if fine and (result.damaged or result.unknown):
         line(f"restorable: {some([s.ref for s in result.restorable], NAMED)}")
     if result.damaged:
-        line(f"{lost} {_are(lost)} not: {_names(result.damaged)}")
+        line(f"{counted(lost, 'snapshot')} cannot be restored: {_names(result.damaged)}")
     if result.unknown:
-        untold = len(result.unknown)
-        line(f"of {untold} it cannot be told here, see above: {_names(result.unknown)}")
+        unknown = counted(len(result.unknown), "snapshot")
+        line(f"{unknown} could not be checked on this machine (see above): {_names(result.unknown)}")
     if result.unneeded_bytes:
-        line(f"{human_bytes(result.unneeded_bytes)} are needed by no committed snapshot; 'snapstore gc' frees them")
+        line(f"needed by no committed snapshot: {human_bytes(result.unneeded_bytes)}; 'snapstore gc' frees them")
     line("no problems" if result.ok else counted(len(result.problems), "problem"))
-    helps = {
-        (p.command == GC, p.command, p.help) for p in result.problems if p.command
-    }  # gc may refuse before the rest
+    # gc comes last: it may refuse before the other commands have run.
+    helps = {(p.command == GC, p.command, p.help) for p in result.problems if p.command}
     for _, command, instead in sorted(helps):
-        line(f"what helps: {command}" + f" ({instead})" * bool(instead))
+        line(f"To fix, run: {command} ({instead})" if instead else f"To fix, run: {command}")
 
 
 def _names(snapshots: Sequence[Snapshot]) -> str:
     return ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in snapshots)
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 class Level(StrEnum):
-    """How closely to look, as `check` does."""
+    """The levels of `check`."""
 
     METADATA = "metadata"
     DATA = "data"
@@ -138,29 +136,34 @@ class Level(StrEnum):
 @verb()
 def repair(
     shell: Shell,
-    apply: Annotated[bool, typer.Option("--apply", help="Do it; otherwise only say what would be done.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Repair; without it, only print what would be done.")] = False,
     level: Annotated[
-        Level, typer.Option(help="Look at names and sizes, read all packs too, or rebuild every chunk too.")
+        Level, typer.Option(help="Check names and sizes first, or all packs too, or every chunk too.")
     ] = Level.DATA,
-    drop: Annotated[bool, typer.Option("--drop", help="Forget what cannot be healed.")] = False,
-    purge: Annotated[bool, typer.Option("--purge", help="Leave damaged packs that nobody needs to gc.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Forget snapshots that cannot be healed.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Let gc delete damaged packs that no snapshot needs.")] = False,
 ) -> int | None:
-    """Mend what is damaged; without --apply, say how. Deletes no data.
+    """Repair what is damaged; without --apply, print how. Deletes no data.
 
-    Heals snapshots by what the repository still holds, keeps saves from building on damaged packs, rebuilds the index.
-    Exit code 20: something stays damaged (of a dry run: is damaged now); 3: something is left open, for later or for
-    another command.
+    Heals snapshots from other chunks of the repository, keeps saves from building on damaged packs, and rebuilds the
+    index. Exit code 20: something stays damaged (without --apply: something is damaged now). Exit code 3: something
+    is left open, for later or for another command.
     """
-    with shell.repository(damaged=True) as repository, spinner(f"looking, level {level.value}"):
+    with shell.repository(damaged=True) as repository, spinner(f"checking, level {level.value}"):
         report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
     if shell.as_json:
-        print_json({
-            "applied": report.applied, "ok": report.ok, "problems": _as_json(report.found.problems),
-            "actions": [{"kind": a.kind, "key": a.key, "message": a.message} for a in report.actions],
-            "healed": [s.id for s in report.healed],
-            "lost": [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost],
-            "dropped": [s.id for s in report.dropped], "open": report.open,
-        })  # fmt: skip
+        print_json(
+            {
+                "applied": report.applied,
+                "ok": report.ok,
+                "problems": _as_json(report.found.problems),
+                "actions": [asdict(action) for action in report.actions],
+                "healed": [s.id for s in report.healed],
+                "lost": [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost],
+                "dropped": [s.id for s in report.dropped],
+                "open": report.open,
+            }
+        )
     else:
         _print_repair(report)
     if report.left or not (report.applied or report.found.ok):
@@ -168,60 +171,70 @@ def repair(
     return PARTIAL if report.open else None
 
 
-def _print_repair(report: RepairReport) -> None:
+def _print_repair(report: RepairResult) -> None:
+    from ..check.report import stand_in
+
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")
+    lost = {snapshot.id for snapshot, _ in report.lost}
     for action in report.actions:
-        line(f"{'done' if report.applied else 'would do'}, {action.kind}: {action.message}")
+        # A lost snapshot is not healed, although the rewrite of its intact chunks is the same kind of action.
+        kind = "rewrite" if action.kind == "heal" and stand_in(action.key).id in lost else action.kind
+        line(f"{'done' if report.applied else 'would do'}, {kind}: {action.message}")
     for message in report.open:
         line(f"left open: {message}")
     left = {s.id: s for s in report.left}
     for snapshot, why in report.lost:
         line(f"{'lost' if snapshot.id in left else 'lost, and forgotten'}: {why} (id:{snapshot.id[:12]})")
     healed = ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in report.healed) or "none"
-    line(f"{'healed' if report.applied else 'would be whole again'}: {healed}")
+    line(f"{'healed' if report.applied else 'would be healed'}: {healed}")
     for helps in sorted(set(report.helps.values())):
         refs = ", ".join(left[name].ref for name, what in report.helps.items() if what == helps)
-        note(f"what brings back {refs}: {helps}; 'snapstore repair --apply --drop' forgets what nothing brings back")
+        note(f"To bring back {refs}: {helps}. To forget what stays lost, run: snapstore repair --apply --drop")
     if len(report.lost) > len(left):
-        note("what is forgotten goes with the next 'snapstore gc'")
+        note("the next 'snapstore gc' deletes what only forgotten snapshots need")
     if not report.applied:
-        todo = {action.kind for action in report.actions} != {"index"}
-        todo |= any(problem.kind == "index" for problem in report.found.problems)
-        note("nothing was done; pass --apply to do it" if todo else "nothing was done")
+        to_do = {action.kind for action in report.actions} != {"index"}
+        to_do |= any(problem.kind == "index" for problem in report.found.problems)
+        note("nothing was done; pass --apply to do it" if to_do else "nothing was done")
 
 
 @verb()
 def compact(
     shell: Shell,
-    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite no others; else all.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Only these; default: all.")] = None,
     max_repack_size: Annotated[
         str | None,
-        typer.Option("--max-repack-size", metavar="SIZE", help="Write no more, such as 10G; the best first."),
+        typer.Option("--max-repack-size", metavar="SIZE", help="Write at most this, such as 10G; best packs first."),
     ] = None,
     dry_run: DryRun = False,
 ) -> int | None:
-    """Rewrite packs that are mostly dead and chunks that hang on forgotten ones; gc then frees the old bytes.
+    """Rewrite mostly dead packs, and chunks that build on forgotten ones.
 
-    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
+    The next gc frees the old bytes.
+    Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
     limit = None if max_repack_size is None else _size(max_repack_size)
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
     if shell.as_json:
-        print_json({
-            "rewritten": [s.id for s in report.rewritten], "skipped": [s.id for s in report.skipped],
-            "failed": [{"id": s.id, "message": message} for s, message in report.failed], "encoded": report.encoded,
-            "moved": report.moved, "bytes_read": report.bytes_read, "bytes_written": report.bytes_written,
-            "bytes_before": report.bytes_before, "bytes_after": report.bytes_after, "dry_run": dry_run,
-        })  # fmt: skip
+        counts = ("encoded", "moved", "bytes_read", "bytes_written", "bytes_before", "bytes_after")
+        print_json(
+            {
+                "rewritten": [s.id for s in report.rewritten],
+                "skipped": [s.id for s in report.skipped],
+                "failed": [{"id": s.id, "message": message} for s, message in report.failed],
+                **{name: getattr(report, name) for name in counts},
+                "dry_run": dry_run,
+            }
+        )
     else:
         _print_compact(report)
     return PARTIAL if report.failed else None
 
 
 def _size(text: str, option: str = "--max-repack-size") -> int:
-    """Bytes of `10G`; K, M, G, T and P are powers of 1024."""
+    """Parse `10G` into bytes; K, M, G, T and P are powers of 1024."""
     from ..chunks.limits import parse_size
     from ..errors import InvalidInputError
 
@@ -231,15 +244,15 @@ def _size(text: str, option: str = "--max-repack-size") -> int:
         raise UsageError(f"{option} {error}") from error
 
 
-def _print_compact(report: CompactReport) -> None:
-    from ..text import human_bytes
+def _print_compact(report: CompactResult) -> None:
+    from ..text import counted, human_bytes
 
     _print_failed(report.failed)
     would = "would be " if report.dry_run else ""
     line(
-        f"{len(report.rewritten)} snapshots {would}rewritten, {len(report.skipped)} need nothing, "
-        f"{len(report.failed)} failed; {report.encoded} chunks encoded anew, {report.moved} blobs moved, "
-        f"{human_bytes(report.bytes_written)} {would}written; "
+        f"{counted(len(report.rewritten), 'snapshot')} {would}rewritten, {len(report.skipped)} unchanged, "
+        f"{len(report.failed)} failed; {counted(report.encoded, 'chunk')} {would}encoded again, "
+        f"{counted(report.moved, 'blob')} {would}moved, {human_bytes(report.bytes_written)} {would}written; "
         f"needed: {human_bytes(report.bytes_before)} -> {human_bytes(report.bytes_after)}"
     )
     if report.rewritten and not report.dry_run:
@@ -252,7 +265,7 @@ def _print_failed(failed: Sequence[tuple[Snapshot, str]]) -> None:
 
 
 class Codec(StrEnum):
-    """What can be recoded to."""
+    """The codecs that `recode` writes."""
 
     PORTABLE = "portable"
     ANS = "ans"
@@ -261,14 +274,15 @@ class Codec(StrEnum):
 @verb()
 def recode(
     shell: Shell,
-    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these snapshots.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Rewrite every committed snapshot.")] = False,
-    codec: Annotated[Codec, typer.Option(help="What every machine reads, or nvCOMP's ANS.")] = Codec.PORTABLE,
+    codec: Annotated[Codec, typer.Option(help="portable: every machine reads it; ans: nvCOMP's ANS.")] = Codec.PORTABLE,
     dry_run: DryRun = False,
 ) -> int | None:
-    """Rewrite snapshots into another codec; gc then frees the old bytes.
+    """Rewrite snapshots into another codec.
 
-    Safe beside running saves; exit code 3 says that some snapshots could not be rewritten, and stay as they were.
+    The next gc frees the old bytes.
+    Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
     if bool(refs) == everything:
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
@@ -276,11 +290,18 @@ def recode(
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
         view = repository.view()
     if shell.as_json:
-        print_json({
-            "codec": result.codec, "recoded": [s.id for s in result.recoded], "skipped": [s.id for s in result.skipped],
-            "failed": [{"id": s.id, "message": message} for s, message in result.failed], "blobs": result.blobs,
-            "bytes_before": result.bytes_before, "bytes_after": result.bytes_after, "dry_run": dry_run,
-        })  # fmt: skip
+        print_json(
+            {
+                "codec": result.codec,
+                "recoded": [s.id for s in result.recoded],
+                "skipped": [s.id for s in result.skipped],
+                "failed": [{"id": s.id, "message": message} for s, message in result.failed],
+                "blobs": result.blobs,
+                "bytes_before": result.bytes_before,
+                "bytes_after": result.bytes_after,
+                "dry_run": dry_run,
+            }
+        )
     else:
         _print_recode(result)
     unknown = everything and note_unknown(view)
@@ -288,21 +309,21 @@ def recode(
 
 
 def _print_recode(result: RecodeResult) -> None:
-    from ..text import human_bytes
+    from ..text import counted, human_bytes
 
     _print_failed(result.failed)
     after = "" if result.dry_run else f" -> {human_bytes(result.bytes_after)}"
+    recoded = f"{counted(len(result.recoded), 'snapshot')} {'would be recoded' if result.dry_run else 'recoded'}"
     line(
-        f"{len(result.recoded)} snapshots {'would be recoded' if result.dry_run else 'recoded'} to {result.codec}, "
-        f"{len(result.skipped)} need nothing, {len(result.failed)} failed; "
-        f"{result.blobs} blobs, {human_bytes(result.bytes_before)}{after}"
+        f"{recoded} to {result.codec}, {len(result.skipped)} unchanged, {len(result.failed)} failed; "
+        f"{counted(result.blobs, 'blob')}, {human_bytes(result.bytes_before)}{after}"
     )
     if result.recoded and not result.dry_run:
         note("'snapstore gc' frees the old bytes")
 
 
 class IndexAction(StrEnum):
-    """What can be done with an index."""
+    """The action of `index`."""
 
     REBUILD = "rebuild"
 
@@ -310,14 +331,14 @@ class IndexAction(StrEnum):
 @verb()
 def index(
     shell: Shell,
-    action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build it anew from the objects.")],
+    action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build the index from the objects.")],
     forget_missing: Annotated[
-        bool, typer.Option("--forget-missing", help="Give up records that only the index still knows.")
+        bool, typer.Option("--forget-missing", help="Abandon records that only the index still knows.")
     ] = False,
 ) -> int | None:
     """Rebuild the index from the objects.
 
-    It is only a cache, but of records that the store has lost: these it gives up only if told to.
+    The index is a cache, but it may hold the last copy of a record. The option --forget-missing abandons such records.
     """
     assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):
@@ -326,19 +347,21 @@ def index(
     if shell.as_json:
         print_json({"snapshots": count})
     else:
-        line(f"rebuilt the index: {count} snapshots, in whatever state")
+        from ..text import counted
+
+        line(f"rebuilt the index: {counted(count, 'snapshot')} in any state")
     return PARTIAL if note_unknown(view) else None
 
 
 @verb()
 def doctor(
     shell: Shell,
-    place: Annotated[str | None, typer.Argument(metavar="[URL]", help="Where; else --repo or SNAPSTORE_REPO.")] = None,
+    place: Place = None,
 ) -> int | None:
-    """Say what works here: machine, file system, store. Leaves nothing behind."""
+    """Test this machine, and the file system or store of a place. Leaves nothing behind."""
     from .doctor import doctor as probes
 
-    with spinner("looking"):
+    with spinner("testing"):
         findings = probes.machine() + (probes.place(url) if (url := place or shell.url) else [])
     ok = all(finding.ok is not False for finding in findings)
     if shell.as_json:
@@ -358,15 +381,15 @@ def demo(
         Path | None, typer.Option("--keep", metavar="DIR", help="Leave the repository in this new folder.")
     ] = None,
 ) -> int | None:
-    """See it at work on a real training run. Takes about three minutes."""
+    """Run the demo on a real training run. Takes about three minutes."""
     script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
     if not script.is_file():
         from ..errors import CapabilityError
 
-        raise CapabilityError("demo: comes with the source only; clone the repository of snapstore and run tools/demo")
+        raise CapabilityError("demo: not installed; clone the repository of snapstore and run tools/demo")
     command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
     note(f"running {script}")
-    # With --json its story goes to stderr: stdout is data only.
+    # With --json the demo prints to stderr: stdout is for data only.
     code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode
     if shell.as_json:
         print_json({"ok": code == 0, "exit_code": code})

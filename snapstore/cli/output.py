@@ -1,7 +1,7 @@
-"""What the shell prints: JSON documents, tables and lines on stdout; a spinner on stderr.
+"""Print JSON documents, tables and lines on stdout; notes and a spinner on stderr.
 
-Strings from a repository are somebody else's: control characters are escaped before they reach a terminal. Without a
-terminal, tables are as wide as they need to be, so that no pipe sees a wrapped or a cut column.
+Strings from a repository are not trusted: control characters are escaped before they reach a terminal. Without a
+terminal, tables are as wide as they need to be: no column wraps or is cut in a pipe.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from ..catalog.history import View
     from ..format.records import Snapshot
 
-#: A spinner appears only for what takes longer [s].
+#: The spinner appears only after this time [s].
 SPINNER_AFTER_S = 1.0
 
-#: Longer tables are printed without rich, which takes more than a second for a thousand rows.
+#: Longer tables are printed without rich, which needs more than a second for a thousand rows.
 RICH_ROWS = 200
 
-#: Shorter cells are padded up to this; longer ones are printed whole, and push the rest of their row.
+#: Cells are padded up to this width; longer ones are printed whole and shift the rest of their row.
 MAX_PADDED = 200
 
 #: Longer integers are shown in hexadecimal.
@@ -37,9 +37,9 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can say it: NaN and infinities as strings that float() reads, things without a form as text."""
+    """Return `value` for JSON: NaN and infinities as strings that float() reads, values without a JSON form as text."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        return hex(value)  # Python refuses to write, and to read, longer ones in decimal
+        return hex(value)  # Python refuses to write and read longer ones in decimal
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -55,25 +55,25 @@ def plain(value: Any) -> Any:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One document, on one line."""
+    """Print one document, on one line."""
     print(json.dumps(plain(document), allow_nan=False))
 
 
 def iso(created: float) -> str:
-    """Seconds since the epoch as ISO 8601 in UTC."""
+    """Return seconds since the epoch as ISO 8601 in UTC."""
     return f"{_time(created):%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def local(created: float) -> str:
-    """Seconds since the epoch for a person here."""
+    """Return seconds since the epoch as local time."""
     try:
         return f"{_time(created).astimezone():%Y-%m-%d %H:%M:%S}"
-    except (OverflowError, ValueError):  # the first and last day of the calendar have no local time everywhere
+    except (OverflowError, ValueError):  # the first or last day of the calendar, in some time zones
         return iso(created)
 
 
 def _time(created: float) -> dt.datetime:
-    """A time for any float: a writer's mad clock must not stop a listing."""
+    """Return a time for any float: the wrong clock of a writer must not stop a listing."""
     try:
         return _EPOCH + dt.timedelta(seconds=created)
     except (OverflowError, ValueError):
@@ -81,7 +81,7 @@ def _time(created: float) -> dt.datetime:
 
 
 def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot as every verb shows it."""
+    """Return a snapshot as every verb prints it."""
     return {
         "id": snapshot.id,
         "run": snapshot.run,
@@ -98,39 +98,39 @@ def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def clean(text: str) -> str:
-    """`text` without what a terminal would act upon; line ends stay."""
+    """Return `text` with control characters escaped, except line ends."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def line(text: str = "") -> None:
-    """A line for people, on stdout."""
+    """Print a line on stdout."""
     print(clean(text))
 
 
 def note(text: str) -> None:
-    """A line beside the data, on stderr."""
+    """Print a line on stderr."""
     print(clean(text), file=sys.stderr)
 
 
 def note_unknown(view: View) -> bool:
-    """Say which records a look at all snapshots has left out; whether there are any."""
+    """Warn of records that a listing leaves out; return whether there are any."""
     from ..catalog.history import PUT_BACK
     from ..text import counted, some
 
     if unknown := [*view.damaged, *view.unread]:
-        note(f"snapstore: warning: left out: {counted(len(unknown), 'record')} that cannot be read: {some(unknown)}; "
-             "run 'snapstore check'")  # fmt: skip
+        left_out = counted(len(unknown), "record")
+        note(f"snapstore: warning: left out {left_out} that cannot be read: {some(unknown)}; run 'snapstore check'")
     if view.missing:
         names = some([f"{s.ref} (id:{s.id[:12]})" for s in view.missing])
-        note(f"snapstore: warning: gone from the store: {counted(len(view.missing), 'record')} that the index knows, "
-             f"of {names}; {PUT_BACK}")  # fmt: skip
+        gone = counted(len(view.missing), "record")
+        note(f"snapstore: warning: gone from the store: {gone} that the index knows, of {names}; {PUT_BACK}")
     return bool(unknown or view.missing)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table. A column whose name starts with `>` is flushed right."""
+    """Print a table. A column whose name starts with `>` is aligned right."""
     cells = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in rows]
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
@@ -140,10 +140,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         return
     widths = [min(MAX_PADDED, max(len(row[i]) for row in [names, *cells])) for i in range(len(names))]
     for row in [names, *cells]:
-        padded = (
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(row, widths, right, strict=True)
-        )  # fmt: skip
+        cell_widths = zip(row, widths, right, strict=True)
+        padded = (cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in cell_widths)
         print("  ".join(padded).rstrip())
 
 
@@ -158,14 +156,14 @@ def _rich_table(names: Sequence[str], right: Sequence[bool], cells: Sequence[Seq
     for row in cells:
         drawn.add_row(*row)
     console = Console(markup=False, emoji=False, highlight=False)
-    # On a narrow terminal whole lines wrap, or scroll in a pager; cut columns would lose what was asked for.
+    # On a narrow terminal lines wrap, or scroll in a pager; a cut column would lose data.
     console.width = max(console.width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
     console.print(drawn, soft_wrap=True)
 
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Show on a terminal that something goes on, once it takes longer than a second."""
+    """Show a spinner on a terminal while the block runs, after its first second."""
     if not sys.stderr.isatty():
         yield
         return

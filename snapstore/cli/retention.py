@@ -1,4 +1,4 @@
-"""tag, untag, forget, unforget, gc: what stays, and what goes."""
+"""The verbs tag, untag, forget, unforget and gc: decide which snapshots stay, and delete the rest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from ..retention import Policy
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
-Count = Annotated[int | None, typer.Option(metavar="N", help="That many of the newest.")]
+Periods = Annotated[int | None, typer.Option(metavar="N", help="Keep the newest of each of the last N.")]
 
 
 @verb()
 def tag(shell: Shell, ref: Ref, name: Name) -> None:
-    """Tag a snapshot; it is then never forgotten.
+    """Tag a snapshot, so that it is never forgotten.
 
-    A tag moves if another snapshot of the run has it.
+    If another snapshot of the run has the tag, the tag moves.
     """
     with shell.repository() as repository:
         snapshot = repository.tag(ref, name)
         if name not in snapshot.tags:
-            text = f"{snapshot.ref}: {name} was given to another snapshot of the run at the same time, which has it now"
+            text = f"{snapshot.ref}: another process gave {name} to another snapshot of the run at the same time"
             raise ConflictError(f"{text}; tag again to move it here")
-        _done(shell, snapshot, f"is now tagged {name}")
+        _print_snapshot(shell, snapshot, f"is now tagged {name}")
 
 
 @verb()
@@ -40,24 +40,24 @@ def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
     """Take a tag off a snapshot."""
     with shell.repository() as repository:
         if not dry_run:
-            _done(shell, repository.untag(ref, name), f"is no longer tagged {name}")
+            _print_snapshot(shell, repository.untag(ref, name), f"is no longer tagged {name}")
             return
         snapshot = repository.view().resolve(ref)
         if name not in snapshot.tags:
             from ..errors import NotFoundError
 
             raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
-        _done(shell, snapshot, f"would no longer be tagged {name}")
+        _print_snapshot(shell, snapshot, f"would no longer be tagged {name}")
 
 
 @verb()
 def unforget(shell: Shell, ref: Ref) -> None:
-    """Bring a forgotten snapshot back, until a gc collects it."""
+    """Bring back a forgotten snapshot that no gc has collected."""
     with shell.repository() as repository:
-        _done(shell, repository.unforget(ref), "is back")
+        _print_snapshot(shell, repository.unforget(ref), "is back")
 
 
-def _done(shell: Shell, snapshot: Snapshot, what: str) -> None:
+def _print_snapshot(shell: Shell, snapshot: Snapshot, what: str) -> None:
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})
     else:
@@ -67,21 +67,21 @@ def _done(shell: Shell, snapshot: Snapshot, what: str) -> None:
 @verb()
 def forget(
     shell: Shell,
-    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these snapshots.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Apply policies to this run.")] = None,
-    keep_last: Count = None,
-    keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Multiples of this.")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest N.")] = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Keep multiples of this.")] = None,
     keep_best: Annotated[
-        list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help="May be repeated.")
+        list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help="Keep the N best; may be repeated.")
     ] = None,
-    keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help="Such as 12h or 7d.")] = None,
-    keep_hourly: Count = None,
-    keep_daily: Count = None,
-    keep_weekly: Count = None,
-    keep_monthly: Count = None,
-    keep_yearly: Count = None,
-    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="These steps.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if the policies keep nothing.")] = False,
+    keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help="Keep the last 12h, 7d, ...")] = None,
+    keep_hourly: Periods = None,
+    keep_daily: Periods = None,
+    keep_weekly: Periods = None,
+    keep_monthly: Periods = None,
+    keep_yearly: Periods = None,
+    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Forget snapshots by name or by policy; gc frees their bytes.
@@ -90,15 +90,21 @@ def forget(
     tagged ones and the newest of the run.
     """
     options = {
-        "KeepLast": keep_last, "KeepEvery": keep_every, "KeepWithin": keep_within, "KeepHourly": keep_hourly,
-        "KeepDaily": keep_daily, "KeepWeekly": keep_weekly, "KeepMonthly": keep_monthly, "KeepYearly": keep_yearly,
-    }  # fmt: skip
+        "KeepLast": keep_last,
+        "KeepEvery": keep_every,
+        "KeepWithin": keep_within,
+        "KeepHourly": keep_hourly,
+        "KeepDaily": keep_daily,
+        "KeepWeekly": keep_weekly,
+        "KeepMonthly": keep_monthly,
+        "KeepYearly": keep_yearly,
+    }
     given = {kind: value for kind, value in options.items() if value is not None}
     by_policy = given or keep_best or keep_steps is not None
     if refs and (run is not None or by_policy):
-        raise UsageError("name snapshots, or a --run with policies, not both")
+        raise UsageError("name snapshots, or --run with policies, not both")
     if not refs and run is None:
-        raise UsageError("nothing named; pass references, or --run R")
+        raise UsageError("no snapshot named; pass references, or --run R")
     keep = _policies(given, keep_best or [], keep_steps)
     with shell.repository() as repository:
         if refs:
@@ -113,7 +119,7 @@ def forget(
 
 
 def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list[Policy]:
-    """The policies that the options name."""
+    """Return the policies that the options name."""
     from .. import retention
 
     keep: list[Policy] = [getattr(retention, kind)(value) for kind, value in given.items()]
@@ -132,10 +138,10 @@ def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list
 
 def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:
     from ..errors import InvalidInputError
-    from ..format.checks import check_name
+    from ..format.argument_checks import check_name
 
     stored = repository.policies(check_name("run", run))
-    if not stored and not force and repository.snapshots(run):  # an unknown run is the better thing to complain about
+    if not stored and not force and repository.snapshots(run):  # else the error is about the unknown run
         raise InvalidInputError(
             f"run {run!r}: no policy is stored for it; name some, such as --keep-last 3, or save with "
             "SnapshotManager(keep=[...])"
@@ -144,20 +150,18 @@ def _stored_policies(repository: Repository, run: str, force: bool) -> list[Poli
 
 
 def _replace_damaged_policies(repository: Repository, run: str, keep: list[Policy]) -> None:
-    """What is stored for a run and is damaged has been said again by this command line: store it."""
+    """Store the policies of this command line if those stored for the run are damaged."""
     from ..catalog import policy_store
 
     if policy_store.are_damaged(repository.store, run):
         repository.set_policies(run, keep)
-        note(f"the policies stored for run {run!r} were damaged; these are stored in their place")
+        note(f"the policies stored for run {run!r} were damaged; these replace them")
 
 
 def _print_forget(shell: Shell, result: ForgetResult) -> None:
     if shell.as_json:
-        print_json({
-            "kept": [{"id": s.id, "reasons": reasons} for s, reasons in result.kept],
-            "forgotten": [s.id for s in result.forgotten],
-        })  # fmt: skip
+        kept = [{"id": s.id, "reasons": reasons} for s, reasons in result.kept]
+        print_json({"kept": kept, "forgotten": [s.id for s in result.forgotten]})
         return
     goes = "would be forgotten" if result.dry_run else "forgotten"
     rows = [[s.ref, s.id[:8], "kept", "; ".join(reasons)] for s, reasons in result.kept]
@@ -178,15 +182,15 @@ def gc(
     shell: Shell,
     dry_run: DryRun = False,
     fence_after: Annotated[
-        str, typer.Option(metavar="DURATION", help="Give up a silent save of another machine after this.")
+        str, typer.Option(metavar="DURATION", help="Abandon a save of another machine that was silent this long.")
     ] = "1h",
     unexplained: Annotated[
-        bool, typer.Option("--unexplained", help="Delete also objects whose records are gone for good.")
+        bool, typer.Option("--unexplained", help="Also delete objects whose records are gone for good.")
     ] = False,
 ) -> int | None:
     """Delete what no committed snapshot needs.
 
-    Safe beside running saves; exit code 3 says that it must wait for one.
+    Safe beside running saves. Exit code 3: it must wait for one.
     """
     match = _FENCE.fullmatch(fence_after)
     if match is None:
@@ -197,22 +201,20 @@ def gc(
     from ..text import counted, human_bytes
 
     if shell.as_json:
-        print_json({
-            "deleted_objects": result.deleted_objects, "deleted_bytes": result.deleted_bytes,
-            "stored_bytes": result.stored_bytes, "waiting_for": result.waiting_for, "fenced": result.fenced,
-            "dry_run": dry_run,
-        })  # fmt: skip
+        names = ("deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced")
+        print_json({**{name: getattr(result, name) for name in names}, "dry_run": dry_run})
     else:
         line(
-            f"{'would delete' if dry_run else 'deleted'} {result.deleted_objects} objects, "
+            f"{'would delete' if dry_run else 'deleted'} {counted(result.deleted_objects, 'object')}, "
             f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
         )
         if result.fenced:
-            line(f"gave up {len(result.fenced)} dead saves")
+            line(f"abandoned {counted(len(result.fenced), 'dead save')}")
     if result.waiting_for:
+        saves = counted(len(result.waiting_for), "save")
         note(
-            f"snapstore: warning: {counted(len(result.waiting_for), 'save')} may be running and need what is to be "
-            "deleted, which waits for that; run 'snapstore gc' again later"
+            f"snapstore: warning: {saves} may be running and may need objects that gc would delete; "
+            "run 'snapstore gc' again later"
         )
         return PARTIAL
     return None

@@ -1,4 +1,4 @@
-"""init, save, restore: states in and out."""
+"""The verbs init, save and restore: create a repository, and move states in and out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Ref, Shell, UsageError, verb
+from .app import Place, Ref, Shell, UsageError, verb
 from .output import line, note, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
-
-Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="Where; else --repo or SNAPSTORE_REPO.")]
 
 
 @verb()
@@ -24,7 +22,7 @@ def init(
         int | None, typer.Option("--chunk-bytes", metavar="N", help="The unit of dedup; 1 MiB by default.")
     ] = None,
 ) -> None:
-    """Make a repository."""
+    """Create a repository."""
     from ..format.chunking import DEFAULT_CHUNK_BYTES
     from ..repository import Repository
 
@@ -32,33 +30,34 @@ def init(
     with Repository.create(shell.need_url(place), chunk_bytes=size) as repository:
         config = repository.config
         if shell.as_json:
-            print_json({
-                "url": repository.url, "uuid": config.uuid, "version": config.version,
-                "chunk_bytes": config.chunk_bytes,
-            })  # fmt: skip
+            columns = {name: getattr(config, name) for name in ("uuid", "version", "chunk_bytes")}
+            print_json({"url": repository.url, **columns})
         else:
-            line(f"made a repository at {repository.url}")
+            line(f"created a repository at {repository.url}")
 
 
 @verb()
 def save(
     shell: Shell,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .pt, .pth, .bin or .safetensors file.")],
-    run: Annotated[str, typer.Option("--run", metavar="R", help="The run that it belongs to.")],
-    step: Annotated[int, typer.Option("--step", metavar="N", help="Its step in the run.")],
+    run: Annotated[str, typer.Option("--run", metavar="R", help="The run of the snapshot.")],
+    step: Annotated[int, typer.Option("--step", metavar="N", help="The step of the snapshot.")],
     tag: Annotated[list[str] | None, typer.Option("--tag", metavar="T", help="A tag; may be repeated.")] = None,
     metric: Annotated[
         list[str] | None, typer.Option("--metric", metavar="NAME=VALUE", help="A metric; may be repeated.")
     ] = None,
-    parent: Annotated[str | None, typer.Option("--parent", metavar="REF", help="What it goes on from.")] = None,
+    parent: Annotated[
+        str | None, typer.Option("--parent", metavar="REF", help="Default: the newest of the run.")
+    ] = None,
     base: Annotated[
-        list[str] | None, typer.Option("--base", metavar="REF", help="Dedup against this too; may be repeated.")
+        list[str] | None,
+        typer.Option("--base", metavar="REF", help="Also dedup against this; may be repeated."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Store no deltas.")] = False,
 ) -> None:
     """Save the state in a file as a snapshot.
 
-    Files that hold Python objects are refused, for these could run any code.
+    A file that holds Python objects is refused, because it could run any code.
     """
     metrics = _metrics(metric or [])
     with shell.repository() as repository:
@@ -67,9 +66,17 @@ def save(
         with spinner(f"saving {file}"):
             state, about = files.read(file)
             snapshot = repository.save(
-                state, run=run, step=step, parent=parent, bases=base or [], metrics=metrics,
-                metadata={"safetensors": about} if about else None, tags=tag or [], full=full, ranks=False,
-            )  # fmt: skip
+                state,
+                run=run,
+                step=step,
+                parent=parent,
+                bases=base or [],
+                metrics=metrics,
+                metadata={"safetensors": about} if about else None,
+                tags=tag or [],
+                full=full,
+                ranks=False,
+            )
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})
         return
@@ -82,7 +89,7 @@ def save(
 
 
 def _metrics(given: list[str]) -> dict[str, float]:
-    """`NAME=VALUE` each."""
+    """Parse a `NAME=VALUE` each."""
     found: dict[str, float] = {}
     for text in given:
         name, _, value = text.rpartition("=")
@@ -105,38 +112,37 @@ def restore(
         list[str] | None, typer.Option("--keys", metavar="GLOB", help="Only these paths ('model.*'); may be repeated.")
     ] = None,
     tensors_only: Annotated[
-        bool, typer.Option("--tensors-only", help="Leave out what .safetensors cannot hold.")
+        bool, typer.Option("--tensors-only", help="Leave out values that .safetensors cannot hold.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a snapshot's state to a file, verified."""
+    """Verify the state of a snapshot and write it to a file."""
     with shell.repository() as repository:
         from . import files
 
         files.check_output(output, force=force)
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
-            # By id: the reference may name another snapshot by now.
+            # By id: the reference may name another snapshot now.
             state = repository.restore(f"id:{snapshot.id}", keys=keys or None)
             tensors, dropped = files.write(
-                output, state, metadata=_about(snapshot), force=force, tensors_only=tensors_only
+                output, state, metadata=_safetensors_metadata(snapshot), force=force, tensors_only=tensors_only
             )
     size = output.stat().st_size
     if shell.as_json:
-        print_json({
-            "snapshot": snapshot_json(snapshot), "file": str(output), "tensors": tensors, "bytes": size,
-            "dropped": dropped,
-        })  # fmt: skip
+        counts = {"tensors": tensors, "bytes": size, "dropped": dropped}
+        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts})
         return
-    from ..text import human_bytes
+    from ..text import counted, human_bytes
 
-    line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {tensors} tensors, {human_bytes(size)}")
+    what = f"{counted(tensors, 'tensor')}, {human_bytes(size)}"
+    line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
     if dropped:
-        note(f"left out {len(dropped)} values that are no tensors")
+        note(f"left out {counted(len(dropped), 'value')}: the file holds tensors only")
 
 
-def _about(snapshot: Snapshot) -> dict[str, str]:
-    """The metadata of the .safetensors file that a snapshot was saved from."""
+def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
+    """Return the metadata of the .safetensors file that a snapshot was saved from."""
     metadata: Any = snapshot.metadata
     about = metadata.get("safetensors") if isinstance(metadata, dict) else None
     if not isinstance(about, dict):

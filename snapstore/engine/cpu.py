@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..errors import InvalidInputError
-from ..format import blob, delta, planes
+from ..format import blob, delta_choice, planes
 from ..format.codec_choice import estimate_bytes
 from ..format.hashing import digest
 from ..format.pack import Encoded
@@ -229,7 +229,7 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
         xor = _statistics(difference, job)
         plane_bytes = job.chunk.size // job.element_size
         full_bytes = estimate_bytes(chosen.bits.tolist(), plane_bytes)
-        if delta.pays(estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
+        if delta_choice.pays(estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
             source, base, chosen = difference, job.base_digest, xor
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
     return EncodedChunk(data, base is not None, out)

@@ -260,7 +260,8 @@ def parse(blob: memoryview, where: str) -> Header:
         base,
     ) = HEADER.unpack_from(blob)
     if magic != MAGIC:
-        raise FormatError(f"{where}: no blob: magic {magic!r}, expected {MAGIC!r}; run 'snapstore check --read-data'")
+        hint = "run 'snapstore check --read-data'"
+        raise FormatError(f"{where}: not a blob: magic {magic!r}, expected {MAGIC!r}; {hint}")
     if version != VERSION:
         raise UnknownFormatError(
             f"{where}: blob version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "

@@ -122,7 +122,7 @@ def _read_prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
         raise IntegrityError(f"{where}: {len(data)} bytes, expected at least {PREFIX.size}")
     magic, version, _, length, expected = PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise FormatError(f"{where}: no manifest: magic {magic!r}, expected {MAGIC!r}")
+        raise FormatError(f"{where}: not a manifest: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
         raise UnknownFormatError(
             f"{where}: manifest version {version}, this snapstore reads {VERSION}; use the release that writes it, or "

@@ -155,12 +155,12 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     """Read the first 64 bytes of a pack.
 
     Raises:
-        FormatError: no pack, or of another version.
+        FormatError: not a pack, or of another version.
     """
     head = store.get_range(key, 0, HEADER.size)
     magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
     if magic != MAGIC:
-        raise FormatError(f"{key}: no pack: magic {magic!r}, expected {MAGIC!r}")
+        raise FormatError(f"{key}: not a pack: magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
         raise UnknownFormatError(
             f"{key}: pack version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
@@ -190,7 +190,7 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
     try:
         return PackListing(header, bytes(footer[count * ENTRY.itemsize :]).decode(), entries)
     except UnicodeDecodeError as error:
-        raise FormatError(f"{key}: the part's name is no UTF-8") from error
+        raise FormatError(f"{key}: the part's name is not UTF-8") from error
 
 
 @dataclass(frozen=True, slots=True)

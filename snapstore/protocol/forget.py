@@ -1,7 +1,7 @@
 """Forget: which snapshots of a run go, and what brings one back. The bytes stay until a gc.
 
 In: policies, or references. Out: new revisions of the records, in state `forgotten` or `committed`; `revisions` writes
-them. What a policy keeps is decided in `retention`, by pure functions.
+them. Pure functions in `retention` decide what a policy keeps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .. import retention
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.checks import check_name
+from ..format.argument_checks import check_name
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from . import revisions
 from .quarantine import in_need_of_quarantined
@@ -20,7 +20,7 @@ from .quarantine import in_need_of_quarantined
 
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
-    """What a forget did, or would do.
+    """The result of a forget, or of its dry run.
 
     Attributes:
         kept: (snapshot, reasons) of every snapshot that stays.

@@ -1,7 +1,7 @@
 """gc: delete the packs and manifests that no committed snapshot needs: mark, wait, sweep.
 
     mark    (1) LIST packs and manifests  (2) LIST records, read manifest headers: live = all that ruling committed
-            records need; candidates = 1 minus 2, each explained by a record or a session (unexplained.py)
+            records need; candidates = 1 minus 2, each explained by a record or a session (unexplained_objects.py)
             (3) PUT gc/<id>.mark  (4) only then LIST sessions, PUT .wait
     sweep   every session of .wait has ended or is fenced (liveness.py); 1 and 2 again from scratch; `swept` revisions
             for forgotten records that lose bytes; look for the mark again, stop if it is gone; delete; remove mark,
@@ -45,7 +45,7 @@ from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
 from .quarantine import in_quarantine, remove_notes_of_swept
 from .revisions import hidden_revision, put, retry_conflicts, revise
-from .unexplained import find_damaged, find_unexplained, require_explained
+from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
@@ -56,13 +56,12 @@ OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
 @dataclass(slots=True)
 class GcResult:
-    """What a gc did, or would do.
+    """The outcome of a gc, or the expected one of a dry run.
 
     Attributes:
-        deleted_objects, deleted_bytes: packs and manifests removed (in a dry run: that would be).
+        deleted_objects, deleted_bytes: packs and manifests deleted.
         stored_bytes: packs and manifests left [bytes].
-        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted (of a dry run:
-            would be): run gc again later.
+        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted: run gc later.
         fenced: sessions of dead saves, which can no longer commit.
     """
 
@@ -75,14 +74,17 @@ class GcResult:
 
 
 def collect(
-    context: Context, *, dry_run: bool = False, fence_after_s: float = DEFAULT_FENCE_AFTER_S,
+    context: Context,
+    *,
+    dry_run: bool = False,
+    fence_after_s: float = DEFAULT_FENCE_AFTER_S,
     unexplained: bool = False,
-) -> GcResult:  # fmt: skip
+) -> GcResult:
     """Delete every pack and manifest that no committed snapshot needs.
 
     Args:
         fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
-        unexplained: delete also objects that no record explains (unexplained.py).
+        unexplained: delete also objects that no record explains (unexplained_objects.py).
 
     Raises:
         IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no
@@ -251,7 +253,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
 
 def _durable_view(context: Context) -> View:
     """Return the records, on listings that a power cut cannot take back."""
-    view = context.index.refresh(surely=True)
+    view = context.index.refresh(list_twice=True)
     for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
         context.store.sync(f"snapshots/{run}/")
     return view

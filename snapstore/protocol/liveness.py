@@ -92,7 +92,7 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
         return None
     run, step, snapshot_id, revision = parsed
     if not revision:
-        return aborted(run, step, snapshot_id, "gc fenced this save as dead")
+        return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):
         store.stat(session.key)
@@ -110,6 +110,12 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
 def aborted(run: str, step: int, snapshot_id: str, reason: str) -> Snapshot:
     """Return the record of a save that never committed."""
     return Snapshot(
-        id=snapshot_id, run=run, step=step, seq=0, state=ABORTED, write_id=records.new_id(), created=time.time(),
+        id=snapshot_id,
+        run=run,
+        step=step,
+        seq=0,
+        state=ABORTED,
+        write_id=records.new_id(),
+        created=time.time(),
         reason=reason,
-    )  # fmt: skip
+    )

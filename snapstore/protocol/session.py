@@ -19,7 +19,7 @@ from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import ABORTED, COMMITTED, Snapshot
-from .claim import Claim
+from .commit import Claim
 
 log = logging.getLogger("snapstore")
 
@@ -84,13 +84,24 @@ class Session(Claim):
     def commit(self, **fields: Any) -> Snapshot:
         """Create the record; see `publish` for what it raises."""
         snapshot = Snapshot(
-            id=self.id, run=self.run, step=self.step, seq=self.seq, state=COMMITTED, write_id=records.new_id(),
-            parent=self.parent, **fields,
-        )  # fmt: skip
+            id=self.id,
+            run=self.run,
+            step=self.step,
+            seq=self.seq,
+            state=COMMITTED,
+            write_id=records.new_id(),
+            parent=self.parent,
+            **fields,
+        )
         return self.publish(snapshot)
 
     def _aborted(self, reason: str) -> Snapshot:
         return Snapshot(
-            id=self.id, run=self.run, step=self.step, seq=self.seq, state=ABORTED, write_id=records.new_id(),
+            id=self.id,
+            run=self.run,
+            step=self.step,
+            seq=self.seq,
+            state=ABORTED,
+            write_id=records.new_id(),
             reason=reason,
-        )  # fmt: skip
+        )

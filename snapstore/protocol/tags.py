@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ..catalog.history import View
 from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
-from ..format.checks import check_tag, check_tags
+from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
 from .revisions import retry_conflicts, revise
 

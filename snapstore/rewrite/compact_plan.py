@@ -1,7 +1,7 @@
-"""Compact plan: what compact could free, over all committed snapshots, and which of it is worth its cost.
+"""Compact plan: find the bytes that compact could free, over all committed snapshots, and choose what pays.
 
-In: manifests; no pack is read here. Out: a plan: chunks to be encoded anew, packs to be left. Memory grows with the
-number of different blobs (some 50 bytes each) and of chains that could be cut, not with that of snapshots.
+In: manifests; no pack is read here. Out: a plan: chunks to encode again, packs to empty. Memory grows with the number
+of different blobs (some 50 bytes each) and of chains that could be cut, not with the number of snapshots.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ..format.records import ManifestRef, Snapshot
 from ..storage.base import ObjectStore
 
 log = logging.getLogger("snapstore")
-#: What is dead in all packs together may be this share of what lives; the worst packs are left until it is.
+#: Packs are emptied, the worst first, until the dead bytes of all packs are this share of the live ones.
 MAX_DEAD_SHARE = 1 / 64
-#: What is freed must be this much more than what is written for it, as a share of the latter: by a chunk encoded anew,
-#: by a pack that is left, and by all of it.
+#: The bytes freed must exceed the bytes written for them by this share of the latter: for an encoded chunk, for an
+#: emptied pack, and for the whole plan.
 MIN_GAIN = 1 / 32
-#: A new manifest, and the packs beside it, may be so much longer than the old ones.
+#: A new manifest and its packs may be this much longer than the old ones.
 PART_BYTES = 512
 _OFFSET_BITS = 40  # of a blob's key: packs are far smaller than a TiB
 
 
-def worth(freed_bytes: float) -> float:
-    """The most to write for what is freed."""
+def max_cost(freed_bytes: float) -> float:
+    """Return the most bytes to write for some bytes that are freed."""
     return freed_bytes / (1 + MIN_GAIN)
 
 
@@ -50,15 +50,17 @@ class Edge:
     """A chunk that a snapshot holds, and whose blob is a delta to one that none holds any more.
 
     Attributes:
-        source: a manifest and one of its rows whose chain comes by.
-        behind: digest of the next kept chunk behind it on the chain; empty: none.
-        estimate_bytes: what it may take when it is encoded anew.
-        chain: how it is rebuilt already in a snapshot that was compacted; empty: nowhere.
+        source: a manifest, and one of its rows whose chain passes the edge.
+        base: digest of the next kept chunk of that chain; empty: none.
+        blobs: keys of the blobs that are freed once no chain passes the edge.
+        length: stored bytes of its blob now.
+        estimate_bytes: stored bytes of its new blob, estimated.
+        chain: its new chain, where a compacted snapshot has one; empty: nowhere.
     """
 
     digest: bytes
     source: tuple[ManifestRef, int]
-    behind: bytes
+    base: bytes
     blobs: set[int]
     length: int
     estimate_bytes: int
@@ -67,47 +69,53 @@ class Edge:
 
 @dataclass(slots=True)
 class Cut:
-    """Edges that share what is behind them: it is freed once all of them are encoded anew, and not before.
+    """Edges that share blobs: these are freed once all of the edges are encoded again, and not before.
 
     Attributes:
-        is_worth_it: None until their real sizes are known.
+        edges: by digest.
+        pays: whether encoding them frees more than it costs; None until their real sizes are known.
     """
 
-    edges: dict[bytes, Edge]  # by digest
+    edges: dict[bytes, Edge]
     freed_bytes: int
     blobs: set[int]
-    is_worth_it: bool | None = None
+    pays: bool | None = None
 
     @property
     def cost_bytes(self) -> int:
-        """What it takes to encode them anew, as far as that can be told."""
+        """Return the stored bytes of the new blobs, estimated."""
         return sum(edge.estimate_bytes for edge in self.edges.values())
 
     @property
     def root(self) -> Edge | None:
-        """The one that the others without a base may become deltas to."""
-        return next((edge for edge in self.edges.values() if not edge.behind), None)
+        """Return the edge that the others without a base may become deltas to."""
+        return next((edge for edge in self.edges.values() if not edge.base), None)
+
+    def root_of(self, digest: bytes) -> bytes:
+        """Return the digest of the root if a chunk may become a delta to it; empty: it is the root, or has a base."""
+        root, edge = self.root, self.edges[digest]
+        return b"" if root is None or root is edge or edge.base else root.digest
 
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be rewritten.
+    """The chunks and packs to rewrite.
 
     Attributes:
         kept: digests of the chunks that snapshots hold.
         cuts: by the digest of each edge.
         edges: these digests.
-        deltas: those of them that are full, and may be deltas to their neighbours.
-        left: packs whose live blobs move.
-        moved, moved_bytes: these blobs.
-        cost_bytes, gain_bytes: estimates: bytes written, and by how much less there is in the end.
+        deltas: the edges that are full chunks and may become deltas to their neighbours.
+        emptied: packs whose live blobs move.
+        moved, moved_bytes: number and stored bytes of these blobs.
+        cost_bytes, gain_bytes: estimates: bytes to write, and by how many bytes the repository shrinks.
     """
 
     kept: Digests
     cuts: dict[bytes, Cut] = field(default_factory=dict)
     edges: Digests = field(default_factory=Digests)
     deltas: set[bytes] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
+    emptied: set[str] = field(default_factory=set)
     moved: int = 0
     moved_bytes: int = 0
     cost_bytes: int = 0
@@ -115,25 +123,27 @@ class Plan:
 
     @property
     def encoded(self) -> int:
-        """Chunks to be encoded anew."""
+        """Return how many chunks are to be encoded."""
         return sum(not cut.edges[digest].chain for digest, cut in self.cuts.items())
 
 
 class LiveBlobs:
-    """All live blobs, and the chains that lead through chunks that nobody holds.
+    """All live blobs, and the chains that lead through chunks that no snapshot holds.
 
     Args:
-        digest_seed: of the repository: chunks are the same where their digests are.
+        digest_seed: the repository's; chunks with the same digest are the same.
         chosen: ids of the snapshots that may be rewritten.
-        quarantined: keys of the packs that no gc deletes: nothing in them is freed.
+        quarantined: keys of the packs that no gc deletes: no byte in them is freed.
 
     Attributes:
-        damaged: ids of snapshots whose manifests cannot be read, and why.
+        damaged: id -> why, of snapshots whose manifests cannot be read.
+        kept: digests of the chunks that snapshots hold.
+        heights: digest -> the most deltas that a chain has on top of this full chunk.
     """
 
     def __init__(
         self, store: ObjectStore, digest_seed: int, view: View, chosen: set[str], quarantined: set[str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._digest_seed, self._view, self._chosen = store, digest_seed, view, chosen
         self.damaged: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
@@ -142,8 +152,8 @@ class LiveBlobs:
         self._parts = 0
         self._edges: dict[bytes, Edge] = {}
         self._deltas: dict[bytes, Edge] = {}
-        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # full chunks that no manifest before these has
-        self.heights: dict[bytes, int] = {}  # of full chunks: how many deltas there are upon them, at most
+        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # rows of full chunks that no earlier manifest has
+        self.heights: dict[bytes, int] = {}
         self.kept = Digests(m.table.digests for _, _, _, m in self._manifests())
         blobs, pinned, seen = _Blobs(), _Blobs(), Digests()
         for is_chosen, snapshot, ref, m in self._manifests():
@@ -168,7 +178,7 @@ class LiveBlobs:
         return manifest.read(self._store, ref, self._digest_seed)
 
     def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
-        """(whether it may be rewritten, whose it is, its name, the manifest) of all parts of committed snapshots."""
+        """Yield (may be rewritten, snapshot, reference, manifest) for all parts of committed snapshots."""
         for snapshot in self._view.snapshots():
             for ref in snapshot.manifests:
                 try:
@@ -180,7 +190,7 @@ class LiveBlobs:
                 yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
 
     def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:
-        """Which blob every reference means, wherever it is referred to: its pack and offset in one number."""
+        """Return a key of the blob of every reference: its pack and offset in one number."""
         for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True):
             if name not in self._numbers:
                 self._numbers[name] = len(self._names)
@@ -205,12 +215,12 @@ class LiveBlobs:
             self._edges[digest].blobs |= blobs
             return
         lengths = [link.place.length for link in chain[begin:end] if link.place]
-        behind = chain[end].digest if end < len(chain) else b""
-        estimate = max(lengths) if behind else lengths[-1]
-        self._edges[digest] = Edge(digest, (ref, row), behind, blobs, lengths[0], estimate)
+        base = chain[end].digest if end < len(chain) else b""
+        estimate = max(lengths) if base else lengths[-1]
+        self._edges[digest] = Edge(digest, (ref, row), base, blobs, lengths[0], estimate)
 
     def _find_chains(self) -> None:
-        """Of chunks at edges, the chains that are as they should be in some snapshot: a run that died made them."""
+        """Find chunks at edges that an interrupted compact has already rewritten in some snapshot."""
         edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
         for _, _, _, m in self._manifests():
             rows = np.flatnonzero(edges.has(m.table.digests))
@@ -229,34 +239,36 @@ class LiveBlobs:
     # -- full chunks
 
     def full(self) -> Iterator[tuple[Snapshot, ManifestRef, Manifest, Column]]:
-        """Rows of manifests that are full, and that no snapshot before it needs: they may become deltas."""
+        """Yield the rows of full chunks that no earlier snapshot needs: they may become deltas."""
         for snapshot, ref, rows in self._full:
             if len(rows) and snapshot.id not in self.damaged:
-                # collected meanwhile, or it is found when it is to be rewritten
+                # else it was collected meanwhile, or is found damaged when it is rewritten
                 with suppress(*DAMAGE):
                     yield snapshot, ref, read_twice(self._store, partial(self._read, ref)), rows
 
-    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, behind: bytes, share: float) -> None:
-        """A full chunk that may take about `share` of its stored bytes as a delta to its neighbour `behind`."""
+    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, base: bytes, share: float) -> None:
+        """Note a full chunk that may need about `share` of its stored bytes as a delta to its neighbour `base`."""
         table, digest = m.table, m.table.digests[row].tobytes()
         at, number = table.starts[row], self._numbers[m.header.pack_names[table.ref_packs[table.starts[row]]]]
         if digest not in self._edges:
             length = int(table.ref_lengths[at])
             key = number << _OFFSET_BITS | int(table.ref_offsets[at])
-            self._deltas[digest] = Edge(digest, (ref, row), behind, {key}, length, int(share * length))
+            self._deltas[digest] = Edge(digest, (ref, row), base, {key}, length, int(share * length))
 
-    # -- what is worth it
+    # -- choose
 
     def plan(self, max_bytes: int | None) -> Plan:
-        """The most profitable of it, as far as bytes to be written allow; nothing if it would not pay for manifests."""
-        cuts = sorted((cut for cut in self._cuts() if cut.cost_bytes < worth(cut.freed_bytes)), key=_gain, reverse=True)
-        plan = max(self._with(cuts, max_bytes), self._with([], max_bytes), key=lambda plan: plan.gain_bytes)
+        """Return the most profitable plan that writes at most so many bytes; an empty one if it would not pay."""
+        cuts = sorted(
+            (cut for cut in self._cuts() if cut.cost_bytes < max_cost(cut.freed_bytes)), key=_gain, reverse=True
+        )
+        plan = max(self._plan_of(cuts, max_bytes), self._plan_of([], max_bytes), key=lambda plan: plan.gain_bytes)
         if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
             return Plan(self.kept)
         return plan
 
     def _cuts(self) -> Iterator[Cut]:
-        """Edges that share blobs, together."""
+        """Yield the cuts: edges that share blobs together, and every full chunk that may become a delta by itself."""
         owner: dict[int, bytes] = {}  # blob -> an edge
         parent = {digest: digest for digest in self._edges}
 
@@ -277,19 +289,19 @@ class LiveBlobs:
             at = np.searchsorted(self._blobs, np.array(sorted(blobs), np.uint64))
             cut = Cut(edges, int(room(self._lengths[at[~self._pinned[at]]]).sum()), blobs)
             for edge in edges.values():
-                if not edge.behind and not edge.chain and edge is not cut.root:
+                if not edge.base and not edge.chain and edge is not cut.root:
                     edge.estimate_bytes = edge.length  # a delta to the root, about as long as that to the old base
             yield cut
         for digest, edge in self._deltas.items():
             at = np.searchsorted(self._blobs, np.array(sorted(edge.blobs), np.uint64))
             yield Cut({digest: edge}, int(room(self._lengths[at[~self._pinned[at]]]).sum()), edge.blobs)
 
-    def _with(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
-        """The plan of some cuts; packs that are left too, the worst first, as long as bytes are left to write."""
+    def _plan_of(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
+        """Return the plan of some cuts, and of packs to empty, the worst first, as long as bytes are left to write."""
         plan = Plan(self.kept)
         left_bytes = float("inf") if max_bytes is None else max_bytes
         live, packs = self._packs(np.ones(len(self._blobs), bool))
-        if max_bytes is not None:  # packs that pay more than a cut go before it
+        if max_bytes is not None:  # packs that pay more than a cut come before it
             rivals = [(gain, cost) for gain, cost, _ in self._worst(live, packs)]
             cuts = _affordable(cuts, rivals, max_bytes)
         alive = np.ones(len(self._blobs), bool)
@@ -314,7 +326,7 @@ class LiveBlobs:
                 continue
             left_bytes -= lengths[number]
             dead -= gain
-            plan.left.add(self._names[number])
+            plan.emptied.add(self._names[number])
             plan.moved += int(counts[number])
             plan.moved_bytes += int(lengths[number])
             plan.gain_bytes += gain
@@ -322,7 +334,7 @@ class LiveBlobs:
         return plan
 
     def _packs(self, alive: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
-        """(bytes that what lives in each pack takes there, the pack of every blob)."""
+        """Return (the bytes that the live blobs of each pack need there, the pack of every blob)."""
         packs = self._packs_of(self._blobs)
         return np.bincount(packs[alive], room(self._lengths[alive]), len(self._names)), packs
 
@@ -331,7 +343,7 @@ class LiveBlobs:
         return (blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
 
     def _worst(self, live: Column, packs: Column) -> list[tuple[float, float, int]]:
-        """(gain, cost, number) of the packs that may be left, those with the largest dead share first."""
+        """Return (gain, cost, number) of the packs that may be emptied, those with the largest dead share first."""
         may = np.ones(len(self._names), bool)
         may[packs[self._pinned]] = False
         sizes = np.array(self._sizes, np.float64)
@@ -343,14 +355,14 @@ class LiveBlobs:
 
 
 class _Blobs:
-    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever they have doubled."""
+    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever their number has doubled."""
 
     def __init__(self) -> None:
         self._keys, self._lengths = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         self._pending = 0
 
     def add(self, keys: Column, lengths: Column) -> None:
-        """Some more, in any order."""
+        """Add blobs, in any order."""
         self._keys.append(keys)
         self._lengths.append(lengths.astype(np.int64))
         self._pending += len(keys)
@@ -358,23 +370,23 @@ class _Blobs:
             self.all()
 
     def all(self) -> tuple[Column, Column]:
-        """(keys, sorted; lengths)."""
+        """Return (keys, sorted; lengths)."""
         keys, first = np.unique(np.concatenate(self._keys), return_index=True)
         self._keys, self._lengths, self._pending = [keys], [np.concatenate(self._lengths)[first]], 0
         return keys, self._lengths[0]
 
 
-#: What a pack takes beside its blobs.
+#: Bytes of a pack besides its blobs.
 _FRAME = HEADER.size + TRAILER.size + 32
 
 
 def room(lengths: Column) -> Column:
-    """What blobs take in a pack: padded, and with their entries in the footer."""
+    """Return the bytes that blobs need in a pack: padded, and with their entries in the footer."""
     return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
 
 
 def _check_chains(table: ChunkTable, where: str) -> None:
-    """Raise FormatError for chains that no snapstore writes, and that would be counted as others."""
+    """Raise FormatError for chains that no snapstore writes, and that would be counted wrongly."""
     if (table.ref_digests[table.starts[:-1]] != table.digests).any():
         raise FormatError(f"{where}: a chain whose newest reference is to another chunk")
     if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
@@ -382,7 +394,7 @@ def _check_chains(table: ChunkTable, where: str) -> None:
 
 
 def rows_of(table: ChunkTable, refs: Column) -> Column:
-    """The rows to whose chains some references belong, each once."""
+    """Return the rows whose chains some references belong to, each once."""
     return np.unique(np.searchsorted(table.starts, refs, "right") - 1)
 
 
@@ -391,7 +403,7 @@ def _gain(cut: Cut) -> float:
 
 
 def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: int) -> list[Cut]:
-    """The cuts that bytes are left for when all is taken by its gain for each byte written."""
+    """Return the cuts that fit when cuts and packs are taken by their gain for each byte written."""
     items = [(_gain(cut), cut.cost_bytes, cut) for cut in cuts] + [(g / max(1.0, c), c, None) for g, c in packs]
     chosen: list[Cut] = []
     for _, cost, cut in sorted(items, key=lambda item: -item[0]):

@@ -1,8 +1,8 @@
-"""recode: rewrite what snapshots need into another codec, blob by blob; chains, dedup and digests stay as they are.
+"""recode: rewrite the blobs of snapshots into another codec, one by one; chains, dedup and digests stay as they are.
 
-In: snapshots. Out: their next revisions (rewrite.py). A blob that needs no change keeps its place, or moves as it is
-when most of its pack goes. Every other one is made anew: read -> its source (the chunk, or chunk XOR base) -> encode ->
-decode again, compare -> label -> pack.
+In: snapshots. Out: their next revisions (base.py). A blob that needs no change keeps its place, or moves as it is when
+most of its pack is rewritten. Every other one: read -> decode to its source (the chunk, or chunk XOR base) -> encode ->
+decode, compare -> label -> pack.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ..arrays import Column
 from ..context import Context
 from ..engine.base import Engine
-from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
+from ..engine.batches import Chunks, EncodeBatch
 from ..engine.cpu import default_threads
-from ..errors import DAMAGE, IntegrityError
+from ..errors import IntegrityError
 from ..format import blob, codecs
 from ..format.chunking import MAX_CHUNK_BYTES
 from ..format.delta_chain import Place
@@ -29,25 +29,26 @@ from ..format.manifest import Manifest
 from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..threads import Threads
-from .base import Part, Rewriting, Target, Work, places_of
-from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of
+from .base import Part, Target, Work, places_of
+from .blob_rewriting import BlobRewriting
+from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
 
-#: What each choice of codec leaves as it is.
+#: The codecs that each choice leaves as they are.
 KEPT = {"portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE), "ans": (codecs.RAW, codecs.ANS)}
-#: A pack of which this share or more is to be rewritten is left altogether, so that gc can free it.
-LEFT_ABOVE_SHARE = 0.5
+#: A pack is emptied if this share of it or more is to be rewritten, so that gc can free it.
+EMPTIED_ABOVE_SHARE = 0.5
 
 
 @dataclass(slots=True)
 class RecodeResult:
-    """What a recode did, or would do.
+    """The result of a recode, or of a dry run.
 
     Attributes:
-        recoded: new revisions of the snapshots that needed it (of a dry run: as they are).
-        skipped: those that needed nothing, or were forgotten or collected meanwhile.
-        failed: (snapshot, why) of those that could not be recoded; they are as they were.
+        recoded: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
+        skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
+        failed: (snapshot, why) of the snapshots that could not be recoded; they are unchanged.
         blobs: blobs rewritten, each once; a few of them as they were, to free their pack.
-        bytes_before, bytes_after: stored bytes of these blobs; of a dry run nothing is known of after, it is 0.
+        bytes_before, bytes_after: stored bytes of these blobs; the latter is 0 in a dry run.
     """
 
     codec: str
@@ -61,17 +62,21 @@ class RecodeResult:
 
 
 def recode(
-    context: Context, snapshots: Sequence[Snapshot], *, codec: str,
-    states: tuple[str, ...] = (COMMITTED, FORGOTTEN), dry_run: bool = False,
-) -> RecodeResult:  # fmt: skip
-    """Rewrite snapshots; one that cannot be is reported, and the others go on.
+    context: Context,
+    snapshots: Sequence[Snapshot],
+    *,
+    codec: str,
+    states: tuple[str, ...] = (COMMITTED, FORGOTTEN),
+    dry_run: bool = False,
+) -> RecodeResult:
+    """Rewrite snapshots; one that cannot be rewritten is reported, and the others go on.
 
     Args:
         codec: "portable" or "ans", see `SaveOptions`.
-        states: a snapshot that is found in another one is left alone.
+        states: a snapshot in another state is left alone.
 
     Raises:
-        CapabilityError: the GPU that a codec needs is not here; snapshots before it are recoded.
+        CapabilityError: the GPU that a codec needs is not here; the snapshots before are recoded.
         StorageError: the store failed; likewise.
     """
     engine: Engine = context.engines.for_ans() if codec == "ans" and not dry_run else context.engines.cpu
@@ -83,13 +88,19 @@ def recode(
             engine.close()
     before, after = zip(*recoding.made.values(), strict=True) if recoding.made else ((0,), (0,))
     return RecodeResult(
-        codec, recoding.rewritten, recoding.skipped, recoding.failed, len(recoding.made), sum(before), sum(after),
+        codec,
+        recoding.rewritten,
+        recoding.skipped,
+        recoding.failed,
+        len(recoding.made),
+        sum(before),
+        sum(after),
         dry_run,
-    )  # fmt: skip
+    )
 
 
-class _Recoding(Rewriting):
-    """One run over some snapshots."""
+class _Recoding(BlobRewriting):
+    """Recodes the snapshots of one repository."""
 
     verb = "recode"
 
@@ -97,65 +108,62 @@ class _Recoding(Rewriting):
         super().__init__(context, engine, states=states, dry_run=dry_run)
         self._kept = KEPT[codec]
         self._threads = Threads(context.engines.threads or default_threads())
-        self._leaves: dict[str, bool] = {}  # whether a pack is left altogether
-
-    def __enter__(self) -> _Recoding:
-        return self
+        self._emptied: dict[str, bool] = {}  # pack -> whether all of its blobs move
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         self._threads.close()
 
-    # -- what goes
+    # -- choose
 
     def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
-        """References to blobs in another codec, and to those in packs that are left.
+        """Return the references to blobs in another codec, and to blobs in packs that are emptied.
 
         Raises:
             IntegrityError: a pack in quarantine holds a blob in another codec.
         """
-        leaves = np.array([self._is_left(name) for name in m.header.pack_names] or [False])
+        emptied = np.array([self._is_emptied(name) for name in m.header.pack_names] or [False])
         goes, damaged = ~self._is_kept(entries), self.in_quarantine(m)
         if (goes & damaged).any():
             name = m.header.pack_names[m.table.ref_packs[np.argmax(goes & damaged)]]
             raise IntegrityError(
-                f"{pack_key(name)}: is in quarantine, and what it holds stays as it is; run 'snapstore repair'"
+                f"{pack_key(name)}: is in quarantine, and its blobs stay as they are; run 'snapstore repair'"
             )
-        return np.flatnonzero(goes | leaves[m.table.ref_packs] & ~damaged)
+        return np.flatnonzero(goes | emptied[m.table.ref_packs] & ~damaged)
 
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
-        """Those in the new codec, of a pack that is not left."""
-        return self._is_kept(entries) & (not self._is_left(name))
+        """Return the blobs in the new codec, unless the pack is emptied."""
+        return self._is_kept(entries) & (not self._is_emptied(name))
 
     def _is_kept(self, entries: npt.NDArray[np.void]) -> Column:
-        """Which blobs need no other codec, (n,)."""
+        """Return which blobs need no other codec, (n,) bool."""
         beyond = np.arange(8) >= entries["element_size"][:, None]
         kept: Column = np.isin(entries["codecs"], self._kept) | beyond
         return np.asarray(kept.all(axis=1))
 
-    def _is_left(self, name: str) -> bool:
-        if name not in self._leaves:
+    def _is_emptied(self, name: str) -> bool:
+        if name not in self._emptied:
             entries = self.listing(name)
             goes, lengths = ~self._is_kept(entries), entries["length"].astype(np.int64)
-            self._leaves[name] = bool(lengths[goes].sum() >= max(1, LEFT_ABOVE_SHARE * lengths.sum()))
-        return self._leaves[name]
+            self._emptied[name] = bool(lengths[goes].sum() >= max(1, EMPTIED_ABOVE_SHARE * lengths.sum()))
+        return self._emptied[name]
 
-    # -- what takes its place
+    # -- write
 
     def write(self, work: Work, part: Part) -> Target:
-        """Every stale blob moved, or in the new codec."""
+        """Pack every stale blob, as it is or in the new codec."""
         m, entries, places = part.manifest, part.entries[part.stale], places_of(part)
         self.reuse(work, places)
         first = {place: i for i, place in reversed(list(enumerate(places))) if not work.has(place)}
         rows = np.array(sorted(first.values()), np.int64)
-        rows = rows[np.lexsort((entries["offset"][rows], m.table.ref_packs[part.stale[rows]]))]  # as they lie
+        rows = rows[np.lexsort((entries["offset"][rows], m.table.ref_packs[part.stale[rows]]))]  # by pack
         moves = self._is_kept(entries[rows])
         for how, chosen in ((self.move, rows[moves]), (self._recode, rows[~moves])):
             how(work, [places[i] for i in chosen.tolist()], entries[chosen])
         return Target(m.table, m.header.pack_names, part.stale, places)
 
     def _recode(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> None:
-        """Blobs in the new codec, in batches: one is read while those before it are encoded."""
+        """Encode blobs in the new codec, in batches: one is read while those before it are encoded."""
         coding: deque[_Coding] = deque()
 
         def finish() -> None:
@@ -177,7 +185,7 @@ class _Recoding(Rewriting):
                     begun.wait()
 
     def _start(self, places: Sequence[Place], entries: npt.NDArray[np.void]) -> _Coding:
-        """Read a batch of blobs, decode each to its source, begin to encode these."""
+        """Read a batch of blobs, decode each to its source, and begin to encode the sources."""
         blobs = list(self.read_parsed(places, entries))
         lengths = entries["raw_bytes"].astype(np.int64)
         rooms = lengths + -lengths % 256
@@ -206,42 +214,29 @@ class _Recoding(Rewriting):
         return _Coding(places, entries, batch, self.engine.start_encode(batch))
 
     def _finish(self, begun: _Coding) -> Stored:
-        """The blobs of a batch, verified and labelled.
+        """Return the blobs of a batch, verified and labelled.
 
         Raises:
-            IntegrityError: one does not decode to what was encoded.
+            IntegrityError: one does not decode to its source.
         """
         made = begun.wait()
         blobs = gathered(made)
         self.engine.recycle(made)
-        batch, entries = begun.batch, blobs.entries
-        again = self.engine.empty(int(batch.chunks.starts[-1] + batch.chunks.lengths[-1]))
-        outs = Chunks([again], batch.chunks.which, batch.chunks.starts, batch.chunks.lengths)
-        offsets, lengths = entries["offset"].astype(np.int64), entries["length"].astype(np.int64)
-        ones = np.ones(len(entries), np.int64)
-        decode = DecodeBatch(blobs.blobs, offsets, lengths, ones, batch.digests, outs, _new_blob)
-        try:
-            self.engine.start_decode(decode)()
-        except DAMAGE as error:
-            raise IntegrityError(
-                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
-                "and test the memory of this machine and its GPU"
-            ) from error
+        verifier = new_verifier()
+        verifier.start(self.engine, begun.batch, blobs)
+        verifier.finish()
+        entries, offsets, lengths = blobs.entries, blobs.entries["offset"].tolist(), lengths_of(blobs.entries)
         bytes_of(entries)[:, NAME] = bytes_of(begun.entries)[:, NAME]
-        for name, offset, length in zip(names_of(entries), offsets.tolist(), lengths.tolist(), strict=True):
+        for name, offset, length in zip(names_of(entries), offsets, lengths, strict=True):
             blob.relabel(blobs.blobs[offset : offset + length].data, name[0], name[2:18], name[18:])
         return blobs
 
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """A batch whose blobs are being encoded: as if each source were a full chunk, until they are labelled."""
+    """A batch that is being encoded: as if each source were a full chunk, until its blob is labelled."""
 
     places: Sequence[Place]
     entries: npt.NDArray[np.void]  # of the old blobs
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
-
-
-def _new_blob(number: int) -> str:
-    return f"new blob {number}"

@@ -1,6 +1,6 @@
-"""Stored: blobs in memory as they are stored, and the footer entries that tell which they are.
+"""Stored blobs: blobs in memory as they are stored, with their footer entries; their names, and where duplicates lie.
 
-For those that rewrite blobs; whoever restores needs no names.
+For rewrites only: a restore needs no names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes, Column
+from ..chunks.verify import Verifier
 from ..engine.base import Engine
 from ..errors import IntegrityError
 from ..format import blob
@@ -19,7 +20,7 @@ from ..format.blob import ENTRY
 from ..format.delta_chain import Place
 from ..format.pack import Encoded
 
-#: The bytes of a footer's entry that say which blob it is, wherever it lies: transform, element size, digest, base.
+#: The bytes of a footer entry that name its blob, wherever it lies: transform, element size, digest, base.
 NAME = np.array([16, 17, *range(32, 64)])
 _NAME = f"S{len(NAME)}"
 
@@ -32,13 +33,13 @@ class Stored:
     blobs: Bytes
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
-        """Copy blobs, with their padding, into `out`, at once."""
+        """Copy blobs, with their padding, into `out`; the returned call has nothing to wait for."""
         begin = int(self.entries["offset"][first])
         out[:] = self.blobs[begin : begin + out.size]
         return lambda: None
 
     def take(self, rows: Column) -> Stored:
-        """Some of them."""
+        """Return some of them."""
         entries = np.zeros(len(rows), ENTRY)
         entries[:] = self.entries[rows]
         offsets, stored = laid_out(entries["length"])
@@ -49,7 +50,7 @@ class Stored:
 
 
 def gathered(made: Sequence[Encoded]) -> Stored:
-    """What an engine has encoded, as one."""
+    """Copy the blobs that an engine has encoded into one memory."""
     entries = np.zeros(sum(len(encoded.entries) for encoded in made), ENTRY)
     entries[:] = np.concatenate([encoded.entries for encoded in made])
     offsets, stored = laid_out(entries["length"])
@@ -61,33 +62,47 @@ def gathered(made: Sequence[Encoded]) -> Stored:
     return Stored(entries, stored)
 
 
+def stored_of(blobs: Sequence[memoryview]) -> Stored:
+    """Lay blobs whose headers were checked one after the other."""
+    offsets, stored = laid_out(np.array([len(data) for data in blobs], np.int64))
+    entries = b"".join(blob.entry(data, offset) for data, offset in zip(blobs, offsets.tolist(), strict=True))
+    for data, offset in zip(blobs, offsets.tolist(), strict=True):
+        stored[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    return Stored(np.frombuffer(entries, ENTRY), stored)
+
+
+def new_verifier() -> Verifier:
+    """Return a verifier of blobs that a rewrite has encoded."""
+    return Verifier("what it was made of", "nothing was changed; try again")
+
+
 def bytes_of(entries: npt.NDArray[np.void]) -> Bytes:
-    """Entries as they are stored, (n, 96); a view."""
+    """Return entries as they are stored, (n, 96); a view."""
     return entries.view(np.uint8).reshape(-1, ENTRY.itemsize)
 
 
 def digests_of(entries: npt.NDArray[np.void]) -> Bytes:
-    """Digests of the chunks, (n, 16)."""
+    """Return the digests of the chunks, (n, 16)."""
     return bytes_of(np.ascontiguousarray(entries))[:, 32:48]
 
 
 def lengths_of(entries: npt.NDArray[np.void]) -> list[int]:
-    """Stored bytes of the blobs, (n,)."""
+    """Return the stored bytes of the blobs, (n,)."""
     lengths: list[int] = entries["length"].tolist()
     return lengths
 
 
 def names_of(entries: npt.NDArray[np.void]) -> list[bytes]:
-    """Which blob each entry is, wherever it lies."""
+    """Return the names of the blobs: which blob each entry is, wherever it lies."""
     joined = bytes_of(np.ascontiguousarray(entries))[:, NAME].tobytes()
     return [joined[i : i + len(NAME)] for i in range(0, len(joined), len(NAME))]
 
 
 def parse(data: memoryview, name: bytes, where: str) -> blob.Header:
-    """The header of a blob that is the one wanted.
+    """Return the header of a blob, if it is the one of this name.
 
     Raises:
-        FormatError, IntegrityError: it is damaged, or another one.
+        FormatError, IntegrityError: the blob is damaged, or another one.
     """
     header = blob.parse(data, where)
     if bytes([header.transform, header.element_size]) + header.digest + header.base != name:
@@ -96,13 +111,13 @@ def parse(data: memoryview, name: bytes, where: str) -> blob.Header:
 
 
 def laid_out(lengths: Column) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """(offsets, zeroed memory) of blobs, one after the other."""
+    """Return (offsets, zeroed memory) for blobs of these lengths, one after the other."""
     rooms = (lengths.astype(np.int64) + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
     return np.cumsum(rooms) - rooms, np.zeros(int(rooms.sum()), np.uint8)
 
 
 def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
-    """Runs of indices whose sizes [bytes] an engine takes at a time."""
+    """Yield runs of indices whose sizes [bytes] an engine takes at a time."""
     ends = np.cumsum(sizes, dtype=np.int64)
     first = 0
     while first < len(ends):
@@ -113,11 +128,11 @@ def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
         first = last
 
 
-class Twins:
-    """Where blobs lie, by their names: those that were there, as columns; and newer ones.
+class Duplicates:
+    """The places of stored blobs by their names: columns of the blobs that were there, and a dict of newer ones.
 
     Attributes:
-        newer: those that this run has put somewhere.
+        newer: name -> place, of the blobs that this run has put.
     """
 
     def __init__(self, listed: Iterable[tuple[str, npt.NDArray[np.void]]]) -> None:
@@ -133,7 +148,7 @@ class Twins:
         self.newer: dict[bytes, Place] = {}
 
     def find(self, entries: npt.NDArray[np.void]) -> dict[int, Place]:
-        """Of some blobs, those that another one of the same name and length stands for: number -> where."""
+        """Return number -> place, for the blobs of which another one of the same name and length is stored."""
         wanted, lengths = _sortable(entries), lengths_of(entries)
         at = np.searchsorted(self._names, wanted)
         at[at == len(self._names)] = 0
@@ -148,5 +163,5 @@ class Twins:
 
 
 def _sortable(entries: npt.NDArray[np.void]) -> Column:
-    """Names as strings, which NumPy sorts; they are compared padded with zeros, so none is cut short."""
+    """Return names as strings, which NumPy sorts; it compares them padded with zeros, so none is cut short."""
     return np.ascontiguousarray(bytes_of(np.ascontiguousarray(entries))[:, NAME]).view(_NAME).reshape(-1)

@@ -17,15 +17,16 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..chunks.reader import ChunkReader, Wanted
 from ..chunks.uploader import PackUploader
+from ..chunks.verify import Verifier
 from ..context import Context
 from ..engine.base import Engine
-from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
-from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
-from ..format import blob, chunking, delta, planes
+from ..engine.batches import Chunks, EncodeBatch
+from ..errors import DAMAGE, CapabilityError, StorageError
+from ..format import blob, chunking, delta_choice, planes
 from ..format.pack import Encoded
 from ..protocol.session import Session
 from ..state.arrays import Memory
-from ..state.held import changed
+from ..state.held_array import changed
 from .bases import Bases
 from .inputs import TensorInput
 
@@ -130,7 +131,7 @@ class ChunkWriter:
         self._engine: Engine = context.engines.cpu
         self._hashing: deque[_Hashing] = deque()
         self._encoding: deque[_Encoding] = deque()
-        self._verifying: list[Callable[[], object]] = []
+        self._verifier = Verifier("what was saved", "nothing was committed; save again")
         self._own: dict[bytes, int] = {}  # digest -> row of this save
 
     def __enter__(self) -> ChunkWriter:
@@ -139,9 +140,10 @@ class ChunkWriter:
     def __exit__(self, *exc: object) -> None:
         """End the threads; nothing touches the caller's memory any more."""
         begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
-        for wait in (*begun, *self._verifying):
+        for wait in begun:
             with suppress(Exception):
                 wait()
+        self._verifier.close()
         self.packs.close()
         self._engines.release_memory(self.packs.idle, saved=True)
 
@@ -200,7 +202,7 @@ class ChunkWriter:
             IntegrityError: a blob does not decode to its chunk.
         """
         self.packs.finish()
-        self._verified()
+        self._verifier.finish()
 
     # -- one batch
 
@@ -235,7 +237,7 @@ class ChunkWriter:
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
 
     def _advance(self, hashing: int = 1) -> None:
-        """Encode the oldest batches until `hashing` are left to be hashed; pack those that were encoded meanwhile."""
+        """Encode the oldest batches until `hashing` are left; pack the ones that were encoded meanwhile."""
         while len(self._hashing) > hashing:
             self._encode()
             depth = self._encoding[-1].engine.depth
@@ -281,7 +283,7 @@ class ChunkWriter:
         number, max_depth = np.array([run.number for run in runs])[which], self._context.options.max_depth
         allowed = (first >= 0) & (self.bases.depths[rows] < max_depth)
         allowed &= self.bases.usable[rows] & (self.bases.lengths[rows] == lengths)
-        allowed &= ~delta.is_keyframe(self.bases.generation, number + index, max_depth)
+        allowed &= ~delta_choice.is_keyframe(self.bases.generation, number + index, max_depth)
         return np.where(allowed, rows, -1)
 
     def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
@@ -333,11 +335,11 @@ class ChunkWriter:
         for encoded in made:
             places = self.packs.add(encoded, encoding.engine)
             self._note_places(encoding, at, encoded, *places)
-            self._verify(encoding, slice(at, at + len(encoded.entries)), encoded)
+            self._verify(encoding, at, encoded)
             at += len(encoded.entries)
         encoding.engine.recycle(made)
         if any(run.tensor.keep_in is not None for run in encoding.runs):
-            self._verified()  # the bases are read until then, and may be what is overwritten
+            self._verifier.finish()  # the bases are read until then, and may be what is overwritten
         for run in encoding.runs:
             if run.tensor.keep_in is not None:
                 start, stop = run.first * self._chunk_bytes, (run.first + run.count) * self._chunk_bytes
@@ -374,65 +376,12 @@ class ChunkWriter:
             run.tensor.bases_tried += int((candidates[own] >= 0).sum())
             run.tensor.deltas_stored += int(is_delta[own].sum())
 
-    # -- verify
-
-    def _verify(self, encoding: _Encoding, new: slice, encoded: Encoded) -> None:
-        """Begin to decode some of the new blobs, as a restore would, and compare their digests."""
-        verify = self._context.options.verify_writes
-        if verify == "off":
-            return
-        count, entries = len(encoded.entries), encoded.entries
+    def _verify(self, encoding: _Encoding, first: int, encoded: Encoded) -> None:
+        """Begin to verify new blobs: all, or one in VERIFY_ONE_IN; `first` is the number of the first one."""
+        verify, count = self._context.options.verify_writes, len(encoded.entries)
         chosen = np.arange(count)
         if verify == "sample":
             number = self.new_chunks - count + chosen  # among this save's
             chosen = np.flatnonzero((number == 0) | ((number - self.bases.generation) % VERIFY_ONE_IN == 0))
-        if not len(chosen):
-            return
-        lengths = entries["length"][chosen].astype(np.int64)
-        rooms = (lengths + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
-        offsets = np.cumsum(rooms) - rooms
-        stored = np.empty(int(rooms.sum()), np.uint8)
-        copies = [
-            encoded.copy(i, i + 1, stored[offset : offset + room])
-            for i, offset, room in zip(chosen.tolist(), offsets.tolist(), rooms.tolist(), strict=True)
-        ]
-        for wait in copies:
-            wait()
-        rows = np.arange(new.start, new.stop)[chosen]
-        batch, is_delta = encoding.batch, entries["transform"][chosen] == blob.XOR
-        sizes = batch.chunks.lengths[rows]
-        places = np.cumsum(sizes + -sizes % 256) - sizes - -sizes % 256
-        room = encoding.engine.empty(int(places[-1] + sizes[-1]))
-        outs = Chunks([room], np.zeros(len(rows), np.int64), places, sizes)
-        bases = batch.bases.take(rows)
-        bases = Chunks(bases.memories, np.where(is_delta, bases.which, -1), bases.starts, bases.lengths)
-        self._verified()
-        self._verifying.append(
-            encoding.engine.start_decode(
-                DecodeBatch(
-                    stored,
-                    offsets,
-                    lengths,
-                    np.ones(len(rows), np.int64),
-                    batch.digests[rows],
-                    outs,
-                    lambda i: f"new blob {i} of {len(rows)}",
-                    bases,
-                )
-            )
-        )
-
-    def _verified(self) -> None:
-        """Wait for the blobs that are being verified.
-
-        Raises:
-            IntegrityError: one does not decode to its chunk.
-        """
-        while self._verifying:
-            try:
-                self._verifying.pop()()
-            except (IntegrityError, FormatError) as error:
-                raise IntegrityError(
-                    f"what was encoded does not decode to what was saved ({error}); nothing was committed; save again, "
-                    "and test the memory of this machine and its GPU"
-                ) from error
+        if verify != "off":
+            self._verifier.start(encoding.engine, encoding.batch, encoded, first=first, chosen=chosen)

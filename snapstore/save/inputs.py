@@ -18,10 +18,10 @@ import msgspec
 from ..arrays import Bytes
 from ..context import Context
 from ..errors import InvalidInputError
-from ..format.checks import check_metrics, check_name, check_step, check_tags, encode_metadata
+from ..format.argument_checks import check_metrics, check_name, check_step, check_tags, encode_metadata
 from ..state.arrays import Memory
 from ..state.flatten import Part
-from ..state.held import Held
+from ..state.held_array import Held
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
 

@@ -29,7 +29,7 @@ from .inputs import PartInput, TensorInput
 
 @dataclass(slots=True)
 class Written:
-    """What a save has put into the store.
+    """The objects that a save has put into the store.
 
     Attributes:
         manifests: one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by SHA-256)

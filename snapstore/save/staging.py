@@ -23,7 +23,7 @@ from ..errors import InvalidInputError
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
 from ..state.flatten import Part
-from ..state.held import Held
+from ..state.held_array import Held
 from .inputs import Key, PartInput, TensorInput, inputs_of
 
 if TYPE_CHECKING:

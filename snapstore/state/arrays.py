@@ -21,15 +21,7 @@ import numpy.typing as npt
 from ..arrays import Bytes
 from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
-from .tensors import (
-    MAX_DIMENSIONS,
-    TORCH_DTYPES,
-    TensorSpec,
-    family,
-    is_array,
-    numpy_dtype,
-    numpy_dtype_name,
-)
+from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -228,10 +220,7 @@ def as_bytes(value: Array) -> np.ndarray[Any, Any]:
     """Return a value's bytes in C order as (nbytes,) uint8: a view of its memory if possible, else a copy."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    if not isinstance(value, np.ndarray):
-        count = value.numel() * value.dtype.itemsize
-    else:
-        count = value.nbytes
+    count = value.nbytes
     view: np.ndarray[Any, Any] | None = memory_view(value) if count else np.empty(0, np.uint8)
     if view is None:
         view = np.empty(count + 64, np.uint8)

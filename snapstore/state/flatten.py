@@ -2,7 +2,7 @@
 
 In: the state that the user passes to `save`. Out: `Part`s, each with a tree without arrays, specs of its arrays, and
 the arrays themselves. The arrays are still the user's memory: nothing is copied here, and a reader checks that they
-match their specs (held.py). restore_plan.py is the inverse.
+match their specs (held_array.py). restore_plan.py is the inverse.
 
 Rules that users see:
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from .arrays import address_of, describe, memory_key
 from .containers import CONTAINERS, Path, children
-from .held import Held
+from .held_array import Held
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder

@@ -159,7 +159,7 @@ class Slot:
         part: The position of its part.
         index: The index of its spec in the part.
         tag: `tensor`, `parameter`, `array`, `bytes` or `bytearray`.
-        requires_grad: Of this place; tied tensors may differ in it.
+        requires_grad: At this path; tied tensors may differ in it.
     """
 
     part: int

@@ -25,13 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import (
-    AlreadyExistsError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-)
+from ..errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
 
 Buffer = bytes | bytearray | memoryview
 

@@ -119,7 +119,7 @@ def _require_private(folder: Path) -> None:
 
 
 def end_use(fd: int) -> None:
-    """End the use of a folder: it may be removed, after those that were used earlier."""
+    """End the use of a folder: it may be removed, after folders that were used earlier."""
     with suppress(OSError):
         os.utime(fd)
     os.close(fd)

@@ -16,19 +16,24 @@ from .base import ObjectStore, is_component
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-def open_store(url: str, *, create: bool = False) -> ObjectStore:
+def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> ObjectStore:
     """Return the store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
 
     Args:
-        url: Anything without `scheme://` is a path.
+        url: Anything without `scheme://` is a path. A store is returned as it is.
         create: Make a missing local directory.
 
     Raises:
-        InvalidInputError: It is not a valid URL, or the path is not a directory.
+        InvalidInputError: It is not a valid URL, path or store, or the path is not a directory.
         NotFoundError: The local directory is missing.
         CapabilityError: boto3 is needed and not installed.
         StorageError: The path cannot be opened.
     """
+    if not isinstance(url, str | Path):
+        if callable(getattr(url, "get_range", None)):
+            return url
+        raise InvalidInputError(f"{url!r}: expected a URL, a path or an object store, got {type(url).__name__}")
+    url = str(url)
     match = _SCHEME.fullmatch(url)
     if match is None:
         return _open_local(url, create=create)

@@ -80,7 +80,7 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
         for args in verbs:
             traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
             with little_memory(128 * MIB) if traced else little_time():
-                result = CliRunner().invoke(cli.app, args, env={"SNAPSTORE_REPO": str(place / "repo")})
+                result = CliRunner().invoke(cli.commands, args, env={"SNAPSTORE_REPO": str(place / "repo")})
             said = (args, result.exit_code, result.output[-2000:], result.exception)
             assert result.exception is None or isinstance(result.exception, SystemExit), said
             assert "this is a bug" not in result.output, said

@@ -179,5 +179,5 @@ def test_metadata_that_python_does_not_print(metadata, tmp_path):
         repo.save({}, run="r", step=0, metadata=metadata)
         assert repo.snapshot("r@0").metadata == metadata
     for args in (["show", "r@0"], ["show", "r@0", "--json"], ["log", "--json"]):
-        result = CliRunner().invoke(cli.app, args, env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+        result = CliRunner().invoke(cli.commands, args, env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
         assert result.exit_code == 0, result.output

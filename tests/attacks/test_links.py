@@ -158,7 +158,7 @@ def run_all(folder: Path) -> None:
     for verb in VERBS:
         args = [part.format(out=folder / "out.pt", state=folder / "state.pt") for part in verb.split()]
         with time_limit():
-            result = CliRunner().invoke(cli.app, args, env=env, prog_name="snapstore")
+            result = CliRunner().invoke(cli.commands, args, env=env, prog_name="snapstore")
         assert result.exit_code in (0, 1, 2, 3, 10, 11, 20), (verb, result.exit_code, result.exception)
         assert "Traceback" not in result.stderr, (verb, result.stderr)
         assert "this is a bug" not in result.stderr, (verb, result.stderr)

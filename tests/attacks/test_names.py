@@ -176,7 +176,7 @@ def test_manifests_swapped_between_snapshots():
         ({"layout": 2}, "transform 0, layout 2, which this snapstore does not read; use the release that wrote it"),
         ({"codecs": b"\3" + bytes(7)}, r"does not read codec 3 \(unknown\)"),
         ({"codecs": b"\x45" + bytes(7)}, r"does not read codec 69 \(nvCOMP 5's own format, .*\)"),
-        ({"magic": b"SNBX"}, "no blob: magic b'SNBX'"),
+        ({"magic": b"SNBX"}, "not a blob: magic b'SNBX'"),
     ],
 )
 def test_blobs_of_a_newer_release(changes, message):

@@ -20,7 +20,7 @@ from snapstore import Repository, SaveOptions, cli
 
 VERBS = {
     name: [param for param in command.params if param.name not in ("repo", "verbose")]
-    for name, command in typer.main.get_command(cli.app).commands.items()
+    for name, command in typer.main.get_command(cli.commands).commands.items()
     if name not in ("demo", "doctor")  # that train, and measure the machine
 }
 CODES = {0, 1, 2, 3, 10, 11, 20}
@@ -85,7 +85,9 @@ def test_any_line(made, place, args):
     tally("fuzz inputs")
     traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
     with little_memory(128 * 1024 * 1024) if traced else little_time():  # modules that a verb imports first included
-        result = CliRunner().invoke(cli.app, args, env={"SNAPSTORE_REPO": str(place / "repo")}, prog_name="snapstore")
+        result = CliRunner().invoke(
+            cli.commands, args, env={"SNAPSTORE_REPO": str(place / "repo")}, prog_name="snapstore"
+        )
     said = (args, result.exit_code, result.output[-2000:])
     assert result.exception is None or isinstance(result.exception, SystemExit), said
     assert result.exit_code in CODES, said

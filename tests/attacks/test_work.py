@@ -121,7 +121,7 @@ def test_the_shell_passes_the_limit_on(tmp_path, monkeypatch):
     for args, code in (
         (["--max-decoded", "2M"], 0), (["--max-decoded", "1000K"], 20), ([], 20), (["--max-decoded", "much"], 2),
     ):  # fmt: skip
-        result = CliRunner().invoke(cli.app, ["check", "--restore", *args], env=env)
+        result = CliRunner().invoke(cli.commands, ["check", "--restore", *args], env=env)
         assert result.exit_code == code, result.output
         assert ("1.0MB decoded" in result.output) == (code == 0)
 
@@ -472,7 +472,7 @@ def test_a_long_cell_does_not_widen_every_row(tmp_path):
             tags = ["x" * 100_000] if seq == 7 else []
             snapshot = msgspec.structs.replace(good, id=f"{seq:032x}", step=seq, seq=seq, tags=tags)
             repo.store.put(snapshot.key, records.encode(snapshot))
-    result = CliRunner().invoke(cli.app, ["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+    result = CliRunner().invoke(cli.commands, ["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
     assert result.exit_code == 0
     assert 100_000 < len(result.stdout) < 200_000
     assert result.stdout.count("loss=1.5") == 100
@@ -487,4 +487,4 @@ def test_many_damaged_chunks_do_not_keep_their_memory():
     world.commit(world.manifest([(other, [place]) for other in others]))
     with little_memory(150 * MIB), world.open() as repo:  # three batches of 24 MiB are on their way at a time
         result = repo.check("restore")
-    assert "chunks lost beside these: 280" in " ".join(problem.message for problem in result.problems)
+    assert "more chunks that are lost: 280" in " ".join(problem.message for problem in result.problems)

@@ -47,7 +47,9 @@ class Shell:
         self.env = {"SNAPSTORE_REPO": self.url}
 
     def __call__(self, *args, code=0, **env):
-        result = CliRunner().invoke(cli.app, [str(arg) for arg in args], env={**self.env, **env}, prog_name="snapstore")
+        result = CliRunner().invoke(
+            cli.commands, [str(arg) for arg in args], env={**self.env, **env}, prog_name="snapstore"
+        )
         assert result.exit_code == code, (args, result.exit_code, result.stdout, result.stderr)
         assert "Traceback" not in result.stderr or "-v" in args
         return result
@@ -106,17 +108,17 @@ def series(made, tmp_path):
 
 
 def test_every_verb_has_help_and_stands_in_the_list():
-    listed = CliRunner().invoke(cli.app, ["--help"])
+    listed = CliRunner().invoke(cli.commands, ["--help"])
     assert listed.exit_code == 0
     assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(VERBS)
     for verb in VERBS:
-        text = CliRunner().invoke(cli.app, [verb, "-h"]).stdout
+        text = CliRunner().invoke(cli.commands, [verb, "-h"]).stdout
         assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
 
 
 def test_usage_errors_are_2(sh):
     for args in (["nonsense"], ["log", "--nonsense"], ["show"], ["save", "x.pt", "--run", "r", "--step", "many"], []):
-        result = CliRunner().invoke(cli.app, args, env=sh.env)
+        result = CliRunner().invoke(cli.commands, args, env=sh.env)
         assert result.exit_code == 2, args
         assert "Usage: " in result.stderr + result.stdout
 
@@ -211,7 +213,7 @@ def test_init(tmp_path):
     assert "already" in sh.fails("init", tmp_path / "a" / "b")
     assert "not empty" in sh.fails("init", tmp_path)
     assert "chunk" in sh.fails("init", tmp_path / "c", "--chunk-bytes", 5)
-    assert sh("init").stdout == f"made a repository at {sh.url}\n"
+    assert sh("init").stdout == f"created a repository at {sh.url}\n"
 
 
 def test_save_and_restore_pt(sh):
@@ -315,7 +317,7 @@ def test_damaged_and_foreign_files(sh):
             cut.write_bytes(whole[:length])
             assert "damaged" in sh.fails("save", cut, "--run", "r", "--step", 1), (name, length)
     (sh.folder / "text.pt").write_text("hello, no model here")
-    assert "no PyTorch file" in sh.fails("save", sh.folder / "text.pt", "--run", "r", "--step", 1)
+    assert "not a PyTorch file" in sh.fails("save", sh.folder / "text.pt", "--run", "r", "--step", 1)
     assert "*.safetensors" in sh.fails("save", sh.folder / "x.npz", "--run", "r", "--step", 1)
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     (sh.folder / "d.pt").mkdir()
@@ -353,7 +355,7 @@ def test_safetensors_of_a_training_state(sh):
     assert "lr would be lost" in message
     assert "--tensors-only" in message
     result = sh("restore", "exp@1", "-o", out, "--tensors-only")
-    assert "left out 1 values" in result.stderr
+    assert "left out 1 value:" in result.stderr
     loaded = safetensors.torch.load_file(out)
     assert set(loaded) == {"m.w", "m.tied", "m.t.0"}
     assert torch.equal(loaded["m.tied"], weight)
@@ -401,7 +403,7 @@ def test_restore_replaces_nothing_unasked(series):
 
 def test_restore_to_places_that_cannot_be(series):
     folder = series.folder
-    assert "is no folder" in series.fails("restore", "exp@1", "-o", folder / "none" / "o.pt")
+    assert "is not a folder" in series.fails("restore", "exp@1", "-o", folder / "none" / "o.pt")
     assert "ends in .pt" in series.fails("restore", "exp@1", "-o", folder / "o.npz")
     (folder / "d.pt").mkdir()
     assert "is a folder" in series.fails("restore", "exp@1", "-o", folder / "d.pt")
@@ -496,7 +498,7 @@ def test_log_with_a_damaged_record_is_partial(series):
         path.unlink()
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
-    assert "left out: 1 record that cannot be read: snapshots/exp/" in result.stderr
+    assert "left out 1 record that cannot be read: snapshots/exp/" in result.stderr
 
 
 def record_of(series, step):
@@ -551,7 +553,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     key = str(record.relative_to(series.url))
     for verb in (["log"], ["recode", "--all"], ["recode", "--all", "-n"], ["index", "rebuild"], ["index", "rebuild"]):
         result = series(*verb, code=3)
-        assert f"left out: 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
+        assert f"left out 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
         assert result.stdout
     series("repair", "--apply")  # a rebuild keeps what it alone knows of a record that it cannot read
     assert records.unpack(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
@@ -562,18 +564,24 @@ def test_reconstructed_records_are_marked(series):
     record = record_of(series, 1)
     record.write_bytes(b"SNAP and no more")
     shutil.rmtree(index_of(Path(series.url)))
-    assert "when it was created and its stored size are guessed" in series("repair", "--apply").stdout
+    assert "its date and its stored size are guesses" in series("repair", "--apply").stdout
     (name,) = series.json("log")["made_up"]
     assert series.json("log", "--all")["made_up"] == [name]
     assert f"-{name}." in record.name
     result = series("log")
-    assert [line.endswith("  made up") for line in result.stdout.splitlines()] == [False, False, True, False, False]
-    assert "its stored size are guessed" in result.stderr
+    assert [line.endswith("  reconstructed") for line in result.stdout.splitlines()] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert "its stored size are guesses" in result.stderr
     assert series.json("show", "exp@1")["made_up"] is True
-    assert "made up   its record was lost" in series("show", "exp@1").stdout
-    assert "made up" not in series("show", "exp@2").stdout
+    assert "record    a repair reconstructed the lost record" in series("show", "exp@1").stdout
+    assert "reconstructed" not in series("show", "exp@2").stdout
     text = series("check").stdout  # its metrics are lost for good
-    assert "a later revision rules; what only this one said is lost" in text
+    assert "a later revision replaces it; only what this one alone said is lost" in text
     assert "nothing is lost" not in text
 
 
@@ -690,7 +698,7 @@ def test_a_tag_that_went_elsewhere_at_once(series, monkeypatch):
 
     monkeypatch.setattr(tags, "take", late)
     error = series.fails("tag", "exp@1", "good", code=11)
-    assert "exp@1: good was given to another snapshot of the run at the same time" in error
+    assert "exp@1: another process gave good to another snapshot of the run at the same time" in error
     assert series.json("show", "exp@good")["snapshot"]["step"] == 2
     assert series.json("show", "exp@1")["snapshot"]["tags"] == []
     assert "exp@1 " in series("tag", "exp@1", "good").stdout
@@ -758,7 +766,7 @@ def test_policies_that_make_no_sense(series):
         assert "--keep-best" in series.fails("forget", "--run", "exp", "--keep-best", bad, code=2)
     assert "--keep-steps" in series.fails("forget", "--run", "exp", "--keep-steps", "1,x", code=2)
     assert "not both" in series.fails("forget", "exp@1", "--keep-last", 1, code=2)
-    assert "nothing named" in series.fails("forget", code=2)
+    assert "no snapshot named" in series.fails("forget", code=2)
     assert len(series.json("log")["snapshots"]) == 4
 
 
@@ -815,7 +823,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
         assert "run 'snapstore gc' again" in result.stderr
         repository.store.release(f"sessions/{held.id}")
         repository.store.put(f"sessions/{held.id}", records.encode(held))  # nobody holds this one
-    assert "gave up 1 dead saves" in series("gc").stdout
+    assert "abandoned 1 dead save\n" in series("gc").stdout
     assert {s["state"] for s in series.json("log", "--all")["snapshots"]} >= {"aborted"}
     assert series.json("show", "id:" + "0" * 32)["snapshot"]["state"] == "aborted"
 
@@ -842,7 +850,7 @@ def test_check(series):
         assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)
     packs = [path.name for path in Path(series.url, "packs").rglob("?" * 64)]
     text = series("check", "--read-data=1/3").stdout
-    assert "4 snapshots are restorable" in text
+    assert "4 snapshots can be restored" in text
     assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
     assert "packs read" not in series("check").stdout
@@ -873,7 +881,7 @@ def test_check_of_damage_is_20(series):
     assert worst["message"].endswith(named.rstrip())
     assert len(hurt) > 1
     assert named in text
-    assert re.search(r"(are|is) not: exp@0", text)
+    assert re.search(r"snapshots? cannot be restored: exp@0", text)
     fine = [f"exp@{step}" for step in range(4) if series.json("show", f"exp@{step}")["snapshot"]["id"]
             in document["restorable"]]  # fmt: skip
     assert (f"\nrestorable: {', '.join(fine)}\n" in text) == bool(fine)
@@ -894,10 +902,11 @@ def test_check_names_what_only_another_release_reads(series):
     text = series("check", code=20).stdout
     assert "format version 2" in text
     found = (
-        r"3 snapshots are restorable.*\nrestorable: exp@0, exp@1, exp@3\nof 1 it cannot be told here, see above: exp@2 "
+        r"3 snapshots can be restored.*\nrestorable: exp@0, exp@1, exp@3\n"
+        r"1 snapshot could not be checked on this machine \(see above\): exp@2 "
     )
     assert re.search(found, text)
-    assert "what helps" not in text
+    assert "To fix, run:" not in text
 
 
 def test_check_names_what_gc_frees(series):
@@ -932,7 +941,7 @@ def test_compact(sh):
     assert done["bytes_after"] < done["bytes_before"]
     sh("gc")
     again = sh("compact")
-    assert again.stdout.startswith("0 snapshots rewritten, 2 need nothing, 0 failed; ")
+    assert again.stdout.startswith("0 snapshots rewritten, 2 unchanged, 0 failed; ")
     assert again.stderr == ""
     assert sh.json("stats")["stored_bytes"] == done["bytes_after"]
     assert sh.json("check", "--restore")["ok"]
@@ -970,14 +979,14 @@ def test_recode(abroad):
     dry = abroad.json("recode", "--all", "-n")
     assert (dry["recoded"], dry["skipped"], dry["failed"], dry["bytes_after"]) == (ids[:2], ids[2:], [], 0)
     assert dry["dry_run"]
-    assert "2 snapshots would be recoded to portable, 1 need nothing" in abroad("recode", "--all", "-n").stdout
+    assert "2 snapshots would be recoded to portable, 1 unchanged" in abroad("recode", "--all", "-n").stdout
     named = abroad.json("recode", "exp@1")
     assert set(named) == {
         "codec", "recoded", "skipped", "failed", "blobs", "bytes_before", "bytes_after", "dry_run",
     }  # fmt: skip
     assert named["recoded"] == ids[1:2]
     done = abroad("recode", "--all", "--codec", "portable")
-    assert done.stdout.startswith("1 snapshots recoded to portable, 2 need nothing, 0 failed; ")
+    assert done.stdout.startswith("1 snapshot recoded to portable, 2 unchanged, 0 failed; ")
     assert "gc" in done.stderr
     assert abroad("recode", "--all").stderr == ""
     abroad("gc")
@@ -1091,7 +1100,7 @@ class OddStore:
 
 def test_doctor_sees_odd_stores(tmp_path):
     def verdict(name, **odd):
-        findings = {finding.name: finding for finding in doctor._trial(OddStore(tmp_path, **odd))}
+        findings = {finding.name: finding for finding in doctor._probe(OddStore(tmp_path, **odd))}
         return findings[name].ok, findings[name].message
 
     assert verdict("writing", list=lambda prefix: [])[0] is False
@@ -1100,22 +1109,25 @@ def test_doctor_sees_odd_stores(tmp_path):
     assert verdict("create-only", put=lambda key, data: None, get=lambda key: b"")[1] == (
         "8 of 8 racing writers won, expected one"
     )
-    assert verdict("create-only", get=lambda key: b"other") == (False, "the bytes of a loser stand")
+    assert verdict("create-only", get=lambda key: b"other") == (
+        False,
+        "the stored bytes are those of a writer that lost",
+    )
 
     def broken(*_):
         raise StorageError("no")
 
     assert verdict("create-only", put=broken, get=lambda key: b"")[0] is False
     wrong = verdict("ranges", get_range=lambda key, offset, length: memoryview(bytes(length)))
-    assert wrong == (False, "parts of an object come back other than they are")
+    assert wrong == (False, "a range of an object has the wrong bytes")
     refused = verdict("deletes", delete=broken)
     assert refused == (True, "are refused here, so saves and restores work and gc does not: no")
     assert verdict("deletes", delete=lambda keys: None) == (False, "a deleted object is still listed")
     assert verdict("signs of life", is_locked=lambda key: False)[0] is False
     assert verdict("signs of life", is_locked=lambda key: None)[0] is True
     assert verdict("clock", now_s=lambda: time.time() + 500) == (True, "500 s ahead")
-    assert "not compared" in verdict("checksums", refuses_damage=lambda: False)[1]
-    assert verdict("checksums", refuses_damage=lambda: True)[1].startswith("are compared by the server")
+    assert "not verified" in verdict("checksums", refuses_damage=lambda: False)[1]
+    assert verdict("checksums", refuses_damage=lambda: True)[1].startswith("are verified by the server")
     assert not list(tmp_path.iterdir())
 
 

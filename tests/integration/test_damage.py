@@ -14,7 +14,7 @@ from kit.faults import one_thread
 from kit.repositories import OPTIONS, opened, values, version_of
 from kit.samples import sampled
 from snapstore import Repository, cli
-from snapstore.check.scan import LEVELS
+from snapstore.check.report import LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ class Operator:
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")
-        result = CliRunner().invoke(cli.app, ["--repo", "mem", *command.split()[1:]], prog_name="snapstore")
+        result = CliRunner().invoke(cli.commands, ["--repo", "mem", *command.split()[1:]], prog_name="snapstore")
         self.said.append(f"$ {command} -> {result.exit_code}\n{result.output}")
         assert result.exit_code in (0, 3, 20), self.log
         if command.startswith(("snapstore check", "snapstore repair")):
@@ -169,7 +169,7 @@ class Operator:
             if "'snapstore gc' frees" in text:
                 code, _ = self.run("snapstore gc --dry-run")
                 assert code == 0, self.log
-            advice = re.findall(r"^what helps: (snapstore [^(\n]*)(?:\((.*)\))?$", text, re.MULTILINE)
+            advice = re.findall(r"^To fix, run: (snapstore [^(\n]*)(?:\((.*)\))?$", text, re.MULTILINE)
             assert advice, self.log
             for command, instead in advice:
                 self.follow(command.strip(), instead)

@@ -543,7 +543,7 @@ def test_policies_stored_by_two_at_once(store):
 
 def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
     """The store is away during a commit; when it is back, this very process collects what it left behind."""
-    monkeypatch.setattr("snapstore.protocol.claim.COMMIT_ATTEMPTS", 1)
+    monkeypatch.setattr("snapstore.protocol.commit.COMMIT_ATTEMPTS", 1)
     faulty = FaultStore(store)
     with opened(faulty) as repository:
         repository.save(big(0), run="a", step=0)

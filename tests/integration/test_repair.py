@@ -30,10 +30,11 @@ from snapstore import (
     StorageError,
     cli,
 )
-from snapstore.check.scan import LEVELS, Survey
+from snapstore.check.report import LEVELS
 from snapstore.format import blob, manifest, pack, records
 from snapstore.format.keys import pack_key, quarantined_names, record_key
 from snapstore.protocol.this_process import this_session
+from snapstore.repair import repair as repair_module
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -132,7 +133,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
         store.put(key, bytes(good))
         report = found.repair(apply=True)
         assert {a.kind for a in report.actions} == {"release", "index"}
-        assert f"{key}: leaves the quarantine: it is whole" in [a.message for a in report.actions]
+        assert f"{key}: leaves the quarantine: it is intact" in [a.message for a in report.actions]
         assert found.check("restore").ok
     assert not [note for note in keys_of(store, "gc/") if note.endswith(".quarantine")]
 
@@ -408,15 +409,15 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
     wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
     with Repository.open(store, options=ONE_PACK) as found:
         store.put(f"gc/{key[-64:]}.quarantine", records.encode(msgspec.structs.replace(wanted, id="", blobs=[])))
-        read_rest = Survey.read_rest
+        scan_objects = repair_module.scan_objects
 
-        def meanwhile(self):
-            result = read_rest(self)
+        def meanwhile(*args):
+            result = scan_objects(*args)
             store.put(wanted.key, records.encode(wanted))
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(Survey, "read_rest", meanwhile)
+            patch.setattr(repair_module, "scan_objects", meanwhile)
             assert [a.kind for a in found.repair(apply=True).actions] == ["release", "index"]
         assert notes(store) == [wanted.key]
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
@@ -725,6 +726,16 @@ def test_a_damaged_session_is_removed_once_it_was_silent(store):
     assert keys_of(store, "sessions/") == []
 
 
+def test_an_unreadable_session_is_removed_once_it_was_silent(store):
+    key = "sessions/" + records.new_id()
+    store.put(key, b"")
+    later = store.clock() + 3601
+    store.clock = lambda: later
+    with opened(Unreadable(store, key)) as found:
+        assert found.repair(apply=True).ok
+    assert keys_of(store, "sessions/") == []
+
+
 def test_a_held_session_stays_however_silent(store):
     store.lock("sessions/" + records.new_id(), b"")
     later = store.clock() + 7200
@@ -882,7 +893,7 @@ def shell(disk, monkeypatch):
     monkeypatch.undo()
 
     def run(*arguments):
-        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
         return result.exit_code, result.stdout
 
     return run
@@ -895,7 +906,7 @@ def test_the_shell(shell, disk):
     assert shell("gc")[0] == 0  # the dead save of the repository is no save that may build on damage
     code, out = shell("check", "--read-data")
     assert code == 20
-    assert "what helps: snapstore repair" in out
+    assert "To fix, run: snapstore repair" in out
     code, out = shell("repair")
     assert code == 20
     assert "would do, quarantine" in out
@@ -940,7 +951,7 @@ def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
     assert [s["step"] for s in document["snapshots"] if s["id"] == lost.id] == [3]
     marked = [line.split()[0] for line in shell("log", "--all")[1].splitlines() if line.endswith("damaged")]
     assert marked == ["a@3"]
-    assert "damaged   in need of a pack" in shell("show", "a@3")[1]
+    assert "damaged   needs a pack" in shell("show", "a@3")[1]
     assert json.loads(shell("show", "a@3", "--json")[1])["damaged"] is True
     assert json.loads(shell("show", "a@1", "--json")[1])["damaged"] is False
     with opened(disk) as found, pytest.raises(IntegrityError, match=rf"^a@3 \(id:{lost.id[:12]}\): .*is missing"):
@@ -971,10 +982,10 @@ def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
         store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
         with monkeypatch.context() as patch:
 
-            def busy(self, ruling):
+            def busy(self, ruling, parts):
                 raise ConflictError("another process has revised it")
 
-            patch.setattr("snapstore.repair.snapshots.Healer._rewritten", busy)
+            patch.setattr("snapstore.repair.heal.Healer._rewrite", busy)
             report = repository.repair(apply=True, drop=True)
         assert not report.ok
         assert [s.ref for s in repository.snapshots()] == ["r@0"]

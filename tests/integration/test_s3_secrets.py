@@ -209,7 +209,7 @@ def everything_said(url: str) -> list[str]:
         ):  # fmt: skip
             words += said(call)
     for args in (["log", "-v"], ["init", "-v", "--json"]):
-        result = CliRunner().invoke(cli.app, [*args, "--repo", url] if args[0] == "log" else [*args, url])
+        result = CliRunner().invoke(cli.commands, [*args, "--repo", url] if args[0] == "log" else [*args, url])
         words += [
             result.output,
             result.stderr,

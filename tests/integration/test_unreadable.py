@@ -73,7 +73,7 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     flip(disk, "policies/a.1", at)
 
     def shell(*arguments):
-        result = CliRunner().invoke(cli.app, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
         return result.exit_code, result.stdout
 
     code, out = shell("check")
@@ -702,7 +702,7 @@ def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_
 def slow(monkeypatch):
     """Every failure is a slow one."""
     monkeypatch.setattr("snapstore.catalog.index.SLOW_FAILURE_S", 0.0)
-    monkeypatch.setattr("snapstore.catalog.index.RESTS", 10**9)
+    monkeypatch.setattr("snapstore.catalog.index.PAUSE_FACTOR", 10**9)
 
 
 def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store, slow):

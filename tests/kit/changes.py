@@ -26,7 +26,7 @@ from snapstore.chunks.uploader import PackUploader
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as host_staging
-from snapstore.state import arrays, held
+from snapstore.state import arrays, held_array
 from snapstore.state import flatten as flattening
 from snapstore.storage.memory import MemoryStore
 
@@ -301,7 +301,7 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     """The functions that a save calls, from `flatten` to the manifest."""
     names = ["describe", "memory_key", "memory_view", "copy_into", "as_bytes", "as_memory"]
     found = [(arrays, name) for name in names]
-    for module in (flattening, held, host_staging):
+    for module in (flattening, held_array, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
     found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]
     return [*found, (Engines, "memory_of"), (PackUploader, "add"), (MemoryStore, "put"), *more]

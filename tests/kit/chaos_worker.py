@@ -30,8 +30,8 @@ import safetensors.torch
 import torch
 
 import snapstore.cli
-import snapstore.inspect.inspection
-import snapstore.protocol.claim
+import snapstore.inspect.diff
+import snapstore.inspect.stats
 import snapstore.protocol.gc
 import snapstore.repair.repair
 import snapstore.rewrite.compact
@@ -341,7 +341,7 @@ class LiedTo(Worker):
         self._server = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
         self._memory, self._proxy, self._inside = Memory(), None, False
         self._confirms = self.random.random() < 0.5
-        snapstore.protocol.claim.HEARTBEAT_S = 0.2
+        snapstore.protocol.commit.HEARTBEAT_S = 0.2
 
     def open(self) -> Repository:
         """With the index that there is, or through another proxy, whose client knows nothing."""

@@ -212,10 +212,10 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     import time
 
     monkeypatch.setattr("snapstore.engine.cpu.Threads.start", _start_now)
-    monkeypatch.setattr("snapstore.protocol.claim.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
+    monkeypatch.setattr("snapstore.protocol.commit.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
         monkeypatch.setattr("snapstore.catalog.index.Environment.open", _no_index)
-        monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_: (Path("nowhere"), None))
+        monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_: (Path("nowhere"), False))
 
 
 def index_in_place(monkeypatch: Any) -> None:

@@ -536,7 +536,7 @@ def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
     for k in range(total):
         caplog.clear()
         assert _known(inner, before[0].keys()) == before
-        assert "built anew" not in caplog.text
+        assert "is rebuilt" not in caplog.text
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
@@ -544,7 +544,7 @@ def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, k
         assert _known(inner, before[0].keys()) == before, k
-        assert "damaged or unfinished; it is built anew" in caplog.text, k
+        assert "damaged or unfinished; it is rebuilt" in caplog.text, k
     check_whole(inner)
 
 
@@ -594,7 +594,7 @@ def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
 
 def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     store = FaultStore(clone(history()))
     real = store.inner.touch
 
@@ -614,7 +614,7 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
 def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
     """A server without CopyObject: said once a save, not asked again."""
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     store, asked = clone(history()), []
 
     def touch(key: str) -> None:

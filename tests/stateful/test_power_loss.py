@@ -236,7 +236,7 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
             folder.mkdir()
             (folder / "data.mdb").write_bytes(data)
             (folder / "verified").write_bytes(seal)
-            monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_, folder=folder: (folder, None))
+            monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_, folder=folder: (folder, False))
         check(which, moment, disk, power.nothing_unsynced, "with an index", store)
 
 

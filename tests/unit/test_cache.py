@@ -165,7 +165,7 @@ def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
             for step in range(2):
                 save(repository, "a", step, n + step)
-    monkeypatch.setattr("snapstore.repository.shrink", lambda: shrink(0))
+    monkeypatch.setattr("snapstore.catalog.index.shrink", lambda: shrink(0))
     with opened(roots[0]) as first:
         with Repository.open(roots[1]) as second:
             assert names(folder) == {first.context.index.folder.name, second.context.index.folder.name}

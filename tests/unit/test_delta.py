@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.format import delta
+from snapstore.format import delta_choice
 from snapstore.format.chunk_table import ChunkTable
-from snapstore.format.delta import is_keyframe
+from snapstore.format.delta_choice import is_keyframe
 from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.save.bases import Base, Bases
@@ -155,7 +155,7 @@ def test_keyframes_are_spread(max_depth):
     ],
 )
 def test_pays(delta_bytes, full_bytes, chain_bytes, expected):
-    assert delta.pays(delta_bytes, full_bytes, chain_bytes) is expected
+    assert delta_choice.pays(delta_bytes, full_bytes, chain_bytes) is expected
 
 
 def test_chunks_of_damaged_packs_are_unknown():

@@ -285,7 +285,7 @@ def test_an_object_that_cannot_be_read_here_is_not_damaged(store, codec):
         assert not found.ok
         assert found.damaged == []
         (said,) = [problem for problem in found.problems if problem.kind == "chunk"]
-        assert said.message.startswith("r@0: the root part cannot be rebuilt here: ")
+        assert said.message.startswith("r@0: the root part cannot be rebuilt on this machine: ")
         assert (said.snapshots, said.command) == ((), "")
         done = repository.repair(level="restore", apply=True, drop=True)
         assert (done.lost, done.dropped) == ([], [])

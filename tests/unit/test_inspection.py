@@ -8,7 +8,8 @@ import torch
 
 from kit.packs import scan
 from snapstore.format import blob, pack
-from snapstore.inspect.inspection import TensorDiff, group_of
+from snapstore.inspect.diff import TensorDiff
+from snapstore.inspect.stats import group_of
 from snapstore.options import SaveOptions
 from snapstore.repository import Repository
 from snapstore.storage.memory import MemoryStore

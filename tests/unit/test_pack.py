@@ -165,7 +165,7 @@ def test_every_truncation_is_found():
         listing(data + b"\0")
 
 
-@pytest.mark.parametrize(("at", "message"), [(0, "no pack: magic"), (8, "pack version 254, this snapstore reads 1")])
+@pytest.mark.parametrize(("at", "message"), [(0, "not a pack: magic"), (8, "pack version 254, this snapstore reads 1")])
 def test_other_objects_and_versions_are_named(at, message):
     data, _ = a_pack([a_blob(40)])
     data[at] ^= 0xFF

@@ -76,7 +76,7 @@ def going(repository):
         name: sum(int(e["length"]) for e in entries if (name, int(e["offset"])) in bad) / entries["length"].sum()
         for name, entries in packs.items()
     }
-    return {p: h for p, h in found.items() if p in bad or share[p[0]] >= module.LEFT_ABOVE_SHARE}
+    return {p: h for p, h in found.items() if p in bad or share[p[0]] >= module.EMPTIED_ABOVE_SHARE}
 
 
 def pack_listing(repository, name):
@@ -391,7 +391,7 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
         real(key, data)
 
     monkeypatch.setattr(repo.store, "put", put)
-    monkeypatch.setattr("snapstore.protocol.claim.time.sleep", lambda _: None)
+    monkeypatch.setattr("snapstore.protocol.commit.time.sleep", lambda _: None)
     with pytest.raises(StorageError, match="timed out"):
         repo.recode(["a@0"])
     assert len(late) == 4
@@ -404,7 +404,7 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
 
 def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
     """Given up by a gc of another host in the midst: the work is done again under a new session."""
-    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     real, given_up = repo.store.touch, []
 
     def touch(key):

@@ -24,16 +24,15 @@ from typing import Any, assert_type
 
 import snapstore
 from snapstore import (
-    AlreadyExistsError, CapabilityError, ConflictError, FormatError, IntegrityError, InvalidInputError, KeepBest,
-    KeepDaily, KeepEvery, KeepHourly, KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly,
-    NotFoundError, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError,
+    AlreadyExistsError, CapabilityError, CheckResult, CompactResult, ConflictError, DiffResult, ForgetResult,
+    FormatError, GcResult, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly, KeepLast,
+    KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, NotFoundError, Policy, RecodeResult, RepairResult,
+    Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError, StatsResult,
     StorageError, StorageFullError, UnknownFormatError, UnsupportedLeafError,
 )
-from snapstore.check.report import CheckResult, Problem
-from snapstore.protocol.gc import GcResult
-from snapstore.inspect.inspection import Diff, GroupStats, Stats, TensorDiff
-from snapstore.protocol.forget import ForgetResult
-from snapstore.retention import Policy
+from snapstore.check.report import Problem
+from snapstore.inspect.diff import TensorDiff
+from snapstore.inspect.stats import GroupStats
 
 
 def training(path: Path, state: dict[str, Any]) -> None:
@@ -105,14 +104,18 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(checked.problems, list[Problem])
     assert_type(checked.restorable, list[Snapshot])
 
+    assert_type(repository.recode(["a@1"], codec="portable"), RecodeResult)
+    assert_type(repository.compact(max_repack_bytes=1 << 20), CompactResult)
+    assert_type(repository.repair(apply=True), RepairResult)
+
     stats = repository.stats()
-    assert_type(stats, Stats)
+    assert_type(stats, StatsResult)
     assert_type(stats.ratio, float)
     assert_type(stats.unneeded_bytes, int)
     assert_type(stats.groups, dict[str, GroupStats])
 
     diff = repository.diff("a@1", "a@2")
-    assert_type(diff, Diff)
+    assert_type(diff, DiffResult)
     assert_type(diff.a, Snapshot)
     assert_type(diff.tensors, list[TensorDiff])
     assert_type(diff.tensors[0].changed_share, float | None)
@@ -281,14 +284,11 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_classes() -> list[type]:
-    from snapstore import repository
-    from snapstore.check import report as findings
-    from snapstore.inspect import inspection
-    from snapstore.protocol import gc
+    from snapstore.check.report import Problem
+    from snapstore.inspect.diff import TensorDiff
+    from snapstore.inspect.stats import GroupStats
 
-    results = [findings.CheckResult, findings.Problem, gc.GcResult, repository.ForgetResult]
-    results += [inspection.Stats, inspection.GroupStats, inspection.Diff, inspection.TensorDiff]
-    return [getattr(snapstore, name) for name in snapstore.__all__] + results
+    return [*(getattr(snapstore, name) for name in snapstore.__all__), Problem, TensorDiff, GroupStats]
 
 
 def test_every_public_method_is_annotated_and_explained():

@@ -73,7 +73,7 @@ def stacks(monkeypatch, tmp_path):
 
 
 def without_wrappers(names):
-    """What a reader of the code sees as steps: no decorator between them."""
+    """The steps that a reader of the code sees: no decorator between them."""
     return [name for name in names if name != "repository._pinned.<locals>.call"]
 
 

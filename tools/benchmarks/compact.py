@@ -58,9 +58,9 @@ def compacted(repository: Repository, size: int, name: str) -> list[Row]:
     assert all(same(repository.restore(s.ref), state) for s, state in zip(repository.snapshots(), states, strict=True))
     return [
         row(f"{name}: retained before, {count} snapshots", before.stored_bytes / size, "x the state"),
-        row(f"{name}: of it only as somebody's base", before.base_only_bytes / before.stored_bytes, "share"),
+        row(f"{name}: of it needed only as a base", before.base_only_bytes / before.stored_bytes, "share"),
         row(f"{name}: retained after compact and gc", after.stored_bytes / size, "x the state"),
-        row(f"{name}: of that only as somebody's base", after.base_only_bytes / after.stored_bytes, "share"),
+        row(f"{name}: of that needed only as a base", after.base_only_bytes / after.stored_bytes, "share"),
         row(f"{name}: bytes that compact wrote / bytes freed", report.bytes_written / report.freed_bytes, "x"),
         row(f"{name}: compact took", seconds, "s"),
     ]  # fmt: skip

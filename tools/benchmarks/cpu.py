@@ -231,7 +231,7 @@ def retained(snapshots: int) -> list[Figure]:
         return [
             Figure(f"retained after {snapshots} snapshots under KeepLast(3) + KeepEvery(50)", stats.stored_bytes / size,
                    f"x the state, for {kept} snapshots"),
-            Figure("of it only as somebody's base", stats.base_only_bytes / stats.stored_bytes, "share"),
+            Figure("of it needed only as a base", stats.base_only_bytes / stats.stored_bytes, "share"),
         ]  # fmt: skip
 
 

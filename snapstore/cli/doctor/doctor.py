@@ -1,7 +1,7 @@
-"""What `snapstore doctor` looks at: this machine, and a place for a repository.
+"""Test this machine, and a place for a repository.
 
-Answers with findings and raises nothing. A place is tried out in a sandbox inside it (probes.py), which no listing
-shows, so a living repository is not disturbed and nothing stays behind.
+In: a URL. Out: findings; nothing is raised. The probes (probes.py) run in a hidden store inside the place, which no
+listing shows: a repository there is not disturbed, and nothing stays behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...storage.base import ObjectStore
 from ...storage.cache_dir import cache_folder, mount_of, on_network, refusal
 from ...storage.local import LocalStore
 from ...storage.urls import open_store
-from ...text import human_bytes
+from ...text import counted, human_bytes
 from .probes import PROBES, Unfit
 
 LIBRARIES = ("boto3", "numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
@@ -33,7 +33,7 @@ LITTLE_SPACE_BYTES = 1024**3
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer; `ok` is None where there is nothing to judge."""
+    """One line of the output; `ok` is None if there is nothing to judge."""
 
     name: str
     ok: bool | None
@@ -41,7 +41,7 @@ class Finding:
 
 
 def machine() -> list[Finding]:
-    """Versions, cores, torch and GPU."""
+    """Return findings about versions, cores, torch and GPUs."""
     versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
     return [
         Finding("snapstore", None, f"{records.VERSION}, format version {records.FORMAT_VERSION}"),
@@ -50,7 +50,7 @@ def machine() -> list[Finding]:
         _threads(),
         _torch(),
         Finding("nvcomp", None, "installed" if _present("nvidia.nvcomp") else "not installed"),
-        Finding("cupy", None, "installed" if _present("cupy") else "not installed; CUDA tensors go through the CPU"),
+        Finding("cupy", None, "installed" if _present("cupy") else "not installed; the CPU encodes CUDA tensors"),
     ]
 
 
@@ -64,14 +64,14 @@ def _version(name: str) -> str:
 def _present(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is missing
+    except ModuleNotFoundError:  # its parent module is missing
         return False
 
 
 def _threads() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
-        return Finding("cores", True, f"{cores}, snapstore uses {default_threads()} threads")
+        return Finding("cores", True, f"{cores}, snapstore uses {counted(default_threads(), 'thread')}")
     except InvalidInputError as error:
         return Finding("cores", False, str(error))
 
@@ -88,7 +88,7 @@ def _torch() -> Finding:
 
 
 def place(url: str) -> list[Finding]:
-    """What is at a URL, and whether a repository works there."""
+    """Return findings about a place, and whether a repository works there."""
     try:
         store = open_store(url)
     except NotFoundError:
@@ -96,11 +96,11 @@ def place(url: str) -> list[Finding]:
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
     about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]
-    return [_repository(store), *about, *_trial(store)]
+    return [_repository(store), *about, *_probe(store)]
 
 
-def _trial(store: ObjectStore) -> list[Finding]:
-    """Every probe, each in a store of its own."""
+def _probe(store: ObjectStore) -> list[Finding]:
+    """Run every probe, each in its own hidden store."""
     findings = []
     for name, probe in PROBES.items():
         try:
@@ -112,38 +112,38 @@ def _trial(store: ObjectStore) -> list[Finding]:
 
 
 def _cache() -> Finding:
-    """Where indexes lie."""
+    """Return where indexes lie."""
     try:
         cache = cache_folder()
     except SnapstoreError as error:
         return Finding("index", False, str(error))
     if why := refusal(cache):
-        cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder of yours on a local disk"
+        cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder that you own on a local disk"
         return Finding("index", False, f"{cache} {why}: {cost}")
     return Finding("index", True, f"in {cache}, {mount_of(cache)[1] or 'an unknown file system'}")
 
 
 def _missing(folder: Path) -> list[Finding]:
-    """A folder that is not there yet: its nearest parent says what it would be like."""
+    """Test the nearest parent of a folder that does not exist yet."""
     parent = next(level for level in folder.absolute().parents if level.is_dir())
-    found = Finding("place", None, f"{folder}: does not exist yet; 'snapstore init' makes it; looking at {parent}")
-    return [found, *_folder(parent), *_trial(LocalStore(parent))]
+    found = Finding("place", None, f"{folder}: does not exist yet; 'snapstore init' creates it; testing {parent}")
+    return [found, *_folder(parent), *_probe(LocalStore(parent))]
 
 
 def _repository(store: ObjectStore) -> Finding:
     try:
         with Repository.open(store) as repository:
-            count = len(repository.snapshots())
-            about = f"{store.url}: a repository of {count} snapshots, format version {repository.config.version}"
+            count = counted(len(repository.snapshots()), "snapshot")
+            about = f"{store.url}: a repository of {count}, format version {repository.config.version}"
             return Finding("repository", True, f"{about}; index: {folder_for(store, repository.config.uuid)[0]}")
     except NotFoundError:
-        return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' makes one")
+        return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
     except SnapstoreError as error:
         return Finding("repository", False, str(error))
 
 
 def _folder(folder: Path) -> list[Finding]:
-    """File system and space."""
+    """Return findings about the file system and its free space."""
     point, kind = mount_of(folder)
     where = "over the network" if on_network(folder) else "local"
     return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), _space(folder)]

@@ -1,6 +1,6 @@
-"""Probes of `snapstore doctor`: try out each promise of a store that the protocol builds on, in an empty sandbox.
+"""Probe a store: does it keep each promise that the protocol needs?
 
-Every probe takes an empty store and says in plain words what it found; `Unfit` carries a verdict.
+In: an empty store, for each probe. Out: the finding, as text; `Unfit` means that the store breaks the promise.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ...storage.base import ObjectStore
 from ...text import human_bytes
 
 RACERS = 8
-#: A store's clock may differ from ours by so much before we say so [s].
+#: A smaller difference between the store's clock and this machine's is not reported [s].
 CLOCK_SKEW_S = 60.0
-#: What is sent and fetched once to measure a rate [bytes].
+#: Sent and fetched once to measure a rate [bytes].
 RATE_BYTES = 16 * 1024 * 1024
 
 
-class Unfit(Exception):  # noqa: N818 - not an error of ours, a verdict
-    """The place lacks what the protocol needs."""
+class Unfit(Exception):  # noqa: N818 - a verdict, no error
+    """The store breaks a promise that the protocol needs."""
 
 
 def _writing(store: ObjectStore) -> str:
-    """A whole put, and what a listing shows behind it."""
-    store.put("probe/first", b"0")  # locally it makes the folder
+    """Put two objects: a listing must show both at once."""
+    store.put("probe/first", b"0")  # a local store creates the folder here
     began = time.perf_counter()
     store.put("probe/second", b"1")
     took_ms = 1000 * (time.perf_counter() - began)
     seen = sorted(info.key for info in store.list("probe/"))
     if seen != ["probe/first", "probe/second"]:
-        raise Unfit(f"two objects were put, {len(seen)} are listed; a gc would take live objects for missing ones")
-    return f"what is put is listed at once; a small durable write takes {took_ms:.1f} ms"
+        raise Unfit(f"two objects were put, a listing shows {len(seen)}; a gc would take live objects for missing ones")
+    return f"a listing shows new objects at once; a small durable write takes {took_ms:.1f} ms"
 
 
 def _case(store: ObjectStore) -> str:
@@ -43,11 +43,11 @@ def _case(store: ObjectStore) -> str:
         store.get("probe/A")
     except NotFoundError:
         return "differ by case"
-    raise Unfit("'a' and 'A' are one name here: runs that are called so would share their records")
+    raise Unfit("'a' and 'A' are the same name here: runs with such names would share their records")
 
 
 def _permissions(store: ObjectStore) -> str:
-    """What these credentials may do, one by one, and what it costs where they may not."""
+    """Try each operation: these credentials may lack permissions, and each one costs something else."""
     tries: dict[str, tuple[str, Callable[[], object]]] = {
         "write": ("nothing can be saved", lambda: store.put("sessions/probe", b"0")),
         "read": ("nothing can be restored", lambda: store.get("sessions/probe")),
@@ -71,7 +71,7 @@ def _permissions(store: ObjectStore) -> str:
 
 
 def _race(store: ObjectStore) -> str:
-    """Threads put the same key: one must win, and its bytes must stand."""
+    """Put the same key from several threads: one must win, and its bytes must stay."""
     start, won = threading.Barrier(RACERS), []
 
     def racer(number: int) -> None:
@@ -93,7 +93,7 @@ def _race(store: ObjectStore) -> str:
     if len(won) != 1:
         raise Unfit(f"{len(won)} of {RACERS} racing writers won, expected one")
     if stands != bytes(won):
-        raise Unfit("the bytes of a loser stand")
+        raise Unfit("the stored bytes are those of a writer that lost")
     return f"one of {RACERS} racing writers wins"
 
 
@@ -103,8 +103,8 @@ def _ranges(store: ObjectStore) -> str:
     wanted = [(0, 1), (1000, 3000), (len(data) - 1, 1)]
     got = [bytes(store.get_range("probe/ranges", offset, length)) for offset, length in wanted]
     if got != [data[offset : offset + length] for offset, length in wanted]:
-        raise Unfit("parts of an object come back other than they are")
-    return "parts of objects come back as they are"
+        raise Unfit("a range of an object has the wrong bytes")
+    return "ranges of objects have the right bytes"
 
 
 def _deletes(store: ObjectStore) -> str:
@@ -124,8 +124,8 @@ def _life(store: ObjectStore) -> str:
     store.touch("probe/held")
     store.release("probe/held")
     if held is False:
-        raise Unfit("a lock that is held looks free: gc would take living saves for dead")
-    return "work" if held else "are missing here; gc waits an hour for saves that died"
+        raise Unfit("a held lock looks free: gc would take live saves for dead ones")
+    return "work" if held else "are missing here; gc waits an hour for a save that died"
 
 
 def _clock(store: ObjectStore) -> str:
@@ -134,15 +134,16 @@ def _clock(store: ObjectStore) -> str:
 
 
 def _checksums(store: ObjectStore) -> str:
-    """Only where bytes travel: a store that refuses bytes whose SHA-256 is another than was said."""
+    """Ask a remote store whether it refuses bytes that do not match their SHA-256."""
     refuses = getattr(store, "refuses_damage", None)
     if refuses is None:
-        return "are compared by snapstore whenever it reads"
+        return "are verified by snapstore at every read"
+    if refuses():
+        return "are verified by the server at every write, and by snapstore at every read"
     return (
-        "are compared by the server with what it got, and by snapstore whenever it reads" if refuses() else
-        "are not compared by the server: a write that is damaged on the way is found when it is read, or by 'check'; "
-        "run that after saves"
-    )  # fmt: skip
+        "are not verified by the server: a write that is damaged in transit is found only by a read; run "
+        "'snapstore check --read-data' after saves"
+    )
 
 
 def _rate(store: ObjectStore) -> str:

@@ -1,6 +1,6 @@
 """Streams: CUDA streams with the memory that batches work in, a pool of them, and page-locked host memory.
 
-A WorkStream belongs to one thread at a time. What it launches runs in order; memory that it takes is reused on its own
+A WorkStream belongs to one thread at a time. Its launches run in order; memory that it takes is reused on its own
 stream only.
 """
 

@@ -45,7 +45,7 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
 
     Attributes:
         name: The name of the error.
-        advice: What to do about it.
+        advice: The next step for the user.
         status: The HTTP status of the server's refusal, or 0.
         code: The server's error code, such as `NoSuchKey`; the status if the answer has no body (HEAD).
         retryable: Whether the same request may succeed later.

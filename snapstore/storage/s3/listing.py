@@ -22,7 +22,6 @@ from ..base import ObjectInfo
 from .transport import InvalidAnswerError
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_ECHOES = {"Prefix", "ContinuationToken"}
 
 
 @dataclass(frozen=True, slots=True)

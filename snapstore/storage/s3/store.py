@@ -57,7 +57,7 @@ from ..base import (
 )
 from .client import Body, check_storage_class, parse_url
 from .failures import Failure, guarded, pause, refused, safe_code, status_of
-from .liveness import LivenessLocks
+from .lock_files import LivenessLocks
 from .reader import Reader
 from .requests import Requests
 

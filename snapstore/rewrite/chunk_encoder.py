@@ -1,12 +1,12 @@
-"""Reencode: chunks out of the store into new blobs. rebuild -> delta or full -> encode -> decode again, compare.
+"""Chunk encoder: encode chunks of the store again. rebuild -> delta or full -> encode -> decode, compare.
 
-In: chains of chunks, and of what they may become deltas to. Out: blobs that are known to give these very chunks.
+In: chains of chunks and of their new bases. Out: blobs that were decoded and gave these very chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,43 +15,49 @@ from ..catalog.read_twice import read_twice
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
-from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
-from ..errors import FormatError, IntegrityError
-from ..format.blob import XOR
+from ..engine.batches import Chunks, EncodeBatch
+from ..format import planes
 from ..format.delta_chain import Chain, table_of
-from .stored_blobs import Stored, batches, gathered
+from ..format.manifest import Manifest
+from ..restore.pipeline import spec_of
+from .stored_blobs import Stored, batches, gathered, new_verifier
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A chunk to encode anew."""
+    """A chunk to encode again.
 
-    chain: Chain  # as it is
-    base: Chain  # of what it may become a delta to; empty: nothing
+    Attributes:
+        chain: how it is rebuilt now.
+        base: the chain of the chunk that it may become a delta to; empty: none.
+    """
+
+    chain: Chain
+    base: Chain
     element_size: int
     layout: int
 
     @property
     def digest(self) -> bytes:
-        """Of the chunk."""
+        """Digest of the chunk."""
         return self.chain[0].digest
 
     @property
     def length(self) -> int:
-        """Stored bytes of the blob that it replaces."""
+        """Stored bytes of the blob that is replaced."""
         return self.chain[0].place.length if self.chain[0].place else 0
 
     @property
     def size(self) -> int:
-        """Plain bytes."""
+        """Plain bytes of the chunk."""
         return self.chain[0].size
 
 
 class Reencoder:
-    """Encodes chunks of one repository anew, on the CPU.
+    """Encodes chunks of one repository again, on the CPU.
 
     Attributes:
-        bytes_read: stored bytes of what was rebuilt.
+        bytes_read: stored bytes of the chunks rebuilt so far.
     """
 
     def __init__(self, context: Context) -> None:
@@ -61,11 +67,12 @@ class Reencoder:
         self._budget = limits.Budget(context.store)
 
     def encode(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Job], Stored]]:
-        """Rebuild chunks and their bases, encode the chunks, decode them again and compare; in batches.
+        """Rebuild chunks and their bases, encode the chunks, decode the new blobs and compare; yield (jobs, blobs).
 
         Raises:
-            IntegrityError, FormatError: a chunk or its base is damaged, or the encoder lies.
+            IntegrityError, FormatError: a chunk or its base is damaged, or a new blob does not decode to its chunk.
         """
+        verifier = new_verifier()
         for batch in batches(np.array([2 * job.size for job in jobs]), self._engine):
             own = [jobs[i] for i in batch.tolist()]
             sizes = np.array([job.size for job in own])
@@ -78,48 +85,27 @@ class Reencoder:
             self.rebuild([*(job.chain for job in own), *bases], plain, np.concatenate([starts, base_starts[based]]))
             zero = np.zeros(len(own), np.int64)
             encode = EncodeBatch(
-                Chunks([plain], zero, starts, sizes), _joined([job.digest for job in own]),
-                np.array([job.element_size for job in own], np.uint8), np.array([job.layout for job in own], np.uint8),
+                Chunks([plain], zero, starts, sizes),
+                _joined([job.digest for job in own]),
+                np.array([job.element_size for job in own], np.uint8),
+                np.array([job.layout for job in own], np.uint8),
                 Chunks([plain], np.where(based, 0, -1), base_starts, sizes),
                 _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
                 np.array([sum(link.place.length for link in job.base if link.place) for job in own], np.int64),
-            )  # fmt: skip
+            )
             made = self._engine.start_encode(encode)()
             stored = gathered(made)
             self._engine.recycle(made)
-            self._check(encode, stored)
+            verifier.start(self._engine, encode, stored)
+            verifier.finish()
             yield own, stored
 
-    def _check(self, batch: EncodeBatch, made: Stored) -> None:
-        """Decode what was encoded.
-
-        Raises:
-            IntegrityError: it is not what was given.
-        """
-        entries, sizes = made.entries, batch.chunks.lengths
-        outs = Chunks(
-            [np.empty(int(sizes.sum()), np.uint8)], np.zeros(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes
-        )
-        is_delta = entries["transform"] == XOR
-        bases = replace(batch.bases, which=np.where(is_delta, batch.bases.which, -1))
-        decode = DecodeBatch(
-            made.blobs, entries["offset"].astype(np.int64), entries["length"].astype(np.int64),
-            np.ones(len(sizes), np.int64), batch.digests, outs, lambda i: f"new blob {i} of {len(sizes)}", bases,
-        )  # fmt: skip
-        try:
-            self._engine.start_decode(decode)()
-        except (IntegrityError, FormatError) as error:
-            raise IntegrityError(
-                f"what was encoded does not decode to what it was made of ({error}); nothing was changed; try again, "
-                "and test the memory of this machine"
-            ) from error
-
     def rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
-        """Chunks into memory, each compared with its digest.
+        """Rebuild chunks into memory, and compare each with its digest.
 
         Raises:
             IntegrityError, FormatError: a chunk is damaged.
-            CapabilityError: they take more decoding than what is stored explains.
+            CapabilityError: they need more decoding than their stored bytes explain.
         """
         self._budget.spend(sum(link.size for chain in chains for link in chain), "compact")
         numbers: dict[str, int] = {}
@@ -131,3 +117,14 @@ class Reencoder:
 
 def _joined(digests: Sequence[bytes]) -> Bytes:
     return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+
+
+def kinds_of(m: Manifest) -> tuple[Column, Column]:
+    """Return the element size [bytes] and the layout of planes of every chunk of a manifest, (n,) each."""
+    sizes, layouts = np.ones(len(m.table), np.uint8), np.full(len(m.table), planes.BYTES, np.uint8)
+    for entry in m.tensors:
+        spec = spec_of(entry)
+        for box in entry.boxes:
+            own = slice(box.first_chunk, box.first_chunk + box.chunks)
+            sizes[own], layouts[own] = spec.element_size, planes.ROTATED if spec.is_float else planes.BYTES
+    return sizes, layouts

@@ -1,4 +1,4 @@
-"""Claim: a save's or a rewrite's standing in the protocol, from its session to its record.
+"""Commit: the claim of a save or a rewrite, from its session to its record.
 
 A claim names the record that it will create: a save's is revision 0, a rewrite's is the next revision of a record that
 exists. The order of its steps is what makes it safe (docs/format.md and docs/design/protocol.md):
@@ -70,9 +70,7 @@ class Claim:
         quarantined: keys of the packs in quarantine; empty before `marked` is called.
     """
 
-    def __init__(
-        self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]) -> None:
         self._context = context
         self.store, self.key, self.verb, self._substitute = context.store, key, verb, substitute
         self._same_repository = ExitStack()
@@ -161,8 +159,12 @@ class Claim:
                 self._last_beat = math.inf
                 log.warning(
                     "run=%s step=%d the store takes no heartbeats (%s): a gc on another host fences a %s that takes "
-                    "longer than its --fence-after, an hour by default", self.run, self.step, error, self.verb,
-                )  # fmt: skip
+                    "longer than its --fence-after, an hour by default",
+                    self.run,
+                    self.step,
+                    error,
+                    self.verb,
+                )
 
     def _require_session(self) -> None:
         """Raise ConflictError unless the session is still there: then every gc that began since has seen it.

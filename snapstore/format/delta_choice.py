@@ -1,4 +1,4 @@
-"""Delta: when a changed chunk is stored as XOR with its base instead of full.
+"""Delta choice: whether a changed chunk is stored as a delta, XOR with its base, or full.
 
 In: estimated sizes, chain sizes, generations; numbers or arrays. Out: the decision, in the same form.
 """

@@ -36,13 +36,13 @@ from ..threads import Threads
 HEADER_THREADS = 16
 #: At most this many unexplained objects are read whole, so that a damaged header does not stop gc for good.
 MAX_READ_WHOLE = 16
-#: What to do about objects that nothing explains.
+#: The advice for objects that nothing explains.
 DELETE_UNEXPLAINED = "snapstore gc --unexplained"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a pack's or manifest's header says about its writer.
+    """The writer of a pack or a manifest, as its header states it.
 
     Attributes:
         save_id: id of the session.
@@ -83,7 +83,7 @@ def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], ses
     Args:
         view: records, listed after the objects were.
         sizes: of the objects, by key [bytes].
-        sessions: ids of those that were there after the objects were listed, and before the records.
+        sessions: ids of the sessions that existed after the objects were listed, and before the records.
 
     Raises:
         StorageError: the store cannot be read.

@@ -1,0 +1,410 @@
+"""Scan packs and manifests, at one of the levels of check.py: the second half of a check and of a repair.
+
+In: a RecordScan. Out: a ScanResult, which check.py reports and repair/repair.py acts on. Nothing is written; one
+manifest is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..catalog.history import View
+from ..context import Context
+from ..errors import (
+    DAMAGE,
+    CapabilityError,
+    FormatError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+    UnknownFormatError,
+)
+from ..format import manifest
+from ..format.keys import pack_key, quarantined_names, record_key
+from ..format.manifest import Manifest, part_name
+from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestRef, Snapshot, decode
+from ..text import some, strip_hint
+from .damaged_packs import DamagedPacks, check_tree
+from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, require_level, stand_in
+from .scan_records import RecordScan, read_failure
+from .verify_chunks import ChunkRebuilder, tensor_of
+
+#: A snapshot's report names at most so many damaged chunks; it counts the rest.
+CHUNKS_NAMED = 20
+_STATES = (COMMITTED, FORGOTTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    """The result of a scan of a whole repository. Nobody changes it.
+
+    Attributes:
+        report: the problems, and which snapshots can be restored.
+        records: the records, with the revisions that ruled and the objects that were there at the end of the scan.
+        packs: the damaged packs, and which of their blobs are intact.
+        need: damaged pack -> ids of all snapshots that refer to it.
+        affected: snapshot id -> SHA-256 of those of its manifests that refer to damaged packs.
+        without_manifest: id -> why, of the snapshots that lack a manifest.
+        recovered: packs in quarantine that are whole, or gone and needed by no snapshot.
+        found_again: ids of the snapshots that a note says lack a manifest, and that lack none or are collected.
+    """
+
+    report: CheckResult
+    records: RecordScan
+    packs: DamagedPacks
+    need: Mapping[str, set[str]]
+    affected: Mapping[str, Sequence[str]]
+    without_manifest: Mapping[str, str]
+    recovered: frozenset[str]
+    found_again: frozenset[str]
+
+
+def scan_objects(
+    context: Context,
+    records: RecordScan,
+    level: str,
+    *,
+    share: float = 1.0,
+    subset: tuple[int, int] = (1, 1),
+    max_decoded_bytes: int | None = None,
+) -> ScanResult:
+    """Read packs and manifests, as many as the level says; see `check` for the arguments.
+
+    Raises:
+        InvalidInputError: no level has this name.
+        StorageError: the store does not answer; a single object that cannot be read is a problem.
+    """
+    require_level(level)
+    scanner = _ObjectScanner(context, records, level, max_decoded_bytes)
+    return scanner.scan(share, subset)
+
+
+def why_recovered(sizes: Mapping[str, int], key: str) -> str:
+    """Return why a pack need not stay in quarantine; `sizes` has the packs that are there."""
+    return "it is intact" if key in sizes else "it is gone, and no snapshot needs it"
+
+
+class _ObjectScanner:
+    """Makes one ScanResult."""
+
+    def __init__(self, context: Context, records: RecordScan, level: str, max_decoded_bytes: int | None) -> None:
+        self._store, self._digest_seed = context.store, context.engines.digest_seed
+        self._records, self._level = records, level
+        self._rebuilder = ChunkRebuilder(context, max_decoded_bytes)
+        self._findings = Findings(records.problems, records.notes)
+        self._sizes, self._ruling = dict(records.sizes), dict(records.ruling)
+        self._packs = DamagedPacks(context.store)
+        for key, offsets in records.noted_blobs.items():
+            for offset in offsets:
+                self._packs.condemn(key, offset)
+        self._unknown: set[str] = set()  # ids of snapshots that this release or this machine cannot read in full
+        self._without_manifest: dict[str, str] = {}
+        self._affected: dict[str, list[str]] = {}
+        self._need: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that refer to it
+        self._damages: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that lose chunks by it
+
+    def scan(self, share: float, subset: tuple[int, int]) -> ScanResult:
+        """Read everything that the level asks for."""
+        packs, packs_read = self._read_packs(share, subset)
+        snapshots = View(self._ruling.values(), {}, []).snapshots(states=_STATES)
+        if self._level == "restore":
+            for snapshot in reversed(snapshots):
+                self._prove(snapshot)
+        needed = set(self._records.quarantined)
+        for snapshot in snapshots:
+            keys = self._scan_snapshot(snapshot)
+            if snapshot.state == COMMITTED:
+                needed |= keys
+        recovered = self._report_packs()
+        found_again = self._report_found_again()
+        report = self._report([self._ruling[snapshot.id] for snapshot in snapshots], needed)
+        return ScanResult(
+            report=replace(report, packs=packs, packs_read=packs_read),
+            records=replace(self._records, ruling=self._ruling, sizes=self._sizes),
+            packs=self._packs,
+            need=self._need,
+            affected=self._affected,
+            without_manifest=self._without_manifest,
+            recovered=frozenset(recovered),
+            found_again=frozenset(found_again),
+        )
+
+    def _report(self, snapshots: Sequence[Snapshot], needed: set[str]) -> CheckResult:
+        """Return the problems, and which snapshots are restorable, damaged or unknown."""
+        bad = {name for problem in self._findings.problems for name in problem.snapshots}
+        doubtful = bad | self._unknown
+        kept = [snapshot for snapshot in snapshots if snapshot.state in _STATES]
+        damaged, named = list(self._records.damaged), {s.id for s in self._records.damaged}
+        unknown = [stand_in(key) for key in sorted(self._records.unknown)]
+        unneeded = () if self._stops_gc(needed) else self._sizes.keys() - needed
+        return CheckResult(
+            self._level,
+            problems=self._findings.problems,
+            notes=self._findings.notes,
+            restorable=[s for s in kept if s.id not in doubtful],
+            damaged=damaged + [s for s in kept if s.id in bad - named],
+            unknown=unknown + [s for s in kept if s.id in self._unknown - bad],
+            decoded_bytes=self._rebuilder.decoded_bytes,
+            unneeded_bytes=sum(self._sizes[key] for key in unneeded),
+        )
+
+    def _stops_gc(self, needed: set[str]) -> bool:
+        """Return whether gc would refuse or wait, or nothing tells which objects committed snapshots need."""
+        records = self._records
+        unclear = self._without_manifest.keys() | self._unknown
+        if records.unknown or any(self._ruling[name].state == COMMITTED for name in unclear):
+            return True
+        kinds = {problem.kind for problem in self._findings.problems}
+        absent = needed - self._sizes.keys() - records.quarantined
+        return not kinds.isdisjoint(("config", "session")) or bool(records.unreadable or records.vanished or absent)
+
+    # -- packs
+
+    def _read_packs(self, share: float, subset: tuple[int, int]) -> tuple[int, int]:
+        """Read packs whole, as many as the level says, and all that are in quarantine.
+
+        Returns:
+            The number of packs, and of those read.
+        """
+        packs, keys = sorted(key for key in self._sizes if key.startswith("packs/")), list[str]()
+        if self._level != "metadata":
+            number, count = subset
+            keys = [key for key in packs if int(key[-8:], 16) % count == number - 1]
+            if share < 1:
+                keys = random.sample(keys, max(1, round(share * len(keys)))) if keys else []
+        chosen = sorted(self._records.quarantined.union(keys))
+        read = len(self._sizes.keys() & chosen)
+        for key in chosen:
+            try:
+                data = self._store.get(key, limit_bytes=self._sizes.get(key, 0))
+            except NotFoundError:
+                continue  # its manifests tell whether that matters
+            except DAMAGE as error:
+                self._packs.why[key] = strip_hint(error)
+                continue
+            except StorageError as error:
+                self._packs.why[key] = strip_hint(read_failure(self._store, key, error))
+                continue
+            got = hashlib.sha256(data).hexdigest()
+            if not key.endswith(got):
+                self._packs.why[key] = f"{key}: SHA-256 is {got}: altered"
+        return len(packs), read
+
+    def _report_packs(self) -> set[str]:
+        """Add one finding for each damaged pack; return the packs that need not stay in quarantine."""
+        quarantined = self._records.quarantined
+        misbuilt = {key: f"{key}: holds blobs that do not rebuild their chunks" for key in self._packs.misbuilt}
+        # The chunk problems name the snapshots that lose by a pack whose misbuilt blobs this scan has found.
+        told = {name for problem in self._findings.problems for name in problem.snapshots}
+        known = {
+            key: why for key, why in misbuilt.items() if key in quarantined or self._damages.get(key, set()) - told
+        }
+        for key, why in sorted((known | self._packs.why).items()):
+            self._report_pack(key, why)
+        recovered = set(quarantined - self._packs.why.keys() - self._packs.misbuilt.keys())
+        if self._level != "restore":  # only rebuilding tells which blobs a damaged note of quarantine names
+            recovered -= quarantined_names(self._records.damaged_small)
+        for key in sorted(recovered):
+            message = f"{key}: need not stay in quarantine: {why_recovered(self._sizes, key)}"
+            self._findings.note("pack", key, message, REPAIR)
+        return recovered
+
+    def _report_pack(self, key: str, why: str) -> None:
+        lossy, need = sorted(self._damages.get(key, ())), self._need.get(key, ())
+        if not need and key in self._records.quarantined:
+            self._findings.note("pack", key, f"{why}; in quarantine, no snapshot needs it", f"{REPAIR} --purge")
+            return
+        hurt = sorted((self._ruling[name] for name in lossy), key=lambda s: (s.run, s.seq, s.id))
+        message = f"{why}; snapshots that need it: {len(need)}, of which {len(lossy)} lose chunks"
+        if hurt:
+            message += f": {some([s.ref for s in hurt])}"
+        command, instead = self._remedy(key)
+        self._findings.problem("pack", key, message, lossy, command=command, instead=instead)
+
+    def _remedy(self, key: str) -> tuple[str, str]:
+        """Return the command to run about a damaged pack, and the help of its problem."""
+        need, lossy = self._need.get(key, set()), self._damages.get(key, set())
+        if need and key not in self._records.quarantined:
+            return REPAIR, ""
+        kept = {name for name in need if self._ruling[name].state == COMMITTED}
+        if not kept:
+            return GC, ""
+        if kept.isdisjoint(lossy):
+            return REPAIR, ""  # the intact blobs that they need have not been copied out yet
+        again = "save the same content again"
+        if key in self._packs.why:
+            again += ", or put a copy of the pack back,"
+        forgets = "forgets the snapshots that no save has stored again"
+        return DROP, f"{forgets}; to keep them, {again} then run '{REPAIR} --apply'"
+
+    # -- manifests
+
+    def _scan_snapshot(self, snapshot: Snapshot) -> set[str]:
+        """Check a snapshot's manifests and everything that they refer to; return the keys that it needs."""
+        found, wrong = self._read_manifests(snapshot)
+        while wrong and (now := self._newest_revision(snapshot)).key != snapshot.key:
+            self._ruling[snapshot.id] = snapshot = now
+            if snapshot.state not in _STATES:
+                return set()
+            found, wrong = self._read_manifests(snapshot)
+        self._note_missing(snapshot, found, wrong)
+        failed: dict[str, dict[int, SnapstoreError]] = {}
+        if self._level == "restore":
+            failed = {ref.sha256: self._rebuilder.failures(snapshot.ref, m, self._packs) for ref, m in found}
+            if any(failed.values()) and (now := self._newest_revision(snapshot)).key != snapshot.key:
+                # While its chunks were rebuilt, the snapshot was rewritten and a gc deleted the old packs.
+                self._ruling[snapshot.id] = now
+                return self._scan_snapshot(now) if now.state in _STATES else set()
+        needed = {ref.key for ref in snapshot.manifests}
+        for ref, m in found:
+            keys = [pack_key(name) for name in m.header.pack_names]
+            needed.update(keys)
+            lost = self._packs.lost(m)
+            for number in np.unique(m.table.ref_packs[lost]).tolist():
+                self._damages.setdefault(keys[number], set()).add(snapshot.id)
+            self._report_chunks(snapshot, m, failed.pop(ref.sha256, {}))
+            for key in (key for key in keys if key in self._packs):
+                self._need.setdefault(key, set()).add(snapshot.id)
+            if self._packs.within(m).any():
+                self._affected.setdefault(snapshot.id, []).append(ref.sha256)
+        if len(found) == len(snapshot.manifests):
+            try:
+                check_tree([m for _, m in found])
+            except FormatError as error:
+                self._report_manifest(snapshot, snapshot.key, error)
+        return needed
+
+    def _newest_revision(self, snapshot: Snapshot) -> Snapshot:
+        """Return the revision that rules now; a rewrite, a repair or a gc may have added one since the scan began."""
+        while True:
+            key = record_key(snapshot.run, snapshot.step, snapshot.id, snapshot.revision + 1)
+            try:
+                snapshot = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+            except (*DAMAGE, StorageError):
+                return snapshot
+
+    def _read_manifests(
+        self, snapshot: Snapshot
+    ) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, SnapstoreError | str]]:
+        """Return a snapshot's manifests that can be read, and key -> why of the other ones and of missing packs."""
+        found, wrong = [], dict[str, SnapstoreError | str]()
+        for ref in snapshot.manifests:
+            try:
+                m = self._read_manifest(ref)
+            except DAMAGE as error:
+                wrong[ref.key] = error
+                continue
+            found.append((ref, m))
+            keys = map(pack_key, m.header.pack_names)
+            wrong.update({key: f"{key} is missing" for key in keys if not self._is_there(key)})
+        return found, wrong
+
+    def _read_manifest(self, ref: ManifestRef) -> Manifest:
+        """Return a manifest.
+
+        Raises:
+            UnknownFormatError: only another release can read it.
+            IntegrityError, NotFoundError: it is damaged, missing, or cannot be read though the store answers.
+        """
+        from ..restore.pipeline import check_layouts
+
+        try:
+            m = manifest.read(self._store, ref, self._digest_seed)
+            check_layouts(m, ref.key)
+        except StorageError as error:
+            raise read_failure(self._store, ref.key, error) from error
+        except FormatError as error:  # its name is its SHA-256, so it is as written, by a release that knows more
+            raise UnknownFormatError(str(error)) from error
+        return m
+
+    def _is_there(self, key: str) -> bool:
+        """Return whether an object is listed, or was put since."""
+        if key not in self._sizes:
+            try:
+                self._sizes[key] = self._store.stat(key).size_bytes
+            except NotFoundError:
+                return False
+        return True
+
+    def _note_missing(
+        self,
+        snapshot: Snapshot,
+        found: Sequence[tuple[ManifestRef, Manifest]],
+        wrong: Mapping[str, SnapstoreError | str],
+    ) -> None:
+        """Report manifests that cannot be read, and note packs that are missing or of another size."""
+        for ref in snapshot.manifests:
+            if ref.key in wrong:
+                self._report_manifest(snapshot, ref.key, wrong[ref.key])
+        for _, m in found:
+            keys = [pack_key(name) for name in m.header.pack_names]
+            for key, size in zip(keys, m.header.pack_size_list, strict=True):
+                if key in wrong:
+                    self._packs.why.setdefault(key, str(wrong[key]))
+                elif self._sizes[key] != size:
+                    why = f"{key} has {self._sizes[key]} bytes, expected {size}: cut short or altered"
+                    self._packs.why.setdefault(key, why)
+
+    def _report_manifest(self, snapshot: Snapshot, key: str, error: SnapstoreError | str) -> None:
+        why = strip_hint(f"{snapshot.ref}: {error}")
+        if isinstance(error, UnknownFormatError):
+            self._unknown.add(snapshot.id)
+            self._findings.problem("manifest", key, f"{why}; it is intact, and another release can read it", command="")
+            return
+        self._without_manifest[snapshot.id] = why
+        if snapshot.state == COMMITTED:
+            instead = f"forgets the snapshot; to keep it, {COPY}"
+            self._findings.problem("manifest", key, why, [snapshot.id], command=DROP, instead=instead)
+        else:
+            self._findings.problem("manifest", key, why, [snapshot.id], command=GC)
+
+    def _report_found_again(self) -> set[str]:
+        """Note the snapshots that a note wrongly says lack a manifest; return their ids."""
+        found = self._ruling.keys() & self._records.noted_lost - self._without_manifest.keys()
+        for name in sorted(found):
+            key = Lost(id=name, found=0, reason="").key
+            message = f"{key}: {self._ruling[name].ref} has all its manifests again, or was collected"
+            self._findings.note("gc", key, message, REPAIR)
+        return found
+
+    # -- chunks
+
+    def _prove(self, snapshot: Snapshot) -> None:
+        """Rebuild a snapshot's chunks and remember the good chains, also chains of older snapshots.
+
+        The scan calls this from the newest snapshot to the oldest, so that it decodes each blob about once. Failures
+        are reported later, snapshot by snapshot.
+        """
+        for ref in snapshot.manifests:
+            with suppress(*DAMAGE):
+                self._rebuilder.failures(snapshot.ref, self._read_manifest(ref), self._packs, prove=True)
+
+    def _report_chunks(self, snapshot: Snapshot, m: Manifest, failed: Mapping[int, SnapstoreError]) -> None:
+        """Report chunks that cannot be rebuilt, and condemn the newest blob of each."""
+        part = m.header.part
+        lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
+        if lacks:  # no damage, so no snapshot suffers; but nothing proves that all is well
+            self._unknown.add(snapshot.id)
+            lack = next(iter(lacks.values()))
+            message = f"{snapshot.ref}: {part_name(part)} cannot be rebuilt on this machine: {lack}"
+            self._findings.problem("chunk", part, message, command="")
+        damaged = [(row, error) for row, error in failed.items() if row not in lacks]
+        messages = [f"{tensor_of(m, row)}: {error}" for row, error in damaged[:CHUNKS_NAMED]]
+        if len(damaged) > CHUNKS_NAMED:
+            messages.append(f"more chunks that are lost: {len(damaged) - CHUNKS_NAMED}")
+        for message in messages:
+            text = f"{snapshot.ref}: {message}"
+            self._findings.problem("chunk", part, text, [snapshot.id], command=REPAIR_CHUNKS)
+        for row, error in damaged:
+            ref = int(m.table.starts[row])
+            key = pack_key(m.header.pack_names[m.table.ref_packs[ref]])
+            if isinstance(error, StorageError):  # the blob may be readable tomorrow: the pack is damaged, not the blob
+                self._packs.why.setdefault(key, f"{key}: a blob cannot be read: {strip_hint(error)}")
+            else:
+                self._packs.condemn(key, int(m.table.ref_offsets[ref]))

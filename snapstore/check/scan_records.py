@@ -1,0 +1,330 @@
+"""Scan the records and the small objects of a repository: the first half of a check and of a repair.
+
+In: an open repository. Out: a RecordScan. Packs and manifests are listed, and not read: see scan_objects.py.
+Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..catalog import policy_store
+from ..catalog.history import View
+from ..catalog.needed_keys import needed_keys
+from ..catalog.read_twice import answers, tried
+from ..context import Context
+from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
+from ..format import records
+from ..format.keys import NAME, lost_names, pack_key, parse_record_key, quarantined_names
+from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
+from ..protocol.gc import OBJECT_NAME
+from ..protocol.marks import MARK_LIMIT_BYTES
+from ..storage.base import ObjectInfo, ObjectStore
+from ..text import strip_hint
+from .report import ACCEPT, COPY, REBUILD, REPAIR, REPAIR_CHUNKS, Findings, Problem, stand_in
+
+_NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine, ".lost": Lost}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordScan:
+    """The content of a repository's records and small objects. Nobody changes it.
+
+    Attributes:
+        problems: the problems so far.
+        notes: damage so far that harms no snapshot.
+        damaged: stand-ins for the snapshots whose ruling record is damaged or gone.
+        sizes: size of every pack and manifest that is listed, by key [bytes].
+        ruling: the ruling revision of every snapshot whose record can be read, by id.
+        unreadable: key -> why, of the ruling records that are damaged.
+        unknown: keys of the ruling records that only another release can read. They are not damaged: a repair must not
+            replace them.
+        vanished: keys of the records that the index knows and the store does not list.
+        gone: the last vanished revision of each snapshot of which the store shows no later one.
+        outdated: ids of the snapshots in `gone` whose older record in the store stays the ruling one.
+        damaged_small: keys of damaged sessions and of damaged objects of gcs.
+        quarantine_notes: keys of the notes that keep packs in quarantine.
+        quarantined: keys of those packs.
+        noted_blobs: pack -> offsets of the blobs that its notes call misbuilt.
+        noted_lost: ids of the snapshots that a note says lack a manifest.
+    """
+
+    problems: tuple[Problem, ...]
+    notes: tuple[Problem, ...]
+    damaged: tuple[Snapshot, ...]
+    sizes: Mapping[str, int]
+    ruling: Mapping[str, Snapshot]
+    unreadable: Mapping[str, str]
+    unknown: frozenset[str]
+    vanished: tuple[str, ...]
+    gone: tuple[Snapshot, ...]
+    outdated: frozenset[str]
+    damaged_small: tuple[str, ...]
+    quarantine_notes: tuple[str, ...]
+    quarantined: frozenset[str]
+    noted_blobs: Mapping[str, frozenset[int]]
+    noted_lost: frozenset[str]
+
+    def with_ruling(self, snapshots: Iterable[Snapshot]) -> RecordScan:
+        """Return a copy in which these revisions rule, and their records can be read."""
+        new = {snapshot.id: snapshot for snapshot in snapshots}
+        unreadable = {key: why for key, why in self.unreadable.items() if stand_in(key).id not in new}
+        return replace(self, ruling={**self.ruling, **new}, unreadable=unreadable)
+
+
+def scan_records(context: Context) -> RecordScan:
+    """Read every record and every small object, and list packs and manifests.
+
+    Raises:
+        StorageError: the store cannot be listed; a single object that cannot be read is a problem.
+    """
+    return _RecordScanner(context).scan()
+
+
+def read_failure(store: ObjectStore, key: str, error: StorageError) -> IntegrityError:
+    """Return the damage that a failed read of one object means.
+
+    Raises:
+        StorageError: the store does not answer at all, which is no damage.
+    """
+    answers(store)
+    return IntegrityError(f"{key}: cannot be read: {error}")
+
+
+def has_all(context: Context, sizes: Mapping[str, int], snapshot: Snapshot) -> bool:
+    """Return whether every object that a snapshot needs is listed, as its manifests' headers say."""
+    keys = tried(context.store, partial(needed_keys, context.index, snapshot))
+    return keys is not None and keys <= sizes.keys()
+
+
+class _RecordScanner:
+    """Makes one RecordScan."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._store, self._index = context, context.store, context.index
+        self._findings = Findings()
+        self._damaged: list[Snapshot] = []
+        self._sizes: dict[str, int] = {}
+        self._ruling: dict[str, Snapshot] = {}
+        self._unreadable: dict[str, str] = {}
+        self._unknown: set[str] = set()
+        self._vanished: list[str] = []
+        self._damaged_small: list[str] = []
+        self._noted_blobs: dict[str, set[int]] = {}
+
+    def scan(self) -> RecordScan:
+        """Read everything but packs and manifests."""
+        if self._context.config_problem:
+            self._findings.problem("config", "config", self._context.config_problem)
+        self._list_objects()
+        of_gc = list(self._store.list("gc/"))
+        self._read_small_objects(of_gc)
+        self._read_policies()
+        self._read_records()
+        gone = self._gone()
+        outdated = frozenset(snapshot.id for snapshot in gone if self._stays_outdated(snapshot))
+        self._report_vanished({snapshot.id: snapshot for snapshot in gone}, outdated)
+        notes = [info.key for info in of_gc if quarantined_names([info.key])]
+        return RecordScan(
+            problems=tuple(self._findings.problems),
+            notes=tuple(self._findings.notes),
+            damaged=tuple(self._damaged),
+            sizes=self._sizes,
+            ruling=self._ruling,
+            unreadable=self._unreadable,
+            unknown=frozenset(self._unknown),
+            vanished=tuple(self._vanished),
+            gone=tuple(gone),
+            outdated=outdated,
+            damaged_small=tuple(self._damaged_small),
+            quarantine_notes=tuple(notes),
+            quarantined=frozenset(quarantined_names(notes)),
+            noted_blobs={key: frozenset(offsets) for key, offsets in self._noted_blobs.items()},
+            noted_lost=frozenset(lost_names(info.key for info in of_gc)),
+        )
+
+    def _list_objects(self) -> None:
+        for prefix in ("packs/", "manifests/"):
+            for info in self._store.list(prefix):
+                if OBJECT_NAME.fullmatch(info.key):
+                    self._sizes[info.key] = info.size_bytes
+                else:
+                    self._findings.stray(prefix[:-2], info.key)
+
+    def _get(self, info: ObjectInfo, limit_bytes: int = records.MAX_OBJECT_BYTES) -> bytes:
+        """Return a listed object.
+
+        Raises:
+            IntegrityError: it is damaged, or it cannot be read though the store answers.
+        """
+        try:
+            return self._store.get(info.key, limit_bytes=limit_bytes)
+        except StorageError as error:
+            raise read_failure(self._store, info.key, error) from error
+
+    # -- small objects
+
+    def _read_small_objects(self, of_gc: Iterable[ObjectInfo]) -> None:
+        """Read sessions, and the objects that gcs and repairs have written."""
+        for kind, info in [("gc", i) for i in of_gc] + [("session", i) for i in self._store.list("sessions/")]:
+            suffix = "." + info.key.rpartition(".")[2]
+            if kind == "gc" and suffix not in _NOTES:
+                self._findings.stray(kind, info.key)
+                continue
+            type_: Any = _NOTES[suffix] if kind == "gc" else Session
+            try:
+                found = records.decode(self._get(info, MARK_LIMIT_BYTES), type_, info.key)
+            except NotFoundError:
+                continue  # it was removed since it was listed
+            except UnknownFormatError as error:
+                self._findings.problem(kind, info.key, error, command="")
+            except DAMAGE as error:
+                self._damaged_small.append(info.key)
+                # Only rebuilding tells which blobs a damaged note of quarantine names.
+                command = REPAIR_CHUNKS if quarantined_names([info.key]) else REPAIR
+                self._findings.problem(kind, info.key, error, command=command)
+            else:
+                if isinstance(found, Quarantine):
+                    self._noted_blobs.setdefault(pack_key(found.pack), set()).update(found.blobs)
+
+    def _read_policies(self) -> None:
+        """Read retention policies. A damaged one that a newer one replaces does no harm."""
+        newest: dict[str, int] = {}
+        found: list[tuple[str, int, ObjectInfo]] = []
+        for info in self._store.list("policies/"):
+            run, _, revision = info.key.removeprefix("policies/").rpartition(".")
+            if not NAME.fullmatch(run) or not revision.isdecimal():
+                self._findings.stray("policy", info.key)
+                continue
+            found.append((run, int(revision), info))
+            newest[run] = max(newest.get(run, 0), int(revision))
+        for run, number, info in found:
+            try:
+                policy_store.decode(self._get(info), info.key)
+            except UnknownFormatError as error:
+                self._findings.problem("policy", info.key, error, command="")
+            except NotFoundError:
+                continue
+            except DAMAGE as error:
+                if number < newest[run]:
+                    self._findings.note("policy", info.key, f"{error}; newer policies replace it, nothing is lost")
+                    continue
+                message = f"{error}; set the policies of run {run!r} again"
+                self._findings.problem("policy", info.key, message, command=f"snapstore forget --run {run} --keep-...")
+
+    # -- records
+
+    def _read_records(self) -> None:
+        """Read every record from the store itself, newest revisions first, and compare it with the index."""
+        view = self._view()
+        listed: dict[str, ObjectInfo] = {}
+        for info in self._store.list("snapshots/"):
+            if parse_record_key(info.key) is None:
+                self._findings.stray("record", info.key)
+                continue
+            listed[info.key] = info
+        decided: set[str] = set()  # ids of the snapshots whose ruling revision was read, or could not be
+        for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
+            name = stand_in(key).id
+            rules = name not in decided
+            try:
+                found = records.unpack(self._get(listed[key]), Snapshot, key)
+                if found.key in listed and found.id == name and found.key != key:
+                    message = f"{key}: a copy of {found.key} under another key, which hides that record; remove it"
+                    self._findings.problem("record", key, message, [name] if rules else [], command="")
+                    continue
+                if found.key != key:
+                    raise IntegrityError(f"{key}: holds the record of {found.key}")
+            except NotFoundError:
+                continue  # it was removed since it was listed
+            except UnknownFormatError as error:
+                if rules:
+                    self._unknown.add(key)
+                    self._findings.problem("record", key, error, command="")
+            except DAMAGE as error:
+                self._report_damaged_record(key, error, rules=rules)
+            else:
+                if rules:
+                    self._ruling[name] = found
+                    self._compare_with_index(found, view)
+            decided.add(name)
+
+    def _view(self) -> View | None:
+        """Return what the index shows; None: one record cannot be read, which the scan will find again."""
+        try:
+            view = self._index.refresh()
+        except StorageError as error:
+            failure = read_failure(self._store, "snapshots/", error)
+            self._findings.note("index", "snapshots/", f"not compared with the index: {failure}")
+            return None
+        self._vanished = view.vanished
+        return view
+
+    def _report_damaged_record(self, key: str, error: Exception, *, rules: bool) -> None:
+        if not rules:
+            message = f"{error}; a later revision replaces it; only what this one alone said is lost"
+            self._findings.note("record", key, message)
+            return
+        self._unreadable[key] = strip_hint(error)
+        self._findings.problem("record", key, error, [stand_in(key).id])
+        self._damaged.append(stand_in(key))
+
+    def _compare_with_index(self, found: Snapshot, view: View | None) -> None:
+        known = view.get(found.id) if view else None
+        if known is None or known.revision != found.revision:
+            return
+        if records.encode(known) != records.encode(found):  # not `known != found`: metrics may be NaN
+            self._findings.problem("index", found.key, f"{found.key}: differs from the index", command=REBUILD)
+
+    # -- records that vanished
+
+    def _gone(self) -> list[Snapshot]:
+        """Return the last vanished revision of each snapshot, unless the store shows a later one."""
+        gone = filter(None, map(self._index.cached, self._vanished))
+        last = {s.id: s for s in sorted(gone, key=lambda s: (s.revision, s.key))}
+        return [s for s in last.values() if s.id not in self._ruling or self._ruling[s.id].revision < s.revision]
+
+    def _stays_outdated(self, gone: Snapshot) -> bool:
+        """Return whether the older record that the store shows stays, though the index knows a later one.
+
+        An older backup was put back, for example. The vanished revision may have forgotten, swept or rewritten the
+        snapshot. It comes back only if that loses nothing: it is committed and everything that it needs is there, or
+        the older state is neither complete nor easier to heal.
+        """
+        older, kept = self._ruling.get(gone.id), gone.state in (COMMITTED, FORGOTTEN)
+        unknown = older is None and gone.id in self._unread_ids()
+        if unknown or (older is not None and older.state in (COMMITTED, FORGOTTEN) and self._has_all(older)):
+            return not (gone.state == COMMITTED and self._has_all(gone))
+        there = [[ref.key in self._sizes for ref in s.manifests] for s in (gone, older) if s is not None]
+        if not kept:
+            return any(map(any, there))
+        if older is None or self._has_all(gone):
+            return False
+        return all(there[1]) or not all(there[0])
+
+    def _has_all(self, snapshot: Snapshot) -> bool:
+        return has_all(self._context, self._sizes, snapshot)
+
+    def _unread_ids(self) -> set[str]:
+        """Return ids of the snapshots whose ruling record is damaged or of another version."""
+        return {stand_in(key).id for key in (*self._unreadable, *self._unknown)}
+
+    def _report_vanished(self, gone_by_id: Mapping[str, Snapshot], outdated: frozenset[str]) -> None:
+        """Report the records that the index knows and the store does not list, and what to do about each."""
+        shown = self._ruling.keys() | self._unread_ids()
+        for key in self._vanished:
+            why, name = f"{key}: known to the index, not in the store", stand_in(key).id
+            gone = gone_by_id.get(name)
+            if name in outdated:
+                why += "; it seems that a backup older than the index was put back"
+                instead = f"accepts the repository as it is; to get the later record back, {COPY}"
+                self._findings.problem("index", key, why, command=ACCEPT, instead=instead)
+            elif gone is not None and gone.key == key and gone.state in (COMMITTED, FORGOTTEN) and name not in shown:
+                self._damaged.append(stand_in(key))
+                instead = f"puts it back; if it was removed on purpose, '{ACCEPT}' abandons it"
+                self._findings.problem("index", key, why, [name], instead=instead)
+            else:
+                self._findings.problem("index", key, why)

@@ -1,0 +1,161 @@
+"""Count what a repository holds: snapshots, bytes by group and codec, chunks, chains.
+
+In: an open repository. Out: StatsResult. Reads every manifest and every pack's footer; writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import Context
+from ..format import codecs, manifest, pack
+from ..format.keys import pack_key
+from ..format.manifest import Manifest
+from ..protocol.quarantine import in_quarantine
+from ..restore.pipeline import spec_of
+
+
+@dataclass(slots=True)
+class GroupStats:
+    """One group of tensors: a part, or one kind of optimizer state.
+
+    Attributes:
+        logical_bytes: over all committed snapshots.
+        stored_bytes: size of the blobs of this group, each counted once.
+    """
+
+    logical_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(slots=True)
+class StatsResult:
+    """The content of a repository, counted over committed snapshots unless an attribute says otherwise.
+
+    Attributes:
+        stored_bytes: size of all packs and manifests.
+        ratio: logical over stored bytes.
+        groups: bytes by tensor group.
+        codecs: stored bytes of planes by codec, over all packs.
+        chunks: number of references to chunks.
+        unique_chunks: number of different chunks among them.
+        base_only_bytes: size of the blobs that are needed only as the base of a delta.
+        unneeded_bytes: size of the packs and manifests that no committed snapshot needs, which gc would free.
+        depths: number of chunks by the length of their delta chain.
+    """
+
+    snapshots: int = 0
+    packs: int = 0
+    logical_bytes: int = 0
+    stored_bytes: int = 0
+    groups: dict[str, GroupStats] = field(default_factory=dict)
+    codecs: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
+    unique_chunks: int = 0
+    base_only_bytes: int = 0
+    unneeded_bytes: int = 0
+    depths: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Logical over stored bytes; 0 for an empty repository."""
+        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+
+def stats(context: Context) -> StatsResult:
+    """Count what a repository holds.
+
+    Raises:
+        IntegrityError, FormatError: a manifest or a pack's footer is damaged.
+    """
+    view = context.index.refresh()
+    sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
+    result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
+    tally = _Tally(result)
+    needed: set[str] = set()
+    for snapshot in view.snapshots():
+        result.snapshots += 1
+        result.logical_bytes += snapshot.logical_bytes
+        for ref in snapshot.manifests:
+            read = manifest.read(context.store, ref, None)
+            needed.add(ref.key)
+            needed.update(map(pack_key, read.header.pack_names))
+            tally.add(read)
+    tally.finish()
+    kept = in_quarantine(context.store)
+    result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
+    by_codec: Counter[str] = Counter()
+    for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
+        by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
+    result.codecs = dict(by_codec)
+    return result
+
+
+class _Tally:
+    """Counts chunks and blobs over many manifests, each blob once."""
+
+    def __init__(self, result: StatsResult) -> None:
+        self._result = result
+        self._blobs: dict[tuple[bytes, int], tuple[int, bool]] = {}  # by pack, offset: length, first of a chain
+        self._owners: dict[tuple[bytes, int], str] = {}
+        self._digests: set[bytes] = set()
+        self._depths: Counter[int] = Counter()
+
+    def add(self, m: Manifest) -> None:
+        table = m.table
+        self._result.chunks += len(table)
+        self._digests.update(row.tobytes() for row in table.digests)
+        self._depths.update(table.depths.tolist())
+        heads = np.zeros(len(table.ref_kinds), bool)
+        heads[table.starts[:-1]] = True
+        packs = [m.header.packs[i : i + 32] for i in range(0, len(m.header.packs), 32)]
+        columns = (table.ref_packs, table.ref_offsets, table.ref_lengths, heads)
+        rows = zip(*(column.tolist() for column in columns), _owners(m), strict=True)
+        for number, offset, length, head, owner in rows:
+            name = (packs[number], offset)
+            self._blobs[name] = (length, head or self._blobs.get(name, (0, False))[1])
+            self._owners.setdefault(name, owner)
+        for entry in m.tensors:
+            self._group(group_of(entry.path)).logical_bytes += spec_of(entry).nbytes
+
+    def _group(self, name: str) -> GroupStats:
+        return self._result.groups.setdefault(name, GroupStats())
+
+    def finish(self) -> None:
+        self._result.unique_chunks = len(self._digests)
+        self._result.depths = dict(sorted(self._depths.items()))
+        for name, (length, head) in self._blobs.items():
+            self._group(self._owners[name]).stored_bytes += length
+            if not head:
+                self._result.base_only_bytes += length
+
+
+def group_of(path: Sequence[str | int]) -> str:
+    """Return the group of a tensor: its kind if it is optimizer state (`optimizer.*.exp_avg`), else its part."""
+    if len(path) >= 3 and any(isinstance(element, int) for element in path[1:-1]):
+        return f"{path[0]}.*.{path[-1]}"
+    return str(path[0]) if path else "(root)"
+
+
+def _owners(m: Manifest) -> list[str]:
+    """Return the group of each reference's chunk, (k,)."""
+    by_row = [""] * len(m.table)
+    for entry in m.tensors:
+        for box in entry.boxes:
+            by_row[box.first_chunk : box.first_chunk + box.chunks] = [group_of(entry.path)] * box.chunks
+    return [by_row[row] for row in np.repeat(np.arange(len(m.table)), m.table.ref_counts).tolist()]
+
+
+def _codec_bytes(entries: npt.NDArray[np.void]) -> dict[str, int]:
+    """Return the stored bytes of planes, by the name of their codec."""
+    used = np.arange(8) < entries["element_size"][:, None]
+    found = {}
+    for codec in np.unique(entries["codecs"][used]).tolist():
+        name = codecs.NAMES.get(codec, f"codec {codec}")
+        found[name] = int(entries["plane_bytes"][used & (entries["codecs"] == codec)].sum(dtype=np.int64))
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .engine.registry import CODECS
 from .errors import InvalidInputError
+from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_MAX_DEPTH
 from .format.pack import DEFAULT_PACK_BYTES
 

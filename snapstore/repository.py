@@ -19,10 +19,11 @@ from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
 from .catalog.index import open_index
 from .context import Context
-from .engine.registry import CODECS, Engines
+from .engine.registry import Engines
 from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
 from .format.argument_checks import check_name
+from .format.codecs import CODECS
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions

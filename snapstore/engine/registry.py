@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("snapstore")
 
-#: How new blobs are coded: in standard streams that every machine reads, or in nvCOMP's ANS.
-CODECS = ("portable", "ans")
-
 
 @dataclass(slots=True)
 class Engines:

@@ -19,6 +19,8 @@ DEFLATE = deflate.ID
 ANS = nvcomp.ID
 NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
 BLOCK_BYTES = 64 * 1024
+#: The codings that a save may choose: standard streams that every machine reads, or nvCOMP's ANS.
+CODECS = ("portable", "ans")
 
 
 class Decoder(Protocol):

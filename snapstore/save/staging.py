@@ -163,6 +163,10 @@ class Staging:
         self._release_devices()
         self._base_id = snapshot_id if self._keep_base else None
 
+    def discard(self) -> None:
+        """Drop the copies of a save that was not begun."""
+        self._release_devices()
+
     def _release_devices(self) -> None:
         """Let go of copies on devices that nothing needs any more."""
         if self._devices is not None:

@@ -14,6 +14,11 @@ SnapstoreError                    all errors below; a message says which thing, 
     └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SnapstoreError(Exception):
     """The base of every error that snapstore raises on purpose."""
@@ -68,3 +73,15 @@ class UnknownFormatError(FormatError, CapabilityError):
 
 #: The errors of reading a damaged repository.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
+
+
+@contextmanager
+def out_of_memory(verb: str, advice: str) -> Iterator[None]:
+    """Raise CapabilityError where NumPy, torch or Python finds no host memory: "<verb>: out of memory; <advice>"."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's, of its CPU allocator
+            raise
+        why = str(error).strip().partition("\n")[0][:200]
+        raise CapabilityError(f"{verb}: out of memory ({why or 'no details'}); {advice}") from error

@@ -27,6 +27,7 @@ from .options import SaveOptions
 from .ranks import check as check_ranks
 from .repository import Repository
 from .storage.base import ObjectStore
+from .threads import no_threads
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
@@ -260,7 +261,11 @@ class SnapshotManager:
                     lock.release()
 
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
-        threading.Thread(target=run, name=f"snapstore-{self.run}").start()
+        try:
+            threading.Thread(target=run, name=f"snapstore-{self.run}").start()
+        except RuntimeError as error:
+            self._staging.discard()
+            raise no_threads() from error
         return handle
 
     def _run(self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]]) -> None:

@@ -3,64 +3,112 @@
 A thread of ours must never be the first to import a module. If a process forks at that moment (a DataLoader starts a
 worker), the module stays locked in the child, which hangs when it imports the same module. So this module imports
 whatever the libraries in our threads import at first use, and code that starts a thread imports what the thread runs.
+
+The pools use neither `multiprocessing.pool`, whose locks are semaphores in /dev/shm, which may be full or missing in a
+container, nor `concurrent.futures`, which refuses work from the moment when the interpreter exits.
 """
 
 from __future__ import annotations
 
-import multiprocessing.dummy
-import multiprocessing.queues
-import multiprocessing.synchronize  # noqa: F401
 import os
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.pool import AsyncResult, ThreadPool
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import numpy.ma  # noqa: F401  # np.unique and np.isin import it
 
+from .errors import CapabilityError
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: Items are handed to the threads in at most this many runs.
+MAX_RUNS = 64
 
 
 class Pending(Generic[R]):
     """Results that threads are still computing."""
 
-    def __init__(self, result: AsyncResult[list[R]]) -> None:
-        self._result = result
+    def __init__(self, function: Callable[[Any], R], items: Sequence[Any]) -> None:
+        self._function, self._items = function, items
+        self._results: list[Any] = [None] * len(items)
+        self._error: BaseException | None = None
+        self._step = max(1, len(items) // MAX_RUNS)
+        self._left = len(self.runs())
+        self._lock, self._done = threading.Lock(), threading.Event()
+        if not items:
+            self._done.set()
+
+    def runs(self) -> range:
+        """Return the number of the first item of each run."""
+        return range(0, len(self._items), self._step)
+
+    def compute(self, first: int) -> None:
+        """Compute a run of items, in a thread of the pool; an exception ends the run, and is kept."""
+        error: BaseException | None = None
+        try:
+            for i in range(first, min(first + self._step, len(self._items))):
+                self._results[i] = self._function(self._items[i])
+        except BaseException as caught:  # noqa: BLE001  raised where the results are asked for
+            error = caught
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if not self._left:
+                self._done.set()
 
     def __call__(self) -> list[R]:
         """Wait, and return the results in order; raises the first failure's exception."""
-        return self._result.get()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._results
 
     def ready(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` and return whether all results are there."""
-        self._result.wait(timeout_s)
-        return self._result.ready()
+        return self._done.wait(timeout_s)
+
+
+Work = SimpleQueue[tuple[Pending[Any], int] | None]  # None ends a thread
 
 
 class Threads:
-    """A pool of threads, started at first use and again after a fork.
+    """A pool of threads, started as they are needed and again after a fork.
 
-    The threads of a `multiprocessing.pool.ThreadPool` are daemons, so a save that runs while the interpreter exits can
-    still use them. concurrent.futures refuses work from that moment on.
+    They are daemons, so a save that runs while the interpreter exits can still use them.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool: ThreadPool | None = None
-        self._members: set[int] = set()  # identifiers of its threads
-        self._pid = 0
+        self._members: list[threading.Thread] = []
+        self._work: Work = SimpleQueue()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
 
     def start(self, function: Callable[[T], R], items: Sequence[T]) -> Pending[R]:
-        """Start `function` for every item; calling the returned object waits for the results, in order."""
+        """Start `function` for every item; calling the returned object waits for the results, in order.
+
+        Raises:
+            CapabilityError: not one thread can be started.
+        """
+        if self._pid != os.getpid():
+            self._members, self._work, self._lock = [], SimpleQueue(), threading.Lock()
+            self._pid = os.getpid()
+        pending = Pending(function, items)
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
-                self._members = members = set()
-                self._pool = ThreadPool(self.count, lambda: members.add(threading.get_ident()))
-                self._pid = os.getpid()
-            result: AsyncResult[Any] = self._pool.map_async(function, items, chunksize=max(1, len(items) // 64))
-        return Pending(result)
+            while len(self._members) < min(self.count, len(pending.runs())):
+                member = threading.Thread(target=_work, args=[self._work], name="snapstore-pool", daemon=True)
+                try:
+                    member.start()
+                except RuntimeError as error:
+                    if not self._members:
+                        raise no_threads() from error
+                    break
+                self._members.append(member)
+            for first in pending.runs():
+                self._work.put((pending, first))
+        return pending
 
     def __enter__(self) -> Threads:
         return self
@@ -76,8 +124,26 @@ class Threads:
         if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:
-            if self._pool is not None:
-                self._pool.close()
-                if threading.get_ident() not in self._members:
-                    self._pool.join()
-            self._pool = None
+            members, work = self._members, self._work
+            self._members, self._work = [], SimpleQueue()
+        for _ in members:
+            work.put(None)
+        if threading.current_thread() not in members:
+            for member in members:
+                member.join()
+
+
+def _work(work: Work) -> None:
+    while (item := work.get()) is not None:
+        pending, first = item
+        del item
+        pending.compute(first)
+        del pending  # or a thread that waits for work would hold the last results, megabytes
+
+
+def no_threads() -> CapabilityError:
+    """Return the error of a process that may start no more threads."""
+    return CapabilityError(
+        "cannot start a thread; raise the limit on processes (ulimit -u, or the container's pids limit), "
+        "or save with fewer threads (SNAPSTORE_THREADS), then try again"
+    )

@@ -16,7 +16,7 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
+from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError, out_of_memory
 from ..format import chunking, manifest
 from ..format.chunk_table import ChunkTable
 from ..format.manifest import Box, Manifest, TensorEntry, part_name
@@ -43,7 +43,10 @@ def read(
     snapshot = context.index.refresh().resolve(ref)
     while True:
         try:
-            return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
+            with out_of_memory(
+                f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"
+            ):
+                return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
         except (IntegrityError, FormatError) as error:
             view = context.index.refresh()
             ruling = view.get(snapshot.id)

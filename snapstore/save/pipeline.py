@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ..context import Context
-from ..errors import SnapstoreError
+from ..errors import SnapstoreError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import Session
@@ -41,7 +41,7 @@ def save(
         ConflictError: a gc has expired this save; save again.
     """
     before = context.index.refresh() if request.tags else None
-    with staging.saving():
+    with staging.saving(), out_of_memory("save", "nothing was committed; free memory, then save again"):
         with Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session:
             bases, written = load_bases(context, session, lineage.cached_manifests()), None
             while written is None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..engine.registry import Engines
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, out_of_memory
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
 from ..state.flatten import Part
@@ -95,23 +95,27 @@ class Staging:
         inputs = inputs_of(parts)
         if self._spare:
             self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
-        on_devices: list[tuple[TensorInput, Held]] = []
         try:
-            for tensor in _tensors(inputs):
-                held, nbytes = tensor.array, tensor.spec.nbytes
-                assert held is not None
-                if nbytes and self.on_device(held.value):
-                    on_devices.append((tensor, held))
-                    continue
-                room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(tensor.key, nbytes)
-                held.copy_into(room)
-                tensor.copy, tensor.array = room, None
-            if on_devices:
-                self._copy_on_devices(on_devices, inline_below)
+            with out_of_memory("save", "nothing was committed; free memory, or save with async_save=False"):
+                self._copy(inputs, inline_below)
         except BaseException:
             self._release_devices()
             raise
         return inputs
+
+    def _copy(self, inputs: Sequence[PartInput], inline_below: int) -> None:
+        on_devices: list[tuple[TensorInput, Held]] = []
+        for tensor in _tensors(inputs):
+            held, nbytes = tensor.array, tensor.spec.nbytes
+            assert held is not None
+            if nbytes and self.on_device(held.value):
+                on_devices.append((tensor, held))
+                continue
+            room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(tensor.key, nbytes)
+            held.copy_into(room)
+            tensor.copy, tensor.array = room, None
+        if on_devices:
+            self._copy_on_devices(on_devices, inline_below)
 
     def _copy_on_devices(self, tensors: Sequence[tuple[TensorInput, Held]], inline_below: int) -> None:
         if self._devices is None:
@@ -162,6 +166,10 @@ class Staging:
                 self._spare[key] = self._base.pop(key)
         self._release_devices()
         self._base_id = snapshot_id if self._keep_base else None
+
+    def discard(self) -> None:
+        """Drop the copies of a save that was not begun."""
+        self._release_devices()
 
     def _release_devices(self) -> None:
         """Let go of copies on devices that nothing needs any more."""

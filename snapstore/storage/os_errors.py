@@ -11,6 +11,7 @@ from ..errors import SnapstoreError, StorageError, StorageFullError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 
 
 def error_name(error: OSError) -> str:
@@ -25,4 +26,6 @@ def translate(what: str, error: OSError) -> SnapstoreError:
         return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
     if error.errno in _REFUSED:
         return StorageError(f"{what}: read-only or no permission ({name}); check the mount and who owns the directory")
+    if error.errno in _TOO_MANY_FILES:
+        return StorageError(f"{what}: too many open files ({name}); raise the limit (ulimit -n), then try again")
     return StorageError(f"{what}: {error.strerror or error} ({name}); check the disk and the mount, then try again")

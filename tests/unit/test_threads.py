@@ -1,0 +1,110 @@
+"""Pools of threads need no semaphore, end with their owner, and say plainly when no thread can be started."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from kit.processes import environment
+from snapstore import CapabilityError, Repository, SaveOptions
+from snapstore.storage.memory import MemoryStore
+from snapstore.threads import MAX_RUNS, Threads
+
+
+@pytest.fixture
+def threads():
+    with Threads(4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, MAX_RUNS, MAX_RUNS + 1, 10 * MAX_RUNS + 7])
+def test_every_item_is_computed_once_and_in_order(threads, count):
+    seen = []
+    assert threads.start(lambda i: (seen.append(i), i * i)[1], range(count))() == [i * i for i in range(count)]
+    assert sorted(seen) == list(range(count))
+
+
+def test_an_exception_ends_its_run_and_no_other(threads):
+    seen = []
+
+    def work(i):
+        seen.append(i)
+        if i == 5:
+            raise ValueError("five")
+
+    pending = threads.start(work, range(10))
+    with pytest.raises(ValueError, match="five"):
+        pending()
+    assert sorted(seen) == list(range(10))
+    with pytest.raises(ValueError, match="five"):
+        pending()
+
+
+def test_ready_waits_no_longer_than_it_is_told(threads):
+    go = threading.Event()
+    pending = threads.start(lambda _: go.wait(600), [None])
+    assert not pending.ready(0.01)
+    go.set()
+    assert pending.ready(600)
+
+
+def test_no_more_threads_run_than_there_are_items(threads):
+    before = threading.active_count()
+    threads.start(abs, [-1])()
+    assert threading.active_count() == before + 1
+
+
+def test_an_idle_pool_holds_no_results(threads):
+    class Result:
+        pass
+
+    found = weakref.ref(threads.start(lambda _: Result(), [None])()[0])
+    gc.collect()
+    assert found() is None
+
+
+def test_a_pool_works_with_the_threads_that_it_has(threads, monkeypatch):
+    threads.start(abs, [-1])()
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
+    assert threads.start(abs, [-1, -2, -3])() == [1, 2, 3]
+
+
+def test_no_thread_at_all_is_an_error_of_ours_and_the_next_save_works(monkeypatch):
+    with Repository.create(MemoryStore(), options=SaveOptions(threads=2)) as repository:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
+            with pytest.raises(CapabilityError, match="cannot start a thread; raise the limit"):
+                repository.save({"w": np.arange(100_000)}, run="a", step=0)
+        assert repository.snapshots() == []
+        repository.save({"w": np.arange(100_000)}, run="a", step=1)
+        assert repository.check("restore").ok
+
+
+SAVE = """
+import _multiprocessing, sys
+def refuse(*args): raise OSError(28, "No space left on device")
+_multiprocessing.SemLock = refuse  # /dev/shm is full, read-only or missing
+import numpy as np
+from snapstore import Repository
+with Repository.create(sys.argv[1]) as repository:
+    repository.save({"w": np.arange(100_000), "v": np.zeros(10)}, run="a", step=0)
+    assert (repository.restore("a@0")["w"] == np.arange(100_000)).all()
+    assert repository.check("restore").ok
+assert "multiprocessing.synchronize" not in sys.modules
+print("saved")
+"""
+
+
+def test_a_save_and_a_restore_need_no_shared_memory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE, str(tmp_path / "r")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.stdout, done.returncode) == ("saved\n", 0), done.stderr

@@ -51,11 +51,14 @@ class Pending(Generic[R]):
             for i in range(first, min(first + self._step, len(self._items))):
                 self._results[i] = self._function(self._items[i])
         except BaseException as caught:  # noqa: BLE001  raised where the results are asked for
+            if caught.__traceback__ is not None:  # this frame refers to the results, which refer to the error
+                caught.__traceback__ = caught.__traceback__.tb_next
             error = caught
         with self._lock:
             self._error = self._error or error
             self._left -= 1
             if not self._left:
+                del self._function, self._items  # they hold memory that nothing needs any more
                 self._done.set()
 
     def __call__(self) -> list[R]:

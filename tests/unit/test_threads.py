@@ -67,6 +67,28 @@ def test_an_idle_pool_holds_no_results(threads):
     assert found() is None
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_results_hold_no_items(threads, fails):
+    class Item:
+        pass
+
+    def work(item):
+        if fails:
+            raise ValueError
+
+    items = [Item()]
+    item, pending = weakref.ref(items[0]), threads.start(work, items)
+    assert pending.ready(600)
+    items.clear()
+    if fails:
+        with pytest.raises(ValueError, match=r"^$") as caught:
+            pending()
+        caught.value.__traceback__ = None
+        del caught
+    del pending
+    assert item() is None, "without the garbage collector"
+
+
 def test_a_pool_works_with_the_threads_that_it_has(threads, monkeypatch):
     threads.start(abs, [-1])()
     monkeypatch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))

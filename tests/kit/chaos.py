@@ -200,7 +200,7 @@ class Chaos:
                 self._start_shell()
             if deeds and self.random.random() < 0.3:
                 self.random.choice(deeds)(self)
-            if "links" in self.kinds and self.random.random() < 0.1:
+            if "links" in self.kinds and self.random.random() < 0.1 and not self._swapped_until:
                 self._plant(Path(self.truth) / self._free_name())
             self._watch(self.random.uniform(0.01, 0.1))
         self._end_all()
@@ -217,7 +217,8 @@ class Chaos:
                 if child.shell is not None and now - child.began > HANGS_AFTER_S:
                     self.wrong.append(f"hangs: {child.about}")
                     self._ask(pid=pid, signal=signal.SIGKILL)
-            for entry in [entry for entry in self._links if entry[0] < now]:
+            away = self._swapped_until and not self.mounted  # a link in a folder that is away cannot be removed
+            for entry in [entry for entry in self._links if entry[0] < now and not away]:
                 self._links.remove(entry)
                 with suppress(FileNotFoundError):
                     if entry[1].is_symlink():

@@ -100,7 +100,8 @@ class Threads:
             self._pid = os.getpid()
         pending = Pending(function, items)
         with self._lock:
-            while len(self._members) < min(self.count, len(pending.runs())):
+            wanted = min(self.count, len(self._members) + len(pending.runs()))  # the present ones may be busy
+            while len(self._members) < wanted:
                 member = threading.Thread(target=_work, args=[self._work], name="snapstore-pool", daemon=True)
                 try:
                     member.start()

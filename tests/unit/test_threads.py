@@ -58,6 +58,12 @@ def test_no_more_threads_run_than_there_are_items(threads):
     assert threading.active_count() == before + 1
 
 
+def test_work_that_is_started_one_by_one_runs_at_once(threads):
+    barrier = threading.Barrier(4, timeout=600)
+    for wait in [threads.start(lambda _: barrier.wait(), [None]) for _ in range(4)]:
+        wait()
+
+
 def test_an_idle_pool_holds_no_results(threads):
     class Result:
         pass

@@ -41,8 +41,12 @@ def save(
         ConflictError: a gc has expired this save; save again.
     """
     before = context.index.refresh() if request.tags else None
-    with staging.saving(), out_of_memory("save", "nothing was committed; free memory, then save again"):
-        with Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session:
+    advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
+    with staging.saving():
+        with (
+            out_of_memory("save", advice),
+            Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
+        ):
             bases, written = load_bases(context, session, lineage.cached_manifests()), None
             while written is None:
                 staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)

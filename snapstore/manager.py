@@ -264,7 +264,7 @@ class SnapshotManager:
         try:
             threading.Thread(target=run, name=f"snapstore-{self.run}").start()
         except RuntimeError as error:
-            self._staging.discard()
+            self._staging.release_copies()
             raise no_threads() from error
         return handle
 

@@ -104,10 +104,8 @@ def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
     if not tensor.spec.nbytes:
         return b""
     try:
-        data = as_bytes(
-            tensor.data(context.engines.memory_of)
-        ).tobytes()  # a device copies what may be resized meanwhile
-    except RuntimeError:
+        data = as_bytes(tensor.data(context.engines.memory_of)).tobytes()
+    except RuntimeError:  # torch's: the storage of a tensor on a device was resized while it was copied
         tensor.confirm()
         raise
     tensor.confirm()

@@ -99,7 +99,7 @@ class Staging:
             with out_of_memory("save", "nothing was committed; free memory, or save with async_save=False"):
                 self._copy(inputs, inline_below)
         except BaseException:
-            self._release_devices()
+            self.release_copies()
             raise
         return inputs
 
@@ -136,7 +136,7 @@ class Staging:
                 self._devices.wait_copied(self._spare, self._base)
             yield
         except BaseException:
-            self._release_devices()
+            self.release_copies()
             raise
 
     def use_base(self, inputs: Sequence[PartInput], snapshot_id: str | None) -> None:
@@ -164,15 +164,11 @@ class Staging:
             self._base, self._spare = self._spare, self._base
             for key in self._delta_rejected.keys() & self._base.keys():
                 self._spare[key] = self._base.pop(key)
-        self._release_devices()
+        self.release_copies()
         self._base_id = snapshot_id if self._keep_base else None
 
-    def discard(self) -> None:
-        """Drop the copies of a save that was not begun."""
-        self._release_devices()
-
-    def _release_devices(self) -> None:
-        """Let go of copies on devices that nothing needs any more."""
+    def release_copies(self) -> None:
+        """Let go of copies on devices that no save needs any more."""
         if self._devices is not None:
             self._devices.release_memory(self._spare)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -38,3 +38,11 @@ def _schedule(came: dict[S, tuple[str, S] | None], state: S) -> list[str]:
         name, state = step
         names.append(name)
     return names[::-1]
+
+
+def report(rules: Mapping[str, str], explore_without: Callable[[frozenset[str]], tuple[list[str] | None, int]]) -> None:
+    """Print what a model finds with all rules, and without each of them."""
+    for rule in ("", *rules):
+        broken, count = explore_without(frozenset([rule]) - {""})
+        print(f"{'without: ' + rules[rule] if rule else 'all rules'}: {count} states")
+        print(f"    {' | '.join(broken) if broken else 'the invariant holds'}")

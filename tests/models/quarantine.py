@@ -151,7 +151,4 @@ def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
 
 
 if __name__ == "__main__":
-    for rule in ("", *RULES):
-        broken, count = explore(frozenset([rule]) - {""})
-        print(f"{'without: ' + RULES[rule] if rule else 'all rules'}: {count} states")
-        print(f"    {' | '.join(broken) if broken else 'the invariant holds'}")
+    exploring.report(RULES, explore)

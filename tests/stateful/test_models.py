@@ -31,27 +31,17 @@ def test_no_rule_can_be_spared(rule):
     assert broken is not None
 
 
-def test_the_rules_of_quarantine_hold():
-    broken, states = quarantine.explore()
+@pytest.mark.parametrize(("model", "least"), [(quarantine, 400), (wrong_answers, 40_000)])
+def test_the_rules_of_a_model_hold(model, least):
+    broken, states = model.explore()
     tally("model states", states)
     assert broken is None
-    assert states > 400
+    assert states > least
 
 
-@pytest.mark.parametrize("rule", quarantine.RULES)
-def test_no_rule_of_quarantine_can_be_spared(rule):
-    broken, _ = quarantine.explore(frozenset([rule]))
-    assert broken is not None
-
-
-def test_the_rules_about_wrong_answers_hold():
-    broken, states = wrong_answers.explore()
-    tally("model states", states)
-    assert broken is None
-    assert states > 40_000
-
-
-@pytest.mark.parametrize("rule", wrong_answers.RULES)
-def test_no_rule_about_wrong_answers_can_be_spared(rule):
-    broken, _ = wrong_answers.explore(frozenset([rule]))
+@pytest.mark.parametrize(
+    ("model", "rule"), [(model, rule) for model in (quarantine, wrong_answers) for rule in model.RULES]
+)
+def test_no_rule_of_a_model_can_be_spared(model, rule):
+    broken, _ = model.explore(frozenset([rule]))
     assert broken is not None

@@ -188,7 +188,7 @@ class Healer(Rewriting):
         return self._affected_parts(ruling)
 
     def _look_at(self, ruling: Snapshot, ref: ManifestRef, view: View) -> None:
-        """Look at a manifest that another process has published since the survey, for damage and copies of it.
+        """Look at a manifest that another process has published since the scan, for damage and copies of it.
 
         Raises:
             IntegrityError: what was lost has been copied into a pack that nobody suspects (by a rewrite that had looked

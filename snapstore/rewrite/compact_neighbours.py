@@ -36,9 +36,9 @@ class Neighbours:
         self._live, self._encoder, self._max_depth, self._manifest_of = live, encoder, max_depth, manifest_of
 
     def estimate(self, view: View) -> None:
-        """Tell the survey which full chunks may become deltas, and how long. One chunk of each tensor is encoded.
+        """Note in the live blobs which full chunks may become deltas, and how long.
 
-        A damaged chunk is passed over: it is found when its snapshot is rewritten.
+        One chunk of each tensor is encoded for it. A damaged chunk is passed over: it is found when its snapshot is rewritten.
         """
         for snapshot, ref, m, rows in self._live.full():
             with suppress(*DAMAGE, CapabilityError):

@@ -260,7 +260,7 @@ def long_lines_of_docs() -> Iterator[Hit]:
 
 
 class Rule(NamedTuple):
-    """What must hold, what to do where it does not, and how to find that."""
+    """A rule: its text, the advice for a breach, and the search for breaches."""
 
     text: str
     do: str

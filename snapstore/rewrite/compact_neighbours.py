@@ -38,7 +38,7 @@ class Neighbours:
     def estimate(self, view: View) -> None:
         """Note in the live blobs which full chunks may become deltas, and how long.
 
-        One chunk of each tensor is encoded for it. A damaged chunk is passed over: it is found when its snapshot is rewritten.
+        One chunk of each tensor is encoded for it. A damaged chunk is skipped: its rewrite finds it.
         """
         for snapshot, ref, m, rows in self._live.full():
             with suppress(*DAMAGE, CapabilityError):

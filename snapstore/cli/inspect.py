@@ -163,7 +163,7 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
     from ..restore.pipeline import spec_of
     from ..state.containers import display
 
-    for entry in m.tensors:
+    for entry in (entry for entry in m.tensors if entry.kind != "page"):
         yield {
             "path": display(entry.path),
             "part": m.header.part,

@@ -23,10 +23,10 @@ from ..context import Context
 from ..errors import FormatError, IntegrityError
 from ..format.manifest import Manifest, TensorEntry
 from ..format.records import Snapshot
-from ..restore.pipeline import read_manifests, require_decoding, spec_of
+from ..restore.pipeline import decoding_of, read_manifests, require_decoding, spec_of, stored_parts
 from ..state.arrays import as_float64
 from ..state.containers import CONTAINERS, Path, children, display
-from ..state.tensors import Slot, StoredPart
+from ..state.tensors import Slot
 from ..state.tree_decode import decode
 from ..state.tree_encode import encode_plain
 
@@ -90,7 +90,7 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         else:
             pieces = _pieces(context, a, before[key]), _pieces(context, b, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    return DiffResult(a, b, tensors, _plain_changes(manifests_a, manifests_b))
+    return DiffResult(a, b, tensors, _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b)))
 
 
 @contextmanager
@@ -108,6 +108,8 @@ def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
     found: dict[tuple[Path, int], _Located] = {}
     for m in manifests:
         for entry in m.tensors:
+            if entry.kind == "page":  # plain values are compared one by one
+                continue
             path = tuple(entry.path)
             found[path, seen[path]] = m, entry
             seen[path] += 1
@@ -202,9 +204,9 @@ def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[
             yield piece_a[at : at + step], piece_b[at : at + step]
 
 
-def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[str, str, str]]:
+def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
-    before, after = dict(_plain(_tree(a), None)), dict(_plain(_tree(b), None))
+    before, after = dict(_plain(a, None)), dict(_plain(b, None))
     paths = [*before, *(path for path in after if path not in before)]
     gone = (b"", "")
     return [
@@ -214,8 +216,10 @@ def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[s
     ]
 
 
-def _tree(manifests: Sequence[Manifest]) -> Any:
-    return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
+def _tree(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> Any:
+    with _naming(snapshot):
+        parts = stored_parts(context, manifests, snapshot.ref)
+        return decode(parts, decoded=decoding_of(snapshot.ref))
 
 
 #: A path as (path of the parent, element), so that the paths of a tree share memory.

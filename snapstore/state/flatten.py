@@ -31,7 +31,7 @@ from .containers import CONTAINERS, Path, children
 from .held_array import Held
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
-from .tree_encode import Encoder
+from .tree_encode import PLAIN, Encoder
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
 
@@ -71,7 +71,7 @@ class _Flattener:
         self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory_key -> the same
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
-        self._encoder = Encoder(self._put, self._expand)
+        self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
         expanded = self._expand(state, ())
@@ -146,6 +146,7 @@ def _part_names(root: Any) -> list[str]:
     names = [
         key
         for key, value in root.items()
-        if type(key) is str and key and key.isprintable() and (type(value) in CONTAINERS or is_stateful(value))
+        if type(value) not in PLAIN  # a fast check: there may be a million
+        and (type(key) is str and key and key.isprintable() and (type(value) in CONTAINERS or is_stateful(value)))
     ]
     return names if len(names) <= MAX_PARTS else []

@@ -13,7 +13,7 @@ state. torch is imported only when there are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class RestoreBuffers:
         device: The device of new tensors; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
+        plain: The ids of decoded containers without arrays in them, which are part of the state as they are.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class RestoreBuffers:
         device: str | torch.device | None,
         *,
         on_device: OnDevice = None,
+        plain: Container[int] = (),
     ) -> None:
         self._parts = list(parts)
         self._selection = selection
         self._device = device
         self._on_device = on_device
+        self._plain = plain
         self._sources: dict[tuple[int, int], _Source] = {}
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
@@ -272,7 +275,7 @@ class RestoreBuffers:
         """Return a decoded tree with its arrays in their slots."""
         if type(tree) is Slot:
             return self._value(tree)
-        if type(tree) not in CONTAINERS:
+        if type(tree) not in CONTAINERS or id(tree) in self._plain:
             return tree
         items = []
         for _, key, child in children(tree):

@@ -20,7 +20,7 @@ state; `buffer` and `complete` of different arrays may run on any threads.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,13 @@ from .restore_buffers import RestoreBuffers
 from .selection import Selection
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import decode
+from .tree_decode import Decoded, decode
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
     import torch
 
+_EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
 MAX_LINES = 50  # differences that one error lists
 
 
@@ -69,6 +70,7 @@ class RestorePlan:
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
+        decoded: Counts the memory of large plain values before they are made; None: it is not bounded.
 
     Attributes:
         selected: (position of the part, index) of every array to read, in the order of the manifests.
@@ -87,6 +89,7 @@ class RestorePlan:
         keys: str | Sequence[str] | None = None,
         device: str | torch.device | None = None,
         on_device: OnDevice = None,
+        decoded: Decoded | None = None,
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError(
@@ -94,16 +97,17 @@ class RestorePlan:
             )
         self._into = into
         self._selection = Selection(keys)
-        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device)
+        decoded = decoded or Decoded()
+        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, plain=decoded.plain)
         self._differences: list[str] = []
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
-        stored = decode(parts, partial=keys is not None)
+        stored = decode(parts, partial=keys is not None, decoded=decoded)
         self._selection.require_matches(stored)
         self._stored = self._selection.prune(stored, ()) if into is None else stored
-        for path, leaf in leaves(stored, ()):
-            if type(leaf) is Slot and self._selection.matches(path):
-                self._buffers.add(leaf)
+        for path, slot in _slots(stored, (), decoded.plain):
+            if self._selection.matches(path):
+                self._buffers.add(slot)
         if into is not None:
             self._plan_root()
         self.selected: list[tuple[int, int]] = self._buffers.selected()
@@ -333,6 +337,15 @@ class RestorePlan:
         return lambda: self._buffers.build(tree)
 
 
+def _slots(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:
+    """Yield (path, slot) of every array of a decoded tree; `plain` has the ids of containers without any."""
+    if type(tree) is Slot:
+        yield path, tree
+    elif type(tree) in CONTAINERS and id(tree) not in plain:
+        for element, _, child in children(tree):
+            yield from _slots(child, (*path, element), plain)
+
+
 def _constant(value: Any) -> Replace:
     return lambda: value
 
@@ -360,6 +373,8 @@ def _is_plain(tree: Any, path: Path = ()) -> bool:
 
 def _same(stored: Any, present: Any) -> bool:
     """Return whether two plain values are equal in every bit and type."""
+    if type(stored) is type(present) and type(stored) in _EXACT:
+        return bool(stored == present)
     if not all(type(leaf) is not Slot for _, leaf in leaves(stored, ())):
         return False  # long bytes are not read yet
     try:

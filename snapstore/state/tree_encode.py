@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
+from . import columns
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, children, crowded, is_mapping, shown
 from .tensors import Node, is_array, numpy_dtype_name
 from .tree import FACTORIES, INLINE_BYTES
 
 MAX_PROBLEMS = 20  # the most unsupported leaves that one error names
 
-_PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most leaves that are not arrays
+PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most leaves that are not arrays
 _TAGS = {**{kind: kind.__name__ for kind in CONTAINERS}, OrderedDict: "odict", Counter: "counter"}
 _NO_NODE: Any = object()  # None is a node
 
@@ -32,10 +33,18 @@ class Encoder:
         put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
             UnsupportedLeafError.
         expand: Returns (state,) for an object that is stored as its state, None for any other.
+        columnar: Whether large trees of plain values become columns (columns.py).
     """
 
-    def __init__(self, put: Callable[[Any, Path], Node], expand: Callable[[Any, Path], tuple[Any] | None]) -> None:
+    def __init__(
+        self,
+        put: Callable[[Any, Path], Node],
+        expand: Callable[[Any, Path], tuple[Any] | None],
+        *,
+        columnar: bool = False,
+    ) -> None:
         self._problems: list[str] = []
+        self._columnar = columnar
         self._put = put
         self._expand = expand
         self._open: dict[int, Path] = {}  # containers and objects being walked, to find cycles and bound the depth
@@ -51,7 +60,7 @@ class Encoder:
             node = self._container(value, path)
             self.leave(value)
             return node
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return _scalar(value, 0)
         try:
             if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
@@ -111,6 +120,21 @@ class Encoder:
         del self._open[id(value)]
 
     def _container(self, value: Any, path: Path) -> Node:
+        if self._columnar and columns.may_have_columns(value):
+            try:
+                node, count = columns.encode(value, _leaf, _key, len(self._open) - 1)
+            except columns.NotPlainError:
+                return self._each(value, path)
+            if count >= columns.MIN_VALUES:
+                return node
+            self._columnar = False  # nor has anything in it so many values
+            node = self._each(value, path)
+            self._columnar = True
+            return node
+        return self._each(value, path)
+
+    def _each(self, value: Any, path: Path) -> Node:
+        """Return the node of a container, child by child."""
         keys, nodes, mapping = [], [], is_mapping(value)
         if mapping and crowded(value):
             return self.problem(path, f"{type(value).__name__} {_CROWDED}")
@@ -180,6 +204,35 @@ def _scalar(value: Any, depth: int) -> Node:
     if isinstance(value, np.generic | np.dtype):
         return _numpy_node(value)
     return _torch_node(value)
+
+
+def _leaf(value: Any, depth: int) -> Node:
+    """Return the node of a leaf in a column; see columns.py."""
+    return _required(_scalar(value, depth))
+
+
+def _key(value: Any, depth: int) -> Node:
+    """Return the node of a dict key in a column."""
+    return _required(_hashable(value, depth))
+
+
+def _required(node: Node) -> Node:
+    if node is _NO_NODE:
+        raise UnsupportedLeafError(_NO_FORM)
+    return node
+
+
+def pack(node: Node) -> bytes:
+    """Return a node as msgpack, with its columns packed."""
+    return msgspec.msgpack.encode(node, enc_hook=_packed)
+
+
+def _packed(column: columns.Packed) -> bytes | list[Node]:
+    """Return packed values; or their nodes if msgpack does not hold one of them, such as an int beyond 64 bits."""
+    try:
+        return msgspec.msgpack.encode(column.values)
+    except (OverflowError, UnicodeEncodeError):
+        return [_scalar(value, 0) for value in column.values]
 
 
 def _text_node(text: str) -> Node:

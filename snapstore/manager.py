@@ -390,17 +390,27 @@ class SnapshotManager:
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
     def restore(
-        self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
+        self,
+        step: int | str | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        device: Any = None,
+        types: Sequence[type] = (),
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
         from .restore.pipeline import read
 
-        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
+        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device, types=types)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
     def restore_into(
-        self, target: Any, step: int | str | None = None, *, keys: str | Sequence[str] | None = None
+        self,
+        target: Any,
+        step: int | str | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        types: Sequence[type] = (),
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
@@ -408,7 +418,7 @@ class SnapshotManager:
         """
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys)
+        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys, types=types)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

@@ -216,30 +216,35 @@ class Repository:
         staging = Staging(self.context.engines, keep_base=False)
         return store(self.context, self.lineage, request, inputs_of(flatten(state)), staging)
 
-    def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
+    def restore(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None, types: Sequence[type] = ()
+    ) -> Any:
         """Return the state of a snapshot, as nested containers.
 
         Args:
             ref: of any run; a save into another run afterwards forks from it.
             keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
+            types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
 
         Raises:
-            NotFoundError: the reference or a key names nothing.
+            NotFoundError, InvalidInputError: a reference or key names nothing; a type does not take what is stored.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
             IntegrityError: the snapshot is damaged.
         """
         from .restore.pipeline import read
 
-        snapshot, state = read(self.context, ref, keys=keys, device=device)
+        snapshot, state = read(self.context, ref, keys=keys, device=device, types=types)
         self.lineage.note_restored(snapshot)
         return state
 
-    def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+    def restore_into(
+        self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None, types: Sequence[type] = ()
+    ) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
 
         Args:
-            ref, keys: see `restore`.
+            ref, keys, types: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
 
         Raises:
@@ -249,8 +254,7 @@ class Repository:
         """
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.context, ref, target, keys=keys)
-        self.lineage.note_restored(snapshot)
+        self.lineage.note_restored(snapshot := read_into(self.context, ref, target, keys=keys, types=types))
         return snapshot
 
     # -- tags

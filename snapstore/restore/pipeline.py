@@ -22,6 +22,7 @@ from ..format.chunk_table import ChunkTable
 from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
+from ..state.classes import Types
 from ..state.restore_plan import RestorePlan
 from ..state.selection import parts_needed
 from ..state.tensors import Node, StoredPart, TensorSpec
@@ -33,7 +34,13 @@ log = logging.getLogger("snapstore")
 
 
 def read(
-    context: Context, ref: str, *, into: Any = None, keys: str | Sequence[str] | None = None, device: Any = None
+    context: Context,
+    ref: str,
+    *,
+    into: Any = None,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    types: Sequence[type] = (),
 ) -> tuple[Snapshot, Any]:
     """Return the snapshot that a reference names, and its state, or `into` filled with it.
 
@@ -47,7 +54,7 @@ def read(
             with out_of_memory(
                 f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"
             ):
-                return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
+                return snapshot, restore(context, snapshot, into=into, keys=keys, device=device, types=types)
         except (IntegrityError, FormatError) as error:
             view = context.index.refresh()
             ruling = view.get(snapshot.id)
@@ -58,11 +65,18 @@ def read(
             snapshot = ruling if ruling.state != SWEPT else view.resolve(ref)
 
 
-def read_into(context: Context, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+def read_into(
+    context: Context,
+    ref: str,
+    target: Any,
+    *,
+    keys: str | Sequence[str] | None = None,
+    types: Sequence[type] = (),
+) -> Snapshot:
     """Fill `target` with the state that a reference names, and return the snapshot; raises as `read` does."""
     if target is None:
         raise InvalidInputError("restore_into: the target is None; pass the state to fill, or call restore")
-    return read(context, ref, into=target, keys=keys)[0]
+    return read(context, ref, into=target, keys=keys, types=types)[0]
 
 
 def restore(
@@ -72,8 +86,12 @@ def restore(
     into: Any = None,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
+    types: Sequence[type] = (),
 ) -> Any:
     """Return the state of a snapshot, or `into` filled with it.
+
+    Args:
+        types: classes whose values are made; those in `into` are made too. Others come back in their plain forms.
 
     Raises:
         InvalidInputError: `into` does not fit; every difference is listed, and nothing was written.
@@ -83,7 +101,7 @@ def restore(
     """
     manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
     parts = stored_parts(context, manifests, snapshot.ref)
-    decoded = decoding_of(snapshot.ref)
+    decoded = decoding_of(snapshot.ref, Types(types, into))
     target = RestorePlan(
         parts, into=into, keys=keys, device=device, on_device=context.engines.on_device, decoded=decoded
     )
@@ -135,7 +153,7 @@ def part_of(m: Manifest, tree: Node) -> StoredPart:
     return StoredPart(m.header.part, tree, [spec_of(entry) for entry in m.tensors])
 
 
-def decoding_of(what: str) -> Decoded:
+def decoding_of(what: str, types: Types | None = None) -> Decoded:
     """Return what counts the memory of the values in large trees, and refuses more than the machine has."""
     pending = 0
 
@@ -146,7 +164,7 @@ def decoding_of(what: str) -> Decoded:
             limits.require_memory(pending, f"{what}: restoring its plain values")
             pending = 0  # taken from here on
 
-    return Decoded(spend)
+    return Decoded(spend, types)
 
 
 def pages_of(m: Manifest) -> Sequence[TensorEntry] | None:

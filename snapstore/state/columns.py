@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from ..errors import UnsupportedLeafError
+from .classes import KNOWN_LEAVES
 from .containers import MAX_ALIKE, MAX_DEPTH, crowded
 from .tensors import Node
 from .tree import INLINE_BYTES
@@ -46,7 +47,7 @@ MAX_SHARED = 1 << 20
 
 _PACKED = frozenset({type(None), bool, int, float, str})  # the types that `Packed` holds
 _NESTED = (list, tuple, dict)
-_COLUMNABLE = _PACKED | {bytes, complex, set, frozenset, *_NESTED}
+_COLUMNABLE = _PACKED | KNOWN_LEAVES | {bytes, complex, set, frozenset, *_NESTED}
 
 #: The most memory of one object of each kind, and of one entry in it [bytes].
 _OBJECT_BYTES: dict[type, tuple[int, int]] = {list: (88, 8), tuple: (72, 8), dict: (240, 110)}

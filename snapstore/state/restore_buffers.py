@@ -13,7 +13,7 @@ state. torch is imported only when there are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from .arrays import (
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
 from .tensors import Slot, StoredPart, TensorSpec, family
+from .tree_decode import Decoded
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ class RestoreBuffers:
         device: The device of new tensors; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
-        plain: The ids of decoded containers without arrays in them, which are part of the state as they are.
+        decoded: Which decoded containers have no arrays in them, and which are plain forms of classes.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class RestoreBuffers:
         device: str | torch.device | None,
         *,
         on_device: OnDevice = None,
-        plain: Container[int] = (),
+        decoded: Decoded | None = None,
     ) -> None:
         self._parts = list(parts)
         self._selection = selection
         self._device = device
         self._on_device = on_device
-        self._plain = plain
+        self._decoded = decoded or Decoded()
         self._sources: dict[tuple[int, int], _Source] = {}
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
@@ -275,12 +276,16 @@ class RestoreBuffers:
         """Return a decoded tree with its arrays in their slots."""
         if type(tree) is Slot:
             return self._value(tree)
-        if type(tree) not in CONTAINERS or id(tree) in self._plain:
+        if type(tree) not in CONTAINERS:
             return tree
-        items = []
-        for _, key, child in children(tree):
-            items.append((key, self.build(child)))
-        return like(tree, items)
+        new = tree
+        if id(tree) not in self._decoded.plain:
+            items = []
+            for _, key, child in children(tree):
+                items.append((key, self.build(child)))
+            new = like(tree, items)
+        _, make = self._decoded.makers.get(id(tree), (None, None))
+        return new if make is None else make(new)
 
     def _value(self, slot: Slot) -> Any:
         if slot in self._targets:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import InvalidInputError, SnapstoreError
+from . import classes
 from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .restore_buffers import RestoreBuffers
@@ -70,7 +71,8 @@ class RestorePlan:
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
-        decoded: Counts the memory of large plain values before they are made; None: it is not bounded.
+        decoded: Counts the memory of large plain values before they are made, and has the classes of users; None: the
+            memory is not bounded, and values come back in their plain forms.
 
     Attributes:
         selected: (position of the part, index) of every array to read, in the order of the manifests.
@@ -98,7 +100,7 @@ class RestorePlan:
         self._into = into
         self._selection = Selection(keys)
         decoded = decoded or Decoded()
-        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, plain=decoded.plain)
+        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
         self._differences: list[str] = []
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
@@ -145,6 +147,8 @@ class RestorePlan:
         if type(stored) is Slot and family(stored.tag) != "bytes":
             self._plan_array(stored, target, path)
             return None
+        if type(stored) in CONTAINERS and (view := classes.view_of(target)) is not None:
+            return self._plan_view(stored, target, view, path)
         if type(stored) not in CONTAINERS:
             return self._plan_plain(stored, target, path)
         if extent == "all" and type(stored) in (list, tuple, deque) and _is_plain(stored) and _is_plain(target, path):
@@ -170,6 +174,13 @@ class RestorePlan:
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
             return None
         return None if _same(stored, target) else lambda: self._buffers.build(stored)
+
+    def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
+        """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
+        replaced = self._plan(stored, view, path)
+        if type(view) is not tuple:
+            self._updates.append(lambda: classes.put_back(target, view))
+        return None if replaced is None else lambda: target._make(replaced())
 
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""

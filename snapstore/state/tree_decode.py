@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..arrays import Bytes
-from ..errors import FormatError, UnknownFormatError
+from ..errors import FormatError, InvalidInputError, UnknownFormatError
 from . import columns
+from .classes import SCALARS, Form, Make, Types, make_path
 from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from .tree import FACTORIES
@@ -105,18 +107,21 @@ def decode_plain(node: Node, path: Path = ()) -> Any:
 
 
 class Decoded:
-    """The memory that decoding takes, and the plain values that it finds.
+    """The memory that decoding takes, the plain values that it finds, and the values of classes.
 
     Args:
         spend: Counts bytes of memory before columns take them; raises if there are too many.
+        types: The classes of users whose values are made.
 
     Attributes:
         plain: Containers that have neither arrays nor objects in them, by id.
+        makers: Containers that are plain forms, by id, each with what makes a value of its class of it.
     """
 
-    def __init__(self, spend: columns.Spend = lambda nbytes: None) -> None:
-        self.spend = spend
+    def __init__(self, spend: columns.Spend = lambda nbytes: None, types: Types | None = None) -> None:
+        self.spend, self.types = spend, types or Types()
         self.plain: dict[int, Any] = {}
+        self.makers: dict[int, tuple[Any, Make]] = {}
 
 
 def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decoded | None = None) -> Any:
@@ -173,6 +178,8 @@ class _Decoder:
             raise FormatError(f"{shown(path[:8])}...: the tree is more than {MAX_DEPTH} levels deep")
         try:
             return READERS[node[0]](self, path, depth, *node[1:])
+        except InvalidInputError:  # a class does not take what is stored
+            raise
         except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
             raise FormatError(f"{shown(path)}: {_brief(node)} is broken: {error}") from error
 
@@ -294,6 +301,51 @@ class _Decoder:
         if not _DEVICE.fullmatch(_expect(name, str)):
             raise ValueError("not a device")
         return torch.device(name)
+
+    def read_path(self, path: Path, depth: int, kind: str, node: Node) -> Any:
+        return make_path(_expect(kind, str), _expect(self.value(node, path, depth + 1), str))
+
+    def read_date(self, path: Path, depth: int, text: str) -> Any:
+        return date.fromisoformat(_expect(text, str))
+
+    def read_time(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
+        return self._zoned(time.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+
+    def read_datetime(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
+        return self._zoned(datetime.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+
+    def _zoned(self, value: Any, path: Path, depth: int, fold: int, node: Node) -> Any:
+        zone = None if node is None else _expect(self.value(node, path, depth + 1), timezone)
+        return value.replace(tzinfo=zone, fold=_expect(fold, int))
+
+    def read_timedelta(self, path: Path, depth: int, days: int, seconds: int, microseconds: int) -> Any:
+        return timedelta(_expect(days, int), _expect(seconds, int), _expect(microseconds, int))
+
+    def read_timezone(self, path: Path, depth: int, offset: Node, *name: Node) -> Any:
+        names = [_expect(self.value(node, path, depth + 1), str) for node in name]
+        return timezone(_expect(self.value(offset, path, depth + 1), timedelta), *names)
+
+    def read_enum(self, path: Path, depth: int, module: str, name: str, member: str | None, node: Node) -> Any:
+        plain = self.value(node, path, depth + 1)
+        if type(plain) not in SCALARS or type(member) not in (str, type(None)):
+            raise ValueError("a member has no scalar as its plain form")
+        return self._decoded.types.member(_expect(module, str), _expect(name, str), member, plain, path)
+
+    def read_object(
+        self, path: Path, depth: int, kind: str, module: str, name: str, node: Node, fields: Sequence[str] = ()
+    ) -> Any:
+        if type(node) is list and node[:1] == ["object"]:
+            raise ValueError("the plain form of an object is an object")
+        plain = self.value(node, path, depth)
+        form = Form(_expect(kind, str), _expect(module, str), _expect(name, str), plain, tuple(fields))
+        form.check()
+        make = self._decoded.types.maker(form, path)
+        if make is None:
+            return plain
+        if type(plain) in SCALARS:
+            return make(plain)
+        self._decoded.makers[id(plain)] = plain, make
+        return plain
 
     def read_tensor(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
         return self._slot("tensor", index, requires_grad)

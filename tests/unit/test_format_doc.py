@@ -10,8 +10,8 @@ import pytest
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, zstd
 from snapstore.format.keys import NAME
+from snapstore.state import classes, containers, tensors, tree, tree_decode
 from snapstore.state import columns as state_columns
-from snapstore.state import containers, tensors, tree, tree_decode
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -224,6 +224,14 @@ def test_tree_is_the_table_of_the_module():
     tags = {tag for row in rows for tag in re.findall(r'\["([a-z]+)"', row[0])}
     assert tags == set(tree_decode.READERS)
     assert "TREE_TABLE" not in TEXT
+
+
+def test_classes():
+    ((columns, rows),) = tables("Classes")
+    assert columns == ["kind", "plain form"]
+    assert [row[0].strip("`") for row in rows] == list(classes.KINDS)
+    assert classes.NAMESPACES == ("argparse.Namespace", "types.SimpleNamespace")
+    assert set(re.findall(r"`([a-z ]+)`", dict(tables("Tree")[0][1])['`["path", kind, node]`'])) == set(classes.PATHS)
 
 
 def test_columns():

@@ -73,9 +73,12 @@ class NotPlainError(Exception):
 def may_have_columns(container: Any) -> bool:
     """Return whether a container looks like a plain tree of many values: a fast check of its members."""
     kind = type(container)
-    if kind not in _NESTED:
+    if kind not in _NESTED or not container:
         return False
-    kinds = set(map(type, container.values() if kind is dict else container))
+    members = container.values() if kind is dict else container
+    if type(next(iter(members))) not in _COLUMNABLE:  # most containers hold tensors
+        return False
+    kinds = set(map(type, members))
     return kinds <= _COLUMNABLE and (len(container) >= MIN_VALUES or not kinds.isdisjoint(_NESTED))
 
 

@@ -154,7 +154,7 @@ class Encoder:
             if mapping:  # a key that equals its path element is its own node
                 keys.append(key if key is element else self.key(key, below))
             nodes.append(self.node(child, below))
-        if mapping and _ambiguous(keys):
+        if list in map(type, keys) and _ambiguous(keys):
             return self.problem(path, f"{type(value).__name__} {_AMBIGUOUS}")
         return self.tagged(value, keys, nodes, path)
 

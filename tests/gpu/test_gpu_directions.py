@@ -1,5 +1,7 @@
 """Each engine restores to the bit what the other one saved, in one process and in two."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from kit.gpu_states import facts
+sys.path.insert(0, sys.argv[3])
 from test_gpu_directions import CHUNKS, save_all
 from snapstore import Repository
 assert not torch.cuda.is_available()
@@ -83,7 +86,7 @@ def exchanged(tmp_path_factory):
     """(folder saved from CUDA, what a process without a GPU restores of it, folder that this process has saved)."""
     here, there = tmp_path_factory.mktemp("cuda"), tmp_path_factory.mktemp("cpu")
     save_all(here, "cuda")
-    return here, python(ELSEWHERE, here, there, gpu=False), there
+    return here, python(ELSEWHERE, here, there, Path(__file__).parent, gpu=False), there
 
 
 @pytest.mark.parametrize("name", CHUNKS)

@@ -19,7 +19,7 @@ with SnapshotManager(sys.argv[1], run="r") as snapshots:
     for step in range(3):
         snapshots.save(step, state)
         state["w"] += 1
-    snapshots.restore(1, into=state)
+    snapshots.restore_into(state, 1)
     assert state["w"][5] == 6
 with Repository.open(sys.argv[1]) as repository:
     assert repository.restore("r@2")["w"][5] == 7

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from _thread import LockType
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -149,6 +149,8 @@ class SnapshotManager:
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging)
         if staging != "auto":
             self.repository.context.engines.required = True
+        if not read_only:
+            self.repository.context.engines.start_loading()
         self._saving = threading.Lock()  # see _Slot
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
@@ -211,52 +213,92 @@ class SnapshotManager:
         self._check_inside()
         if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
             self._async = False
+        full = retention.keeps_for_long(self.keep, step)
+        from .save.inputs import SaveRequest
+
+        request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
+        handle = SaveHandle()
+        self._with_slot(partial(self._begin, handle, request, state))
+        if not self._async:
+            handle.result()
+        return handle
+
+    def prepare(self, state: Any) -> None:
+        """Get ready in the background for saves of a state: load kernels, and take and lock memory for its copies.
+
+        The first save then waits no longer than later ones. Call it once the state is on its devices; a save waits
+        until this has ended.
+
+        Args:
+            state: as for `save`; its values do not matter.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+        """
+        self._check_open()
+        self._check_inside()
+        if not self.read_only:
+            self._with_slot(partial(self._begin_to_prepare, state))
+
+    def _begin_to_prepare(self, state: Any, slot: _Slot) -> bool:
+        from .save.inputs import inputs_of
+        from .state.flatten import flatten
+
+        inputs = inputs_of(flatten(state))
+        self.repository.context.engines.start_loading()
+
+        def run() -> None:
+            try:
+                self._staging.prepare(inputs)
+            except Exception as error:  # noqa: BLE001  a save finds out, and says so
+                log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
+
+        self._in_background(run, slot)
+        return True
+
+    def _with_slot(self, begin: Callable[[_Slot], bool]) -> None:
+        """Wait for the running save, then call `begin`, which returns whether a thread took the slot over."""
         thread, launched, slot = threading.get_ident(), False, _Slot(self._saving)
         try:
             self._inside.add(thread)
             slot.acquire()
             self._raise_of_saves()
-            full = retention.keeps_for_long(self.keep, step)
-            from .save.inputs import SaveRequest
-
-            request = SaveRequest(
-                self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
-            )
-            request.resolve(self.repository.context, self.repository.lineage)
-            handle = self._begin(request, state, slot)
-            launched = self._async
+            launched = begin(slot)
         finally:
             try:
                 if not launched:
                     slot.release()
             finally:
                 self._inside.discard(thread)
-        if not self._async:
-            handle.result()
-        return handle
 
-    def _begin(self, request: SaveRequest, state: Any, slot: _Slot) -> SaveHandle:
+    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: _Slot) -> bool:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.inputs import inputs_of
         from .state.flatten import flatten
 
-        handle = SaveHandle()
-        work: list[list[PartInput]] = []  # `_run` takes it out: an error's frames should not hold the state
+        request.resolve(self.repository.context, self.repository.lineage)
+        work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
+        if self._async:
+            work.append(self._staging.copy_state(state))
+            request.stall_s = time.monotonic() - request.started
+            self._in_background(partial(self._run, handle, request, work), slot)
+            return True
         parts = flatten(state)
-        copies = self._async or any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-        work.append(self._staging.copy(parts) if copies else inputs_of(parts))
+        copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+        work.append(partial(self._staging.copy if copies else inputs_of, parts))
         del parts
-        if not self._async:
-            self._run(handle, request, work)
-            return handle
-        request.stall_s = time.monotonic() - request.started
+        self._run(handle, request, work)
+        return False
+
+    def _in_background(self, function: Callable[[], object], slot: _Slot) -> None:
+        """Run a function in a thread of its own, which holds the slot."""
 
         def run() -> None:
             lock = slot.hand_over()
             if lock is not None:
                 try:
                     with self.repository.context.engines.in_background():
-                        self._run(handle, request, work)
+                        function()
                 finally:
                     lock.release()
 
@@ -266,14 +308,14 @@ class SnapshotManager:
         except RuntimeError as error:
             self._staging.release_copies()
             raise no_threads() from error
-        return handle
 
-    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]]) -> None:
+    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[Callable[[], Sequence[PartInput]]]) -> None:
         """Save, then apply the policies. Takes the inputs out of `work`."""
         from .save.pipeline import save
 
-        inputs = work.pop()
+        inputs: Sequence[PartInput] = ()
         try:
+            inputs = work.pop()()
             snapshot = save(self.repository.context, self.repository.lineage, request, inputs, self._staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
@@ -284,12 +326,15 @@ class SnapshotManager:
             handle._finish(None, error)
             return
         handle._finish(snapshot, None)
+        del inputs
         if self.keep:
             try:
                 self._retain()
             except Exception as error:  # noqa: BLE001  likewise, though not by `save`
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
+        if self._async:
+            self._staging.prepare_next()
 
     def _retain(self) -> None:
         """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""

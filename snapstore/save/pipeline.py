@@ -42,7 +42,7 @@ def save(
     """
     before = context.index.refresh() if request.tags else None
     advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-    with staging.saving():
+    with staging.saving(inputs):
         with (
             out_of_memory("save", advice),
             Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,

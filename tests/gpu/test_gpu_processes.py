@@ -63,7 +63,7 @@ FORKED = """
 import gc, json, os
 import numpy as np
 import torch
-from snapstore.engine.cuda.streams import PinnedBuffers
+from snapstore.engine.cuda.pinned import PinnedBuffers
 torch.zeros(1, device="cuda")
 SIZE = 64 * 1024 * 1024
 buffers = PinnedBuffers(8 * SIZE)

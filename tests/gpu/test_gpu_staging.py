@@ -226,9 +226,9 @@ def test_bases_across_changes_of_mode(monkeypatch):
     """Copies on the device, then in host memory, then on the device again: every delta is against the right bytes."""
     modes = ["device", "device", "host", "host", "device", "host", "device", "device"]
 
-    def mode(self, items, device, spare, base):
-        self._state_bytes[device] = sum(nbytes for _, _, nbytes in items)
-        self._modes[device] = modes[step]
+    def mode(self, sources, layout, spare, base):
+        self._state_bytes[sources.device] = int(sources.nbytes.sum())
+        self._modes[sources.device] = modes[step]
         return modes[step]
 
     monkeypatch.setattr(staging.DeviceStaging, "_mode", mode)

@@ -5,17 +5,20 @@
 engine.py         CudaEngine: the calls of engine.base.Engine on one device
 encoding.py       the stages of a batch of chunks to blobs
 decoding.py       the stages of a batch of blobs to chunks
-streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one; pinned host memory
+streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one
+pinned.py         page-locked host memory
 huffman.py        skewed noise planes to zstd frames and back, by kernels of this package
 nvcomp.py         nvCOMP's codecs, whole batches of blocks
 nvcomp_host.py    nvCOMP's codecs for readers in host memory
-kernels.py        CUDA C++ kernels, one operation per .cu file, compiled by CuPy when an engine is made
+kernels.py        CUDA C++ kernels, one operation per .cu file, which CuPy compiles in the background
 staging.py        copies of the state in device or pinned memory
 graph_capture.py  calls that do not break a CUDA graph which the training captures meanwhile
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CapabilityError
@@ -30,23 +33,44 @@ NO_DEVICE = "no CUDA device: torch sees none; run where there is a GPU and a CUD
 
 
 def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of CUDA device number `device`; `cpu` does what does not fit there.
+    """Return the engine of CUDA device number `device`, and begin to load its kernels; `wait_loaded` ends that.
+
+    Args:
+        cpu: does what does not fit on the device.
 
     Raises:
-        CapabilityError: there is no CUDA device, CuPy or nvCOMP are not installed or do not fit, or kernels do not
-            compile.
+        CapabilityError: there is no CUDA device, or CuPy or nvCOMP are not installed or do not fit.
     """
     require()
-    try:
+    with _starting(device):
         from . import kernels, nvcomp, nvcomp_host  # noqa: F401  # nvcomp_host: before there are threads (threads.py)
         from .engine import CudaEngine
 
         nvcomp.check_rooms()
-        kernels.prepare(device)
+        kernels.start_loading(device)
         return CudaEngine(device, codec, cpu)
+
+
+def wait_loaded(device: int) -> None:
+    """Wait until the kernels of a device are loaded: seconds on a machine that has not compiled them yet.
+
+    Raises:
+        CapabilityError: they do not compile.
+    """
+    from . import kernels
+
+    with _starting(device):
+        kernels.wait_loaded(device)
+
+
+@contextmanager
+def _starting(device: int) -> Iterator[None]:
+    """Turn every error into a CapabilityError: CuPy without NVRTC, its compiler, or a library that lacks a function."""
+    try:
+        yield
     except CapabilityError:
         raise
-    except Exception as error:  # CuPy without NVRTC, its compiler, or a library that lacks a function
+    except Exception as error:
         major, _ = _wanted()
         raise CapabilityError(
             f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; it needs a "
@@ -55,11 +79,13 @@ def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
 
 
 def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of the current CUDA device; raises as `engine_for` does."""
+    """Return the engine of the current CUDA device; raises as `engine_for` and `wait_loaded` do."""
     require()
     import torch
 
-    return engine_for(torch.cuda.current_device(), codec, cpu)
+    engine = engine_for(torch.cuda.current_device(), codec, cpu)
+    wait_loaded(engine.device.index)
+    return engine
 
 
 def require() -> None:

@@ -94,6 +94,8 @@ class SnapshotManager:
     Args:
         repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
         run: the name of the run.
+        parent: reference of the snapshot, mostly of another run, that the first save of a new run goes on from: a fork.
+            Once the run has a snapshot, it does nothing.
         save_interval_steps: `should_save` is True at multiples of this.
         keep: retention policies, ORed. After each commit, the other snapshots are forgotten and collected in the
             background. The policies are stored, so that `snapstore forget --run` knows them.
@@ -117,6 +119,7 @@ class SnapshotManager:
         repository: str | Path | ObjectStore | Repository,
         *,
         run: str,
+        parent: str | None = None,
         save_interval_steps: int = 1,
         keep: Sequence[retention.Policy] = (),
         async_save: bool = True,
@@ -157,6 +160,8 @@ class SnapshotManager:
         self._closed = False
         if self.keep and not read_only:
             self.repository.set_policies(self.run, self.keep)
+        if parent is not None and (view := self.repository.view()).newest(self.run) is None:
+            self.repository.lineage.go_on_from(self.run, view.resolve(parent))
 
     def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
         try:
@@ -392,7 +397,10 @@ class SnapshotManager:
     def restore(
         self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
     ) -> Any:
-        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
+        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
+
+        The run's next save goes on from it.
+        """
         from .restore.pipeline import read
 
         snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
@@ -404,7 +412,7 @@ class SnapshotManager:
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`.
+        Waits for the running save. See `Repository.restore_into`. The run's next save goes on from it.
         """
         from .restore.pipeline import read_into
 

@@ -189,8 +189,8 @@ class Repository:
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
-            parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
-                restored or committed last, else the newest of the run.
+            parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
+                that this Repository committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
             metrics: numbers for policies such as KeepBest.
             metadata: plain values, stored with the snapshot.
@@ -220,7 +220,7 @@ class Repository:
         """Return the state of a snapshot, as nested containers.
 
         Args:
-            ref: of any run; a save into another run afterwards forks from it.
+            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
             keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
@@ -231,9 +231,7 @@ class Repository:
         """
         from .restore.pipeline import read
 
-        snapshot, state = read(self.context, ref, keys=keys, device=device)
-        self.lineage.note_restored(snapshot)
-        return state
+        return read(self.context, ref, keys=keys, device=device)[1]
 
     def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
@@ -249,9 +247,7 @@ class Repository:
         """
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.context, ref, target, keys=keys)
-        self.lineage.note_restored(snapshot)
-        return snapshot
+        return read_into(self.context, ref, target, keys=keys)
 
     # -- tags
 

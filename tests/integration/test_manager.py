@@ -344,7 +344,7 @@ def test_fork_from_another_run(store):
     with manager(store) as snapshots:
         snapshots.save(0, big(0))
         snapshots.save(1, big(1))
-    with manager(store, run="fork") as snapshots:
+    with manager(store, run="fork", parent="a@0") as snapshots:
         state = snapshots.repository.restore("a@0")
         assert same(state, big(0))
         first = snapshots.save(0, big(5)).result(30)
@@ -353,6 +353,29 @@ def test_fork_from_another_run(store):
         assert first.bases == [parent.id]
         assert first.stored_bytes < 0.6 * parent.stored_bytes
         assert same(snapshots.restore(0), big(5))
+    with manager(store, run="fork", parent="a@7") as snapshots:  # it resumes: the run is there, the parent may be gone
+        assert snapshots.save(1, big(6)).result(30).parent == first.id
+    with pytest.raises(NotFoundError, match="a@7"):
+        manager(store, run="other", parent="a@7")
+
+
+def test_a_look_at_another_snapshot_does_not_change_the_parent(store):
+    """`Repository.restore` only looks; the manager's restore sets the parent of its own run's next save."""
+    with opened(store) as repository:
+        other = repository.save(big(50), run="b", step=0)
+        with manager(repository) as snapshots:
+            first = snapshots.save(0, big(0)).result(30)
+            second = snapshots.save(1, big(1)).result(30)
+            repository.restore("b@0")
+            repository.restore_into("a@0", big(99))
+            assert snapshots.save(2, big(2)).result(30).parent == second.id
+            assert repository.save(big(3), run="a", step=3).parent == snapshots.repository.snapshot("a@2").id
+            snapshots.restore(0)
+            assert snapshots.save(4, big(4)).result(30).parent == first.id
+        repository.restore("a@1")
+        assert repository.save(big(51), run="b", step=1).parent == other.id
+        assert repository.save(big(60), run="c", step=0).parent is None
+        assert repository.save(big(61), run="c", step=1, parent="a@1").parent == second.id
 
 
 def test_two_managers_of_two_runs_on_one_repository(store):

@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
         repository = self.at(process)
         self.count += 1
         lineage = self.lineage[process]
-        parent = lineage.get(run, lineage.get("*")) or self.newest(run)
+        parent = lineage.get(run) or self.newest(run)
         with foreign.written() if abroad else nullcontext():
             snapshot = save(repository, run, step, self.count, tags=tags)
         assert snapshot.parent == parent
@@ -274,7 +274,6 @@ class Machine(RuleBasedStateMachine):
         if chosen is None:  # all forgotten by name, and swept
             return
         assert same(self.at(process).restore(f"id:{chosen}"), values(*self.known[chosen].version))
-        self.lineage[process] = {"*": chosen}
 
     @rule(process=PROCESSES, run=RUNS, step=STEPS)
     def resolve(self, process, run, step) -> None:
@@ -595,7 +594,6 @@ class Machine(RuleBasedStateMachine):
             for i, known in self.known.items():
                 with suppress(SnapstoreError):
                     assert same(repository.restore(f"id:{i}"), values(*known.version))
-                    self.lineage[process] = {"*": i}
             return None
         with suppress(SnapstoreError):
             done = VERBS[verb](repository, run)

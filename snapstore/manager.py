@@ -97,8 +97,8 @@ class SnapshotManager:
         parent: reference of the snapshot, mostly of another run, that the first save of a new run goes on from: a fork.
             Once the run has a snapshot, it does nothing.
         save_interval_steps: `should_save` is True at multiples of this.
-        keep: retention policies, ORed. After each commit, the other snapshots are forgotten and collected in the
-            background. The policies are stored, so that `snapstore forget --run` knows them.
+        keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
+            in the background. The policies are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
@@ -121,7 +121,7 @@ class SnapshotManager:
         run: str,
         parent: str | None = None,
         save_interval_steps: int = 1,
-        keep: Sequence[retention.Policy] = (),
+        keep: retention.Policy | Sequence[retention.Policy] = (),
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto",
@@ -139,9 +139,7 @@ class SnapshotManager:
         if on_busy not in ("wait", "skip"):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
         self.save_interval_steps = save_interval_steps
-        self.keep = list(keep)
-        if self.keep:
-            retention.check(self.keep)
+        self.keep = retention.check(keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         self._owned = not isinstance(repository, Repository)
@@ -378,9 +376,16 @@ class SnapshotManager:
         return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest committed snapshot; None if there is none."""
+        """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
+
+        After a return to an older step this may not be the highest step, which Orbax calls the latest.
+        """
         newest = self.repository.view().latest(self.run)
         return newest.step if newest else None
+
+    def highest_step(self) -> int | None:
+        """Return the highest step that has a committed snapshot; None if there is none."""
+        return self.repository.view().highest_step(self.run)
 
     def best_step(self) -> int | None:
         """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.

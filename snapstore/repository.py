@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from . import retention
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
@@ -32,6 +31,8 @@ from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
+from .retention import Policy
+from .retention import check as check_policies
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.urls import open_store
@@ -156,7 +157,7 @@ class Repository:
         return self.view().snapshots(run)
 
     def snapshot(self, ref: str) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
 
         Raises:
             NotFoundError, InvalidInputError: see `View.resolve`.
@@ -276,7 +277,7 @@ class Repository:
 
     @_pinned
     def forget(
-        self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+        self, keep: Policy | Sequence[Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
@@ -287,7 +288,7 @@ class Repository:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
             NotFoundError: no such run.
         """
-        return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
+        return forget.forget(self.context, check_policies(keep), run=run, dry_run=dry_run, force=force)
 
     @_pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
@@ -398,14 +399,14 @@ class Repository:
 
     # -- policies
 
-    def policies(self, run: str) -> list[retention.Policy]:
+    def policies(self, run: str) -> list[Policy]:
         """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
     @_pinned
-    def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
+    def set_policies(self, run: str, keep: Policy | Sequence[Policy]) -> None:
         """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
-        policy_store.store(self.store, check_name("run", run), keep)
+        policy_store.store(self.store, check_name("run", run), check_policies(keep))
 
     # -- look closer
 

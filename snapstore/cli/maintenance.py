@@ -387,7 +387,9 @@ def demo(
         from ..errors import CapabilityError
 
         raise CapabilityError("demo: not installed; clone the repository of snapstore and run tools/demo")
-    command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
+    from ..storage.urls import expand_home
+
+    command = [sys.executable, str(script), *(["--keep", expand_home(keep)] if keep else [])]
     note(f"running {script}")
     # With --json the demo prints to stderr: stdout is for data only.
     code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode

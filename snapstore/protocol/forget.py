@@ -84,7 +84,7 @@ def unforget(context: Context, ref: str) -> Snapshot:
     view = context.index.refresh()
     snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
     forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
-    if snapshot.state != FORGOTTEN and forgotten and not ref.startswith("id:"):
+    if snapshot.state != FORGOTTEN and forgotten and "@" in ref:  # an id names one snapshot
         snapshot = forgotten[-1]
     if snapshot.state == COMMITTED:
         raise InvalidInputError(f"{ref}: is not forgotten")

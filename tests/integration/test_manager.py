@@ -340,6 +340,26 @@ def test_the_save_after_a_restore_goes_on_from_it(store):
         assert [s.id for s in snapshots.repository.children(f"id:{restored.id}")] != []
 
 
+def test_latest_is_the_newest_save_and_not_the_highest_step(store):
+    """Everywhere: a run that went back to step 1 and saved step 2 again goes on from there."""
+    with manager(store) as snapshots:
+        assert snapshots.highest_step() is None
+        for step in (1, 2, 3):
+            snapshots.save(step, big(step))
+        snapshots.restore(1)
+        again = snapshots.save(2, big(12)).result(30)
+        assert (snapshots.latest_step(), snapshots.highest_step()) == (2, 3)
+        assert same(snapshots.restore(), big(12))
+        repository = snapshots.repository
+        assert repository.snapshot("a@latest").id == repository.snapshots("a")[-1].id == again.id
+        kept = repository.forget(KeepLast(1), run="a", dry_run=True).kept
+        assert [s.id for s, _ in kept] == [again.id]
+        with pytest.raises(InvalidInputError, match="newest"):
+            repository.forget_snapshots(["a@2"])
+        assert snapshots.save(4, big(4)).result(30).parent == again.id
+        assert (snapshots.latest_step(), snapshots.highest_step()) == (4, 4)
+
+
 def test_fork_from_another_run(store):
     with manager(store) as snapshots:
         snapshots.save(0, big(0))

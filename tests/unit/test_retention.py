@@ -314,12 +314,18 @@ def test_every_duration_survives_its_text(duration):
     assert KeepWithin(policy.duration) == policy
 
 
-@pytest.mark.parametrize("policies", [None, 3, KeepLast(3), "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
+@pytest.mark.parametrize("policies", [None, 3, "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
 def test_values_that_are_no_policy(policies):
     with pytest.raises(InvalidInputError, match="keep: expected"):
         apply(policies, series(1))
     with pytest.raises(InvalidInputError, match="keep: expected"):
         keeps_for_long(policies, 1)
+
+
+def test_one_policy_is_a_list_of_one():
+    snapshots = series(5)
+    assert apply(KeepLast(3), snapshots) == apply([KeepLast(3)], snapshots)
+    assert keeps_for_long(KeepEvery(2), 4)
 
 
 # --- known at save, stored, described ---------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def training(path: Path, state: dict[str, Any]) -> None:
         assert_type(handle.result(), Snapshot | None)
         assert_type(handle.result(timeout=1.5), Snapshot | None)
         assert_type(snapshots.latest_step(), int | None)
+        assert_type(snapshots.highest_step(), int | None)
         assert_type(snapshots.best_step(), int | None)
         assert_type(snapshots.all_steps(), list[int])
         assert_type(snapshots.restore(), Any)
@@ -69,7 +70,7 @@ def repositories(state: dict[str, Any]) -> None:
     with Repository.open("/data/snaps") as opened:
         assert_type(opened, Repository)
     assert_type(repository.url, str)
-    assert_type(SnapshotManager(repository, run="a").repository, Repository)
+    assert_type(SnapshotManager(repository, run="a", parent="b@3", keep=KeepLast(3)).repository, Repository)
     saved = repository.save(
         state, run="a", step=1, parent="b@3", bases=("b@latest",), metrics={"loss": 1}, tags=("t",), full=True
     )
@@ -85,6 +86,7 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(repository.unforget("a@1"), Snapshot)
     assert_type(repository.policies("a"), list[Policy])
     repository.set_policies("a", [KeepLast(1)])
+    repository.set_policies("a", KeepLast(1))
     assert_type(repository.rebuild_index(), int)
 
     forgotten = repository.forget([KeepLast(1), KeepEvery(10)], run="a", dry_run=True, force=False)
@@ -176,7 +178,6 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     SnapshotManager("/data/snaps")  # error: call-arg
     SnapshotManager("/data/snaps", run=3)  # error: arg-type
     SnapshotManager("/data/snaps", run="a", on_busy="drop")  # error: arg-type
-    SnapshotManager("/data/snaps", run="a", keep=KeepLast(3))  # error: arg-type
     SnapshotManager("/data/snaps", run="a", keep=["last 3"])  # error: list-item
     SnapshotManager("/data/snaps", run="a", interval=10)  # error: call-arg
     snapshots.save(1)  # error: call-arg

@@ -219,7 +219,7 @@ class SnapshotManager:
             self._inside.add(thread)
             slot.acquire()
             self._raise_of_saves()
-            full = retention.keeps_for_long(self.keep, step)
+            full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
             from .save.inputs import SaveRequest
 
             request = SaveRequest(

@@ -325,13 +325,17 @@ def current(snapshots: Iterable[S]) -> list[S]:
     return sorted(by_step.values(), key=_age, reverse=True)
 
 
-def keeps_for_long(policies: Policy | Iterable[Policy], step: int) -> bool:
-    """Return whether it is certain at save time that `step` stays for ever; such a snapshot is written full.
+def stays_without_neighbours(policies: Policy | Iterable[Policy], step: int, interval: int) -> bool:
+    """Return whether it is certain that `step` stays for ever, and not the saves before it; it is then written full.
 
-    Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots.
+    Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots. A full snapshot
+    pays if the bases of a delta would stay for it alone: not if at least every second save stays.
+
+    Args:
+        interval: steps from save to save.
     """
     for policy in check(policies):
-        if isinstance(policy, KeepEvery) and step % policy.steps == 0:
+        if isinstance(policy, KeepEvery) and step % policy.steps == 0 and policy.steps >= 3 * interval:
             return True
         if isinstance(policy, KeepSteps) and step in policy.steps:
             return True

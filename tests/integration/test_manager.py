@@ -490,14 +490,23 @@ def test_nothing_is_forgotten_for_a_save_that_failed(store):
         assert snapshots.all_steps() == [0]
 
 
-def test_snapshots_kept_for_long_are_written_full(store):
+def test_snapshots_that_stay_without_neighbours_are_written_full(store):
     with manager(store, keep=[KeepLast(2), KeepEvery(3), KeepSteps([4])]) as snapshots:
         depths = {step: snapshots.save(step, big(step)).result(30).depth for step in range(8)}
-        tagged = snapshots.save(8, big(8), tags=["release"]).result(30).depth
     assert {step: depth == 0 for step, depth in depths.items()} == {
         0: True, 1: False, 2: False, 3: True, 4: True, 5: False, 6: True, 7: False
     }  # fmt: skip
-    assert tagged == 0
+
+
+def test_tags_and_dense_policies_leave_deltas_on(store):
+    """A tag may move, and every snapshot may have one; if every second save stays, deltas cost less than full ones."""
+    with manager(store, keep=KeepEvery(1)) as snapshots:
+        saved = [snapshots.save(step, big(step), tags=["best"]).result(30) for step in range(4)]
+    assert all(snapshot.depth > 0 for snapshot in saved[1:])
+    assert all(snapshot.stored_bytes < 0.6 * saved[0].stored_bytes for snapshot in saved[1:])
+    with opened(store) as repository:
+        assert repository.save(big(9), run="a", step=9, tags=["good"]).depth > 0
+        assert repository.save(big(10), run="a", step=10, tags=["good"], full=True).depth == 0
 
 
 def test_chains_are_bounded_and_keyframes_staggered(store):

@@ -212,8 +212,6 @@ class Machine(RuleBasedStateMachine):
         assert snapshot.parent == parent
         assert all(snapshot.seq > known.seq for known in self.of(run, *STATES).values())
         assert snapshot.depth <= OPTIONS.max_depth
-        if tags:
-            assert snapshot.depth == 0
         for known in self.known.values():
             if known.run == run and known.state == "committed":
                 known.tags -= set(tags)  # a tag names one snapshot of a run

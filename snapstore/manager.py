@@ -46,6 +46,10 @@ class SaveHandle:
         if skipped:
             self._finished.set()
 
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
+        return f"SaveHandle({state!r})"
+
     def done(self) -> bool:
         """Return whether the save has committed, failed, or was skipped."""
         return self._finished.is_set()
@@ -160,6 +164,9 @@ class SnapshotManager:
             self.repository.set_policies(self.run, self.keep)
         if parent is not None and (view := self.repository.view()).newest(self.run) is None:
             self.repository.lineage.go_on_from(self.run, view.resolve(parent))
+
+    def __repr__(self) -> str:
+        return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
     def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
         try:

@@ -128,6 +128,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     reason: str = ""
 
+    def __repr__(self) -> str:
+        return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"
+
     @property
     def key(self) -> str:
         """Return the key of this revision in the store."""

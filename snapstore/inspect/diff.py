@@ -29,6 +29,7 @@ from ..state.containers import CONTAINERS, Path, children, display
 from ..state.tensors import Slot, StoredPart
 from ..state.tree_decode import decode
 from ..state.tree_encode import encode_plain
+from ..text import brief
 
 #: Two tensors are compared in pieces of this size.
 COMPARED_BYTES = 1024 * 1024
@@ -61,6 +62,8 @@ class DiffResult:
     b: Snapshot
     tensors: list[TensorDiff]
     plain: list[tuple[str, str, str]]
+
+    __repr__ = brief
 
 
 _Located = tuple[Manifest, TensorEntry]

@@ -14,6 +14,7 @@ from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
 from ..format.argument_checks import check_name
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..text import brief
 from . import revisions
 from .quarantine import in_need_of_quarantined
 
@@ -30,6 +31,8 @@ class ForgetResult:
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
+
+    __repr__ = brief
 
 
 def forget(

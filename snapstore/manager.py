@@ -46,6 +46,10 @@ class SaveHandle:
         if skipped:
             self._finished.set()
 
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
+        return f"SaveHandle({state!r})"
+
     def done(self) -> bool:
         """Return whether the save has committed, failed, or was skipped."""
         return self._finished.is_set()
@@ -94,9 +98,11 @@ class SnapshotManager:
     Args:
         repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
         run: the name of the run.
+        parent: reference of the snapshot, mostly of another run, that the first save of a new run goes on from: a fork.
+            Once the run has a snapshot, it does nothing.
         save_interval_steps: `should_save` is True at multiples of this.
-        keep: retention policies, ORed. After each commit, the other snapshots are forgotten and collected in the
-            background. The policies are stored, so that `snapstore forget --run` knows them.
+        keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
+            in the background. The policies are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
@@ -117,8 +123,9 @@ class SnapshotManager:
         repository: str | Path | ObjectStore | Repository,
         *,
         run: str,
+        parent: str | None = None,
         save_interval_steps: int = 1,
-        keep: Sequence[retention.Policy] = (),
+        keep: retention.Policy | Sequence[retention.Policy] = (),
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto",
@@ -136,9 +143,7 @@ class SnapshotManager:
         if on_busy not in ("wait", "skip"):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
         self.save_interval_steps = save_interval_steps
-        self.keep = list(keep)
-        if self.keep:
-            retention.check(self.keep)
+        self.keep = retention.check(keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         self._owned = not isinstance(repository, Repository)
@@ -159,6 +164,11 @@ class SnapshotManager:
         self._closed = False
         if self.keep and not read_only:
             self.repository.set_policies(self.run, self.keep)
+        if parent is not None and (view := self.repository.view()).newest(self.run) is None:
+            self.repository.lineage.go_on_from(self.run, view.resolve(parent))
+
+    def __repr__(self) -> str:
+        return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
     def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
         try:
@@ -213,7 +223,7 @@ class SnapshotManager:
         self._check_inside()
         if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
             self._async = False
-        full = retention.keeps_for_long(self.keep, step)
+        full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
 
         request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
@@ -418,9 +428,16 @@ class SnapshotManager:
         return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest committed snapshot; None if there is none."""
+        """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
+
+        After a return to an older step this may not be the highest step, which Orbax calls the latest.
+        """
         newest = self.repository.view().latest(self.run)
         return newest.step if newest else None
+
+    def highest_step(self) -> int | None:
+        """Return the highest step that has a committed snapshot; None if there is none."""
+        return self.repository.view().highest_step(self.run)
 
     def best_step(self) -> int | None:
         """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
@@ -437,7 +454,10 @@ class SnapshotManager:
     def restore(
         self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
     ) -> Any:
-        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
+        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
+
+        The run's next save goes on from it.
+        """
         from .restore.pipeline import read
 
         snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
@@ -449,7 +469,7 @@ class SnapshotManager:
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`.
+        Waits for the running save. See `Repository.restore_into`. The run's next save goes on from it.
         """
         from .restore.pipeline import read_into
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from . import retention
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
@@ -32,6 +31,8 @@ from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import confirmed
 from .ranks import check as check_ranks
+from .retention import Policy
+from .retention import check as check_policies
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.urls import open_store
@@ -156,7 +157,7 @@ class Repository:
         return self.view().snapshots(run)
 
     def snapshot(self, ref: str) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
 
         Raises:
             NotFoundError, InvalidInputError: see `View.resolve`.
@@ -189,8 +190,8 @@ class Repository:
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
-            parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
-                restored or committed last, else the newest of the run.
+            parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
+                that this Repository committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
             metrics: numbers for policies such as KeepBest.
             metadata: plain values, stored with the snapshot.
@@ -220,7 +221,7 @@ class Repository:
         """Return the state of a snapshot, as nested containers.
 
         Args:
-            ref: of any run; a save into another run afterwards forks from it.
+            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
             keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
@@ -231,9 +232,7 @@ class Repository:
         """
         from .restore.pipeline import read
 
-        snapshot, state = read(self.context, ref, keys=keys, device=device)
-        self.lineage.note_restored(snapshot)
-        return state
+        return read(self.context, ref, keys=keys, device=device)[1]
 
     def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
@@ -249,9 +248,7 @@ class Repository:
         """
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.context, ref, target, keys=keys)
-        self.lineage.note_restored(snapshot)
-        return snapshot
+        return read_into(self.context, ref, target, keys=keys)
 
     # -- tags
 
@@ -280,7 +277,7 @@ class Repository:
 
     @_pinned
     def forget(
-        self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+        self, keep: Policy | Sequence[Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
@@ -291,7 +288,7 @@ class Repository:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
             NotFoundError: no such run.
         """
-        return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
+        return forget.forget(self.context, check_policies(keep), run=run, dry_run=dry_run, force=force)
 
     @_pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
@@ -402,14 +399,14 @@ class Repository:
 
     # -- policies
 
-    def policies(self, run: str) -> list[retention.Policy]:
+    def policies(self, run: str) -> list[Policy]:
         """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
     @_pinned
-    def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
+    def set_policies(self, run: str, keep: Policy | Sequence[Policy]) -> None:
         """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
-        policy_store.store(self.store, check_name("run", run), keep)
+        policy_store.store(self.store, check_name("run", run), check_policies(keep))
 
     # -- look closer
 

@@ -173,7 +173,12 @@ def repair(
 
 def _print_repair(report: RepairResult) -> None:
     from ..check.report import stand_in
+    from ..text import counted
 
+    if report.found.ok and report.ok and all(action.kind == "index" for action in report.actions):
+        fine, level = counted(len(report.found.restorable), "snapshot"), report.found.level
+        line(f"no problems: {fine} can be restored, as far as level {level!r} shows; nothing to repair")
+        return
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")
     lost = {snapshot.id for snapshot, _ in report.lost}
@@ -374,7 +379,13 @@ def doctor(
     return None if ok else ERROR
 
 
-@verb()
+def _demo_script() -> Path | None:
+    """Return the demo of a source checkout; an installed package has none."""
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    return script if script.is_file() and script.with_name("train_gpt.py").is_file() else None
+
+
+@verb(hidden=_demo_script() is None)
 def demo(
     shell: Shell,
     keep: Annotated[
@@ -382,12 +393,14 @@ def demo(
     ] = None,
 ) -> int | None:
     """Run the demo on a real training run. Takes about three minutes."""
-    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
-    if not script.is_file():
+    script = _demo_script()
+    if script is None:
         from ..errors import CapabilityError
 
         raise CapabilityError("demo: not installed; clone the repository of snapstore and run tools/demo")
-    command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
+    from ..storage.urls import expand_home
+
+    command = [sys.executable, str(script), *(["--keep", expand_home(keep)] if keep else [])]
     note(f"running {script}")
     # With --json the demo prints to stderr: stdout is for data only.
     code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode

@@ -59,7 +59,9 @@ def save(
 
     A file that holds Python objects is refused, because it could run any code.
     """
-    metrics = _metrics(metric or [])
+    from ..storage.urls import expand_home
+
+    metrics, file = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
         from . import files
 
@@ -117,6 +119,9 @@ def restore(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Verify the state of a snapshot and write it to a file."""
+    from ..storage.urls import expand_home
+
+    output = Path(expand_home(output))
     with shell.repository() as repository:
         from . import files
 

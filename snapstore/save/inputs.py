@@ -62,7 +62,6 @@ class SaveRequest:
         self.tags = check_tags(self.tags)
         self.metrics = check_metrics(self.metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
-        self.full = self.full or bool(self.tags)
 
     def resolve(self, context: Context, lineage: Lineage) -> None:
         """Replace the references of parent and bases by ids; without a parent, take the one that the lineage knows.

@@ -21,7 +21,7 @@ from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
 from snapstore import KeepLast, NotFoundError, Repository, cli
-from snapstore.cli import files, maintenance, output
+from snapstore.cli import files, inspect, maintenance, output
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.errors import ConflictError, StorageError
@@ -131,7 +131,7 @@ def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)
     for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
-        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": [], "made_up": []}
+        assert json.loads(series(*args).stdout) == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
     # after the verb wins, and both win over the environment
     assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
 
@@ -273,7 +273,7 @@ def test_the_same_step_twice(sh):
 def test_bad_names_and_steps_save_nothing(sh, options, word):
     torch.save(state(), sh.folder / "s.pt")
     assert word in sh.fails("save", sh.folder / "s.pt", *options)
-    assert sh.json("log", "--all") == {"snapshots": [], "damaged": [], "made_up": []}
+    assert sh.json("log", "--all") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
     assert not list(Path(sh.url).rglob("packs/*/*"))
 
 
@@ -322,7 +322,7 @@ def test_damaged_and_foreign_files(sh):
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     (sh.folder / "d.pt").mkdir()
     assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
-    assert sh.json("log") == {"snapshots": [], "damaged": [], "made_up": []}
+    assert sh.json("log") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
 
 
 def test_safetensors_keep_their_names_and_metadata(sh):
@@ -463,7 +463,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
 def test_log(series):
     document = series.json("log")
-    assert set(document) == {"snapshots", "damaged", "made_up"}
+    assert set(document) == {"snapshots", "superseded", "damaged", "made_up"}
     assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
     assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
     assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]
@@ -482,7 +482,46 @@ def test_log_of_forgotten_snapshots(series):
     assert [s["step"] for s in series.json("log")["snapshots"]] == [0, 2, 3]
     assert {s["step"]: s["state"] for s in series.json("log", "--all")["snapshots"]}[1] == "forgotten"
     assert "forgotten" in series("log", "--all").stdout
-    assert "id:" in series("log").stdout  # the parent of step 2, no longer in the list
+    parent = series.json("show", "exp@1")["snapshot"]["id"]
+    (orphan,) = [line for line in series("log").stdout.splitlines() if line.startswith("exp@2")]
+    assert f"from {parent[:8]}" in orphan  # the parent of step 2 is no longer in the list
+    assert "from" not in series("log", "--all").stdout  # it is the row above
+    assert series.json("show", parent[:8])["snapshot"]["id"] == parent  # an id is taken as it is printed
+
+
+def test_log_fits_80_columns(sh):
+    """With tags, forks and several metrics; metrics that do not fit are counted. Also on a terminal."""
+    names = ("val_loss", "train_loss", "accuracy", "grad_norm")
+    metrics = [word for name in names for word in ("--metric", f"{name}=0.123456")]
+    for step in (100_000, 101_000, 102_000):
+        sh.save(state(step), step, "--tag", f"t{step}", *metrics, run="llama-sft")
+    sh.save(state(9), 1, "--parent", "llama-sft@100000", *metrics, run="exp")
+    sh.save(state(10), 2, *metrics, run="exp")
+    sh("forget", "exp@1")
+    text = sh("log", "--all").stdout
+    assert "val_loss=0.1235 +3" in text
+    assert "@t100000" in text
+    assert "forgotten from " in text
+    assert max(map(len, text.splitlines())) <= 80
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("COLUMNS", "80")
+        with Repository.open(sh.url) as repository:
+            inspect._print_log(repository.snapshots(), {})
+    assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in terminal.text.splitlines()) <= 80
+
+
+def test_superseded_saves_are_marked(sh):
+    """Two saves of one step in one run; a step of another run is none of it."""
+    first, second = sh.save(state(1), 5), sh.save(state(2), 5)
+    sh.save(state(1), 5, run="other")
+    assert sh.json("log")["superseded"] == [first["id"]]
+    marked = [line.split()[1] for line in sh("log").stdout.splitlines() if "superseded" in line]
+    assert marked == [first["id"][:8]]
+    assert sh.json("show", first["id"])["superseded"] is True
+    assert sh.json("show", second["id"])["superseded"] is False
+    assert "superseded: exp@5 means a newer save" in sh("show", first["id"][:8]).stdout
 
 
 def test_log_of_nothing(sh):
@@ -569,7 +608,7 @@ def test_reconstructed_records_are_marked(series):
     assert series.json("log", "--all")["made_up"] == [name]
     assert f"-{name}." in record.name
     result = series("log")
-    assert [line.endswith("  reconstructed") for line in result.stdout.splitlines()] == [
+    assert ["  reconstructed" in line for line in result.stdout.splitlines()] == [
         False,
         False,
         True,
@@ -597,7 +636,7 @@ def test_show(series):
     document = series.json("show", "exp@1")
     assert set(document) == {
         "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
-        "manifests", "tensors", "damaged", "made_up",
+        "manifests", "tensors", "plain", "superseded", "damaged", "made_up",
     }  # fmt: skip
     assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
     assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)
@@ -612,6 +651,27 @@ def test_show(series):
     assert "children  exp@2" in text
     assert "[40, 50]" in text
     assert "parent    none" in series("show", "exp@0").stdout
+
+
+def test_show_prints_plain_values(sh):
+    """Short paths first; a list of plain values is one value; a tensor is none."""
+    groups = [{"lr": 0.25, "betas": (0.9, 0.999), "params": list(range(300))}]
+    sh.save({"optimizer": {"param_groups": groups, "w": torch.zeros(4)}, "epoch": 3, "nan": float("nan")}, 1)
+    plain = {entry["path"]: entry["value"] for entry in sh.json("show", "exp@1")["plain"]}
+    assert plain == {
+        "optimizer.param_groups.0.lr": 0.25,
+        "optimizer.param_groups.0.betas": [0.9, 0.999],
+        "optimizer.param_groups.0.params": list(range(300)),
+        "epoch": 3,
+        "nan": "NaN",
+    }
+    lines = [line.split(maxsplit=1) for line in sh("show", "exp@1").stdout.split("value  ")[1].splitlines()[1:]]
+    assert lines[:3] == [["epoch", "3"], ["nan", "nan"], ["optimizer.param_groups.0.lr", "0.25"]]
+    assert lines[4][1].startswith("0, 1, 2, 3,")
+    assert lines[4][1].endswith("... (300 in all)")
+    sh.save({str(i): i for i in range(70)}, 2)
+    assert "and 20 more" in sh("show", "exp@2").stdout
+    assert len(sh.json("show", "exp@2")["plain"]) == 70
 
 
 def test_show_reasons_of_stored_policies_and_of_forgotten(series):
@@ -717,6 +777,23 @@ def test_forget_by_policy(series):
         {"id": ids[3], "reasons": ["last 1", "newest"]},
     ]
     assert done["forgotten"] == ids[1:3]
+
+
+def test_the_help_of_forget_explains_every_policy():
+    """Each with its own sentence."""
+    text = " ".join(CliRunner().invoke(cli.commands, ["forget", "-h"]).stdout.split())
+    for words in (
+        "--keep-last N Keep the N newest steps",
+        "--keep-every STEPS Keep all multiples of STEPS",
+        "Keep the N best steps (default 1) by a metric",
+        "at most this much older than the newest",
+        "--keep-steps STEP,... Keep these",
+        *(f"--keep-{each} N Keep the newest of each of the last N {unit} (UTC)" for each, unit in PERIODS.items()),
+    ):
+        assert words in text
+
+
+PERIODS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
 
 
 def test_forget_says_why(series):
@@ -829,6 +906,29 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 
 
 # --- check, index, doctor, demo
+
+
+@pytest.mark.parametrize("options", [[], ["--apply"], ["--level", "restore"]])
+def test_repair_of_a_healthy_repository_says_that_all_is_well(series, options):
+    result = series("repair", *options)
+    level = options[-1] if "--level" in options else "data"
+    assert result.stdout == (
+        f"no problems: 4 snapshots can be restored, as far as level '{level}' shows; nothing to repair\n"
+    )
+    assert result.stderr == ""
+
+
+def test_a_tilde_in_the_paths_of_the_shell(sh, monkeypatch):
+    """As in --repo=~/repo, which a shell does not expand."""
+    home = {"HOME": str(sh.folder)}
+    monkeypatch.setenv("HOME", str(sh.folder))
+    torch.save(state(), sh.folder / "state.pt")
+    sh("save", "~/state.pt", "--run", "a", "--step", 1, "--repo=~/repo", **home)
+    sh("restore", "a@1", "--output=~/out.pt", SNAPSTORE_REPO="~/repo", **home)
+    assert (sh.folder / "out.pt").exists()
+    sh("init", "~/second", **home)
+    assert (sh.folder / "second" / "config").exists()
+    assert f"{sh.folder}/third: does not exist yet" in sh("doctor", "~/third", **home).stdout
 
 
 def test_check(series):
@@ -1168,6 +1268,17 @@ def test_demo(sh, monkeypatch, tmp_path):
     sh("demo", code=1)
     monkeypatch.setattr(maintenance, "__file__", str(tmp_path / "site" / "snapstore" / "cli" / "maintenance.py"))
     assert "clone" in sh.fails("demo")
+
+
+def test_an_installed_package_does_not_list_the_demo(tmp_path):
+    """The demo needs files of a checkout that a wheel does not hold."""
+    package = Path(cli.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "snapstore", ignore=shutil.ignore_patterns("__pycache__"))
+    for root, listed in ((tmp_path, False), (package.parent, True)):
+        command = [sys.executable, "-m", "snapstore", "--help"]
+        result = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+        assert "  doctor " in result.stdout
+        assert ("  demo " in result.stdout) is listed
 
 
 # --- output

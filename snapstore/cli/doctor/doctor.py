@@ -22,7 +22,7 @@ from ...repository import Repository
 from ...storage.base import ObjectStore
 from ...storage.cache_dir import cache_folder, mount_of, on_network, refusal
 from ...storage.local import LocalStore
-from ...storage.urls import open_store
+from ...storage.urls import expand_home, open_store
 from ...text import counted, human_bytes
 from .probes import PROBES, Unfit
 
@@ -92,7 +92,7 @@ def place(url: str) -> list[Finding]:
     try:
         store = open_store(url)
     except NotFoundError:
-        return _missing(Path(url.removeprefix("file://")))
+        return _missing(Path(expand_home(url.removeprefix("file://"))))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
     about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]

@@ -152,6 +152,11 @@ class Engines:
 
         return beside_captures()
 
+    def lift_limits(self, saver: object) -> None:
+        """Let other work have the device memory that a save was bound to; it may not have begun to encode."""
+        for engine in list(self._cuda.values()):
+            engine.limit(saver, None)
+
     def release_memory(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
         """Release unused device memory after a save (`saved`) or a restore; each buffer goes back to its engine."""
         for engine in list(self._cuda.values()):

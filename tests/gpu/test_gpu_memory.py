@@ -332,15 +332,18 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
 
     monkeypatch.setattr(cupy, "RawKernel", Kernel)
     kernels._kernel.cache_clear()
+    kernels._loads.clear()
     try:
         with repository(chunk_bytes=65_536) as repo:
             repo.context.engines.on(torch.device("cuda", 0))
-            assert ready == {(path.stem, threading.get_ident()) for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert {name for name, _ in ready} == {path.stem for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert len({thread for _, thread in ready} | {threading.get_ident()}) == 2, "one thread, not the caller's"
             assert not launched
             check_saves(repo)
             assert launched <= {name for name, _ in ready}
     finally:
         kernels._kernel.cache_clear()
+        kernels._loads.clear()
 
 
 def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):

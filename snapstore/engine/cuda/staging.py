@@ -245,8 +245,7 @@ class DeviceStaging:
 
     def release_memory(self, spare: Buffers) -> None:
         """Release spare device memory after a save, committed or not: the next save would only overwrite it."""
-        for device in self._modes:
-            self._engines.on(device).limit(self, None)
+        self._engines.lift_limits(self)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:

@@ -221,7 +221,8 @@ class Repository:
 
         Args:
             ref: of any run; a save into another run afterwards forks from it.
-            keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
+            keys: dotted paths or globs over them, such as "model.*"; only the bytes that they need are read. A key that
+                is a path of the snapshot is no glob, even with `*`, `?` or `[` in it.
             device: where new tensors go.
 
         Raises:

@@ -33,7 +33,7 @@ from .restore_buffers import RestoreBuffers
 from .selection import Selection
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import decode
+from .tree_decode import decode, part_names
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RestorePlan:
     Args:
         parts: All parts, or with `keys` at least `parts_needed`.
         into: The state to fill; None builds a new state.
-        keys: Patterns (fnmatch, case-sensitive) over dotted paths; None selects everything.
+        keys: Names, or patterns (fnmatch, case-sensitive), over dotted paths; None selects everything.
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
@@ -75,7 +75,7 @@ class RestorePlan:
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; every difference is listed (up to 50).
-        NotFoundError: A pattern selects nothing.
+        NotFoundError: A key selects nothing.
         FormatError: `flatten` cannot have made these trees.
     """
 
@@ -99,7 +99,7 @@ class RestorePlan:
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
         stored = decode(parts, partial=keys is not None)
-        self._selection.require_matches(stored)
+        self._selection.resolve(stored, part_names(parts))
         self._stored = self._selection.prune(stored, ()) if into is None else stored
         for path, leaf in leaves(stored, ()):
             if type(leaf) is Slot and self._selection.matches(path):

@@ -245,7 +245,7 @@ class Repository:
 
         Raises:
             NotFoundError: the reference or a key names nothing.
-            InvalidInputError: `target` does not fit; every difference is listed, and nothing was written.
+            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
             IntegrityError: the snapshot is damaged; `target` may be half written.
         """
         from .restore.pipeline import read_into

@@ -40,6 +40,11 @@ from .tree_encode import encode_plain
 if TYPE_CHECKING:
     import torch
 
+_FILL_DTENSORS = (
+    "\nto fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
+    "model, state, options=StateDictOptions(full_state_dict=True))"
+)
+
 
 @dataclass(slots=True)
 class _Load:
@@ -315,7 +320,8 @@ class RestorePlan:
         try:
             load.object.load_state_dict(state)
         except Exception as error:
-            raise InvalidInputError(f"{name} failed: {error}") from error
+            advice = _FILL_DTENSORS if "DTensor" in str(error) else ""
+            raise InvalidInputError(f"{name} failed: {error}{advice}") from error
         if _is_plain(load.stored):
             return
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))

@@ -393,9 +393,12 @@ class SnapshotManager:
         self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot, state = read(context, ref, keys=keys, device=device)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
@@ -406,9 +409,12 @@ class SnapshotManager:
 
         Waits for the running save. See `Repository.restore_into`.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot = read_into(context, ref, target, keys=keys)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

@@ -221,18 +221,19 @@ class Repository:
 
         Args:
             ref: of any run; a save into another run afterwards forks from it.
-            keys: dotted paths or globs over them, such as "model.*"; only the bytes that they need are read. A key that
-                is a path of the snapshot is no glob, even with `*`, `?` or `[` in it.
+            keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
         Raises:
             NotFoundError: the reference or a key names nothing.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
-            IntegrityError: the snapshot is damaged.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        snapshot, state = read(self.context, ref, keys=keys, device=device)
+        with newest_whole_named(self.context, ref):
+            snapshot, state = read(self.context, ref, keys=keys, device=device)
         self.lineage.note_restored(snapshot)
         return state
 
@@ -248,9 +249,11 @@ class Repository:
             InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
             IntegrityError: the snapshot is damaged; `target` may be half written.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.context, ref, target, keys=keys)
+        with newest_whole_named(self.context, ref):
+            snapshot = read_into(self.context, ref, target, keys=keys)
         self.lineage.note_restored(snapshot)
         return snapshot
 

@@ -458,9 +458,12 @@ class SnapshotManager:
 
         The run's next save goes on from it.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot, state = read(context, ref, keys=keys, device=device)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
@@ -471,9 +474,12 @@ class SnapshotManager:
 
         Waits for the running save. See `Repository.restore_into`. The run's next save goes on from it.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot = read_into(context, ref, target, keys=keys)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

@@ -222,17 +222,19 @@ class Repository:
 
         Args:
             ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
-            keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
+            keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
         Raises:
             NotFoundError: the reference or a key names nothing.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
-            IntegrityError: the snapshot is damaged.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        return read(self.context, ref, keys=keys, device=device)[1]
+        with newest_whole_named(self.context, ref):
+            return read(self.context, ref, keys=keys, device=device)[1]
 
     def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
@@ -243,12 +245,14 @@ class Repository:
 
         Raises:
             NotFoundError: the reference or a key names nothing.
-            InvalidInputError: `target` does not fit; every difference is listed, and nothing was written.
+            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
             IntegrityError: the snapshot is damaged; `target` may be half written.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        return read_into(self.context, ref, target, keys=keys)
+        with newest_whole_named(self.context, ref):
+            return read_into(self.context, ref, target, keys=keys)
 
     # -- tags
 

@@ -75,7 +75,7 @@ def restore(
     """Return the state of a snapshot, or `into` filled with it.
 
     Raises:
-        InvalidInputError: `into` does not fit; every difference is listed, and nothing was written.
+        InvalidInputError: `into` does not fit; the differences are named part by part, and nothing was written.
         CapabilityError: `device` is a CUDA device that is not there; or the state does not fit into memory, or takes
             more decoding than its stored bytes explain. Nothing was written.
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.

@@ -360,6 +360,48 @@ def test_latest_is_the_newest_save_and_not_the_highest_step(store):
         assert (snapshots.latest_step(), snapshots.highest_step()) == (4, 4)
 
 
+def test_the_error_of_a_damaged_newest_snapshot_names_the_one_to_go_on_from(store, monkeypatch):
+    with manager(store) as snapshots:
+        whole = snapshots.save(0, big(0)).result(30)
+        before = set(keys_of(store, "packs/"))
+        snapshots.save(1, big(1)).result(30)
+        pack = min(set(keys_of(store, "packs/")) - before)
+        flip_in_place(store, pack, 200)
+        named = rf"a@1 \(id:.*; the newest whole snapshot of run 'a' is a@0 \(id:{whole.id[:12]}\)$"
+        for restore in (snapshots.restore, lambda: snapshots.restore(1), lambda: snapshots.restore_into(big(9))):
+            with pytest.raises(IntegrityError, match=named):
+                restore()
+        flip_in_place(store, pack, 200)
+        get_range, failed = store.get_range, []
+
+        def fail_once(key, *args):
+            if key == pack and not failed:
+                failed.append(key)
+                raise StorageError("not now")
+            return get_range(key, *args)
+
+        monkeypatch.setattr(store, "get_range", fail_once)
+        with pytest.raises(StorageError, match=r"^not now$"):  # one failed read is no damage
+            snapshots.restore()
+        assert same(snapshots.restore(), big(1))
+
+
+def test_the_search_for_a_whole_snapshot_reads_each_blob_a_few_times(store, monkeypatch):
+    """A chunk that all snapshots share is lost, and they share most of the others."""
+    read, get_range = [], store.get_range
+    shared = big(0, elements=65536)
+    with manager(store) as snapshots:
+        snapshots.save(0, shared).result(30)
+        flip_in_place(store, keys_of(store, "packs/")[0], 200)
+        for step in range(1, 20):
+            snapshots.save(step, shared | {"new": big(step)}).result(30)
+        stored = sum(len(store._objects[key][0]) for key in keys_of(store, "packs/"))
+        monkeypatch.setattr(store, "get_range", lambda *args: read.append(args[2]) or get_range(*args))
+        with pytest.raises(IntegrityError, match="no older snapshot of run 'a' is whole"):
+            snapshots.restore()
+    assert sum(read) < 4 * stored
+
+
 def test_fork_from_another_run(store):
     with manager(store) as snapshots:
         snapshots.save(0, big(0))

@@ -190,6 +190,7 @@ class SnapshotManager:
         Args:
             step: a step off the interval is skipped unless `force`.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
             metrics, metadata, tags: see `Repository.save`.
 
         Raises:
@@ -224,30 +225,41 @@ class SnapshotManager:
             )
             request.resolve(self.repository.context, self.repository.lineage)
             handle = self._begin(request, state, slot)
-            launched = self._async
+            launched = self._in_background(state)
         finally:
             try:
                 if not launched:
                     slot.release()
             finally:
                 self._inside.discard(thread)
-        if not self._async:
+        if not launched:
             handle.result()
         return handle
+
+    def _in_background(self, state: Any) -> bool:
+        """Return whether a state is saved by a thread; an iterator is not, since nothing can copy it."""
+        from .save.streaming import is_stream
+
+        return self._async and not is_stream(state)
 
     def _begin(self, request: SaveRequest, state: Any, slot: _Slot) -> SaveHandle:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.inputs import inputs_of
+        from .save.streaming import inputs_of_stream, is_stream
         from .state.flatten import flatten
 
-        handle = SaveHandle()
+        handle, in_background = SaveHandle(), self._in_background(state)
         work: list[list[PartInput]] = []  # `_run` takes it out: an error's frames should not hold the state
+        if is_stream(state):
+            work.append([inputs_of_stream(state, self.repository.context.engines)])
+            self._run(handle, request, work, in_background=False)
+            return handle
         parts = flatten(state)
-        copies = self._async or any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+        copies = in_background or any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
         work.append(self._staging.copy(parts) if copies else inputs_of(parts))
         del parts
-        if not self._async:
-            self._run(handle, request, work)
+        if not in_background:
+            self._run(handle, request, work, in_background=False)
             return handle
         request.stall_s = time.monotonic() - request.started
 
@@ -256,7 +268,7 @@ class SnapshotManager:
             if lock is not None:
                 try:
                     with self.repository.context.engines.in_background():
-                        self._run(handle, request, work)
+                        self._run(handle, request, work, in_background=True)
                 finally:
                     lock.release()
 
@@ -268,17 +280,20 @@ class SnapshotManager:
             raise no_threads() from error
         return handle
 
-    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]]) -> None:
+    def _run(
+        self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]], *, in_background: bool
+    ) -> None:
         """Save, then apply the policies. Takes the inputs out of `work`."""
         from .save.pipeline import save
 
         inputs = work.pop()
+        staging = None if inputs[0].once else self._staging  # the tensors of an iterator are not kept as bases
         try:
-            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, self._staging)
+            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
-            if self._async:
+            if in_background:
                 self._errors.append(error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)

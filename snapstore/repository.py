@@ -5,13 +5,12 @@ Several threads may use one Repository, also for several saves at once. It must 
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import retention
 from .catalog import policy_store
@@ -30,7 +29,7 @@ from .options import SaveOptions
 from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
-from .protocol.same_repository import confirmed
+from .protocol.same_repository import pinned
 from .ranks import check as check_ranks
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
@@ -46,23 +45,6 @@ if TYPE_CHECKING:
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _pinned(
-    verb: Callable[Concatenate[Repository, P], T],
-) -> Callable[Concatenate[Repository, P], T]:
-    """Run a verb that writes or deletes only while the store is still this repository; see same_repository.py."""
-
-    @functools.wraps(verb)
-    def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.store.pinned() if self.context.config_problem else confirmed(self.context):
-            return verb(self, *args, **kwargs)
-
-    return call
 
 
 class Repository:
@@ -188,6 +170,8 @@ class Repository:
 
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor), for a state larger than memory: each tensor is written before
+                the next is asked for. It is saved as a dict of the paths.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
             parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
                 restored or committed last, else the newest of the run.
@@ -206,15 +190,13 @@ class Repository:
             ConflictError: a gc expired this save because it looked dead; save again.
         """
         check_ranks(run, ranks)
-        from .save.inputs import SaveRequest, inputs_of
+        from .save.inputs import SaveRequest
         from .save.pipeline import save as store
-        from .save.staging import Staging
-        from .state.flatten import flatten
+        from .save.streaming import inputs_of_state
 
         request = SaveRequest(run, step, parent, bases, metrics, metadata, tags, full)
         request.resolve(self.context, self.lineage)
-        staging = Staging(self.context.engines, keep_base=False)
-        return store(self.context, self.lineage, request, inputs_of(flatten(state)), staging)
+        return store(self.context, self.lineage, request, inputs_of_state(state, self.context.engines), None)
 
     def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
         """Return the state of a snapshot, as nested containers.
@@ -253,9 +235,24 @@ class Repository:
         self.lineage.note_restored(snapshot)
         return snapshot
 
+    def named_tensors(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
+
+        They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
+        before it is yielded. Plain values are left out: `restore` them with keys.
+
+        Args:
+            ref, keys, device: see `restore`, and for what is raised.
+        """
+        from .restore.streaming import TensorReader
+
+        return iter(TensorReader(self.context, ref, keys=keys, device=device))
+
     # -- tags
 
-    @_pinned
+    @pinned
     def tag(self, ref: str, name: str) -> Snapshot:
         """Put a tag on a committed snapshot; from then on it is never forgotten.
 
@@ -267,7 +264,7 @@ class Repository:
         """
         return tags.tag(self.context, ref, name)
 
-    @_pinned
+    @pinned
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
 
@@ -278,7 +275,7 @@ class Repository:
 
     # -- forget and gc
 
-    @_pinned
+    @pinned
     def forget(
         self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
@@ -293,7 +290,7 @@ class Repository:
         """
         return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the named snapshots.
 
@@ -303,7 +300,7 @@ class Repository:
         """
         return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 
@@ -313,7 +310,7 @@ class Repository:
         """
         return forget.unforget(self.context, ref)
 
-    @_pinned
+    @pinned
     def gc(
         self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
     ) -> GcResult:
@@ -331,7 +328,7 @@ class Repository:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
-    @_pinned
+    @pinned
     def recode(
         self,
         refs: Sequence[str] | None = None,
@@ -361,7 +358,7 @@ class Repository:
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
 
-    @_pinned
+    @pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactResult:
@@ -406,7 +403,7 @@ class Repository:
         """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
-    @_pinned
+    @pinned
     def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
         """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
         policy_store.store(self.store, check_name("run", run), keep)
@@ -442,7 +439,7 @@ class Repository:
         """
         return quarantine.in_need_of_quarantined(self.context, snapshots)
 
-    @_pinned
+    @pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
     ) -> RepairResult:

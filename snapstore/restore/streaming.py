@@ -18,7 +18,7 @@ from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
 from ..format.manifest import Manifest
 from ..format.records import SWEPT, Snapshot
-from ..state.containers import display, leaves
+from ..state.containers import CONTAINERS, display, leaves
 from ..state.restore_buffers import RestoreBuffers
 from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
@@ -83,7 +83,7 @@ class TensorReader:
                 continue
             if type(leaf) is Slot and family(leaf.tag) != "bytes":
                 places.setdefault((leaf.part, leaf.index), []).append((display(path), leaf))
-            else:
+            elif type(leaf) not in CONTAINERS:  # an empty container is a leaf too
                 self.others.append(display(path))
         self._groups = list(self._grouped([places[place] for place in sorted(places)]))
         self.specs = [(path, self._spec(slot)) for group in self._groups for path, slot in group]

@@ -21,7 +21,7 @@ from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
 from snapstore import KeepLast, NotFoundError, Repository, cli
-from snapstore.cli import files, maintenance, output
+from snapstore.cli import files, maintenance, output, safetensors_file
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.errors import ConflictError, StorageError
@@ -376,7 +376,7 @@ def test_states_that_safetensors_cannot_hold(sh):
         repository.save({"q": torch.zeros(4, dtype=torch.complex128)}, run="r", step=6)
     assert "both be named 'a.b'" in sh.fails("restore", "r@1", "-o", out)
     assert "without a name" in sh.fails("restore", "r@2", "-o", out)
-    assert "no tensor form" in sh.fails("restore", "r@3", "-o", out)
+    assert "cannot hold an array of <U1" in sh.fails("restore", "r@3", "-o", out)
     sh("restore", "r@4", "-o", out)
     assert "0, 1, 2, 3, 4 and 4 more would be lost" in sh.fails("restore", "r@5", "-o", sh.folder / "x.safetensors")
     assert "cannot hold" in sh.fails("restore", "r@6", "-o", sh.folder / "x.safetensors")
@@ -425,10 +425,9 @@ def test_a_full_disk_under_the_output(series, monkeypatch):
     assert "cannot be written: unexpected pos" in series.fails("restore", "exp@1", "-o", out / "o.pt")
     monkeypatch.setattr(torch, "save", failing(OSError(28, "No space left on device")))
     assert "cannot be written: No space left" in series.fails("restore", "exp@1", "-o", out / "o.pt")
-    error = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr(safetensors.torch, "save_file", failing(error))
+    monkeypatch.setattr(safetensors_file, "as_bytes", failing(OSError(28, "No space left on device")))
     tensors = ["--keys", "model.*"]
-    assert "I/O error" in series.fails("restore", "exp@1", "-o", out / "o.safetensors", *tensors)
+    assert "cannot be written: No space left" in series.fails("restore", "exp@1", "-o", out / "o.safetensors", *tensors)
     assert not list(out.iterdir())
 
 
@@ -447,14 +446,14 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_write_torch", racing)
     with pytest.raises(files.AlreadyExistsError):
-        files.write(tmp_path / "o.pt", {}, metadata={})
+        files.write(tmp_path / "o.pt", {})
     monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError()))
     with pytest.raises(files.AlreadyExistsError):
-        files.write(tmp_path / "o.pt", {}, metadata={})
+        files.write(tmp_path / "o.pt", {})
     assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
     (tmp_path / "o.pt").unlink()
     monkeypatch.setattr(files, "_write_torch", lambda temp, state: None)
-    files.write(tmp_path / "o.pt", {}, metadata={})
+    files.write(tmp_path / "o.pt", {})
     assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,24 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
     with _damaged(path), _opened(path) as file:
         names = file.keys()
         for name in names:
-            yield name, file.get_tensor(name)
+            yield name, _tensor(path, file, name)
 
 
-def _opened(path: Path) -> Any:
-    """Open a file so that its tensors are read one by one: it may be larger than memory and swap can map."""
-    library = need_library()
+def _tensor(path: Path, file: Any, name: str) -> Any:
     try:
-        return library.safe_open(path, framework="pt", device="cpu", backend="pread")
-    except TypeError:  # before 0.8 the library always maps the whole file
-        return library.safe_open(path, framework="pt", device="cpu")
+        return file.get_tensor(name)
+    except RuntimeError:  # the library 0.8 cannot read float4 so
+        with _opened(path, mapped=True) as whole:
+            return whole.get_tensor(name)
+
+
+def _opened(path: Path, *, mapped: bool = False) -> Any:
+    """Open a file; unless `mapped`, so that it is read tensor by tensor: no system maps more than its memory."""
+    library = need_library()
+    if not mapped:
+        with suppress(TypeError):  # before 0.8 the library always maps the whole file
+            return library.safe_open(path, framework="pt", device="cpu", backend="pread")
+    return library.safe_open(path, framework="pt", device="cpu")
 
 
 @contextmanager

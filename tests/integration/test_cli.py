@@ -30,6 +30,7 @@ from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.protocol import tags
 from snapstore.protocol.this_process import this_session
+from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage import cache_dir as cache_module
 from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore
@@ -345,6 +346,37 @@ def test_safetensors_keep_their_names_and_metadata(sh):
     assert out.stat().st_mode == plain.stat().st_mode
 
 
+def test_safetensors_of_every_dtype_are_the_librarys(sh):
+    import numpy as np
+    import safetensors.torch
+
+    dtypes = [getattr(torch, name) for name in TORCH_DTYPES if not name.startswith(("bits", "complex32", "complex128"))]
+    numbers = torch.tensor([0, 1] * 24, dtype=torch.uint8)
+    source, out, ours = (sh.folder / f"{name}.safetensors" for name in ("source", "out", "ours"))
+    for step, dtype in enumerate(dtypes):
+        size = torch.empty(0, dtype=dtype).element_size()
+        tensors = {
+            "x": numbers.view(dtype).reshape(-1, 1),
+            "a": numbers.clone().view(dtype),
+            "tiny": numbers[:size].clone().view(dtype),
+        }
+        tensors |= {"empty": torch.empty((0, 4), dtype=dtype), "é": torch.ones(3, dtype=torch.bool)}
+        safetensors.torch.save_file(tensors, source, metadata={"é": "1"})
+        sh("save", source, "--run", "r", "--step", step)
+        sh("restore", f"r@{step}", "-o", out, "--force")
+        assert out.read_bytes() == source.read_bytes(), dtype
+    arrays = {
+        name: np.arange(8).astype(name) for name in ("<f8", "<f4", "<f2", "<i8", "<u4", "<i2", "|u1", "|b1", "<c8")
+    }
+    with Repository.open(sh.url) as repository:
+        repository.save(arrays, run="r", step=99)
+        repository.save({"__metadata__": numbers}, run="r", step=100)
+    sh("restore", "r@99", "-o", ours)
+    with safetensors.safe_open(ours, "np") as file:
+        assert all((file.get_tensor(name) == array).all() for name, array in arrays.items())
+    assert "of the name '__metadata__'" in sh.fails("restore", "r@100", "-o", sh.folder / "x.safetensors")
+
+
 def test_safetensors_of_a_training_state(sh):
     import safetensors.torch
 
@@ -411,7 +443,6 @@ def test_restore_to_places_that_cannot_be(series):
 
 
 def test_a_full_disk_under_the_output(series, monkeypatch):
-    import safetensors.torch
 
     def failing(error):
         def write(*_, **__):

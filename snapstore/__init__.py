@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .format.records import Config, ManifestRef, Snapshot
     from .inspect.diff import DiffResult, TensorDiff
     from .inspect.stats import GroupStats, StatsResult
-    from .manager import SaveHandle, SnapshotManager
+    from .manager import SnapshotManager
     from .options import SaveOptions
     from .protocol.forget import ForgetResult
     from .protocol.gc import GcResult
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     )
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
+    from .save.handle import SaveHandle
     from .state.rng import RngState
     from .storage.base import ObjectInfo, ObjectStore
 
@@ -107,7 +108,7 @@ _HOME = {
     "RepairResult": "repair.report",
     "Repository": "repository",
     "RngState": "state.rng",
-    "SaveHandle": "manager",
+    "SaveHandle": "save.handle",
     "SaveOptions": "options",
     "Snapshot": "format.records",
     "SnapshotLike": "retention",

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import traceback
-from _thread import LockType
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from .format.records import Snapshot
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .repository import Repository
+from .save.handle import SaveHandle, Slot
 from .storage.base import ObjectStore
 from .threads import no_threads
 
@@ -33,63 +33,6 @@ if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
 
 log = logging.getLogger("snapstore")
-
-
-class SaveHandle:
-    """A save that runs, or has ended. `skipped`: none was begun, since the step is off the interval, or a save runs."""
-
-    def __init__(self, *, skipped: bool = False) -> None:
-        self.skipped = skipped
-        self._finished = threading.Event()
-        self._snapshot: Snapshot | None = None
-        self._error: BaseException | None = None
-        if skipped:
-            self._finished.set()
-
-    def __repr__(self) -> str:
-        state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
-        return f"SaveHandle({state!r})"
-
-    def done(self) -> bool:
-        """Return whether the save has committed, failed, or was skipped."""
-        return self._finished.is_set()
-
-    def result(self, timeout: float | None = None) -> Snapshot | None:
-        """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
-
-        Raises:
-            TimeoutError: not finished by then.
-            SnapstoreError: the save failed.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"the save has not finished within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self._snapshot
-
-    def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
-        self._snapshot, self._error = snapshot, error
-        self._finished.set()
-
-
-class _Slot:
-    """Lets one save run at a time: its caller's thread holds the slot first, then the thread in the background.
-
-    Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
-    first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
-    takes the note out may unlock. It is a lock and no `Thread.join`: CPython 3.11 counts a thread as ended when a join
-    is interrupted.
-    """
-
-    def __init__(self, lock: LockType) -> None:
-        held: dict[str, LockType] = {}
-        self.acquire = partial(held.update, zip(["lock"], filter(LockType.acquire, [lock]), strict=False))
-        self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
-        self._held = held
-
-    def hand_over(self) -> LockType | None:
-        """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""
-        return self._held.pop("lock", None)
 
 
 class SnapshotManager:
@@ -156,7 +99,7 @@ class SnapshotManager:
             self.repository.context.engines.required = True
         if not read_only:
             self.repository.context.engines.start_loading()
-        self._saving = threading.Lock()  # see _Slot
+        self._saving = threading.Lock()  # see Slot
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
         self._errors: list[BaseException] = []  # of saves
@@ -202,6 +145,7 @@ class SnapshotManager:
         Args:
             step: a step off the interval is skipped unless `force`.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
             metrics, metadata, tags: see `Repository.save`.
 
         Raises:
@@ -228,8 +172,7 @@ class SnapshotManager:
 
         request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
         handle = SaveHandle()
-        self._with_slot(partial(self._begin, handle, request, state))
-        if not self._async:
+        if not self._with_slot(partial(self._begin, handle, request, state)):
             handle.result()
         return handle
 
@@ -250,7 +193,7 @@ class SnapshotManager:
         if not self.read_only:
             self._with_slot(partial(self._begin_to_prepare, state))
 
-    def _begin_to_prepare(self, state: Any, slot: _Slot) -> bool:
+    def _begin_to_prepare(self, state: Any, slot: Slot) -> bool:
         from .save.inputs import inputs_of
         from .state.flatten import flatten
 
@@ -266,9 +209,9 @@ class SnapshotManager:
         self._in_background(run, slot)
         return True
 
-    def _with_slot(self, begin: Callable[[_Slot], bool]) -> None:
-        """Wait for the running save, then call `begin`, which returns whether a thread took the slot over."""
-        thread, launched, slot = threading.get_ident(), False, _Slot(self._saving)
+    def _with_slot(self, begin: Callable[[Slot], bool]) -> bool:
+        """Wait for the running save, then call `begin`; return, as it does, whether a thread took the slot over."""
+        thread, launched, slot = threading.get_ident(), False, Slot(self._saving)
         try:
             self._inside.add(thread)
             slot.acquire()
@@ -280,27 +223,33 @@ class SnapshotManager:
                     slot.release()
             finally:
                 self._inside.discard(thread)
+        return launched
 
-    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: _Slot) -> bool:
+    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> bool:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.inputs import inputs_of
+        from .save.streaming import inputs_of_stream, is_stream
         from .state.flatten import flatten
 
-        request.resolve(self.repository.context, self.repository.lineage)
+        context = self.repository.context
+        request.resolve(context, self.repository.lineage)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
-        if self._async:
+        if is_stream(state):  # nothing can copy it
+            work.append(lambda: [inputs_of_stream(state, context.engines)])
+        elif self._async:
             work.append(self._staging.copy_state(state))
             request.stall_s = time.monotonic() - request.started
-            self._in_background(partial(self._run, handle, request, work), slot)
+            self._in_background(partial(self._run, handle, request, work, in_background=True), slot)
             return True
-        parts = flatten(state)
-        copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-        work.append(partial(self._staging.copy if copies else inputs_of, parts))
-        del parts
-        self._run(handle, request, work)
+        else:
+            parts = flatten(state)
+            copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+            work.append(partial(self._staging.copy if copies else inputs_of, parts))
+            del parts
+        self._run(handle, request, work, in_background=False)
         return False
 
-    def _in_background(self, function: Callable[[], object], slot: _Slot) -> None:
+    def _in_background(self, function: Callable[[], object], slot: Slot) -> None:
         """Run a function in a thread of its own, which holds the slot."""
 
         def run() -> None:
@@ -319,18 +268,26 @@ class SnapshotManager:
             self._staging.release_copies()
             raise no_threads() from error
 
-    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[Callable[[], Sequence[PartInput]]]) -> None:
+    def _run(
+        self,
+        handle: SaveHandle,
+        request: SaveRequest,
+        work: list[Callable[[], Sequence[PartInput]]],
+        *,
+        in_background: bool,
+    ) -> None:
         """Save, then apply the policies. Takes the inputs out of `work`."""
         from .save.pipeline import save
 
         inputs: Sequence[PartInput] = ()
         try:
             inputs = work.pop()()
-            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, self._staging)
+            staging = None if inputs[0].once else self._staging  # the tensors of an iterator are not kept as bases
+            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
-            if self._async:
+            if in_background:
                 self._errors.append(error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)
@@ -343,7 +300,7 @@ class SnapshotManager:
             except Exception as error:  # noqa: BLE001  likewise, though not by `save`
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
-        if self._async:
+        if in_background:
             self._staging.prepare_next()
 
     def _retain(self) -> None:

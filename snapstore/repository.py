@@ -5,13 +5,12 @@ Several threads may use one Repository, also for several saves at once. It must 
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
@@ -29,7 +28,7 @@ from .options import SaveOptions
 from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
-from .protocol.same_repository import confirmed
+from .protocol.same_repository import pinned
 from .ranks import check as check_ranks
 from .retention import Policy
 from .retention import check as check_policies
@@ -47,23 +46,6 @@ if TYPE_CHECKING:
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _pinned(
-    verb: Callable[Concatenate[Repository, P], T],
-) -> Callable[Concatenate[Repository, P], T]:
-    """Run a verb that writes or deletes only while the store is still this repository; see same_repository.py."""
-
-    @functools.wraps(verb)
-    def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.store.pinned() if self.context.config_problem else confirmed(self.context):
-            return verb(self, *args, **kwargs)
-
-    return call
 
 
 class Repository:
@@ -189,6 +171,8 @@ class Repository:
 
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor), for a state larger than memory: each tensor is written before
+                the next is asked for. It is saved as a dict of the paths.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
             parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
                 that this Repository committed last, else the newest of the run.
@@ -207,15 +191,13 @@ class Repository:
             ConflictError: a gc expired this save because it looked dead; save again.
         """
         check_ranks(run, ranks)
-        from .save.inputs import SaveRequest, inputs_of
+        from .save.inputs import SaveRequest
         from .save.pipeline import save as store
-        from .save.staging import Staging
-        from .state.flatten import flatten
+        from .save.streaming import inputs_of_state
 
         request = SaveRequest(run, step, parent, bases, metrics, metadata, tags, full)
         request.resolve(self.context, self.lineage)
-        staging = Staging(self.context.engines, keep_base=False)
-        return store(self.context, self.lineage, request, inputs_of(flatten(state)), staging)
+        return store(self.context, self.lineage, request, inputs_of_state(state, self.context.engines), None)
 
     def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
         """Return the state of a snapshot, as nested containers.
@@ -254,9 +236,24 @@ class Repository:
         with newest_whole_named(self.context, ref):
             return read_into(self.context, ref, target, keys=keys)
 
+    def named_tensors(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
+
+        They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
+        before it is yielded. Plain values are left out: `restore` them with keys.
+
+        Args:
+            ref, keys, device: see `restore`, and for what is raised.
+        """
+        from .restore.streaming import TensorReader
+
+        return iter(TensorReader(self.context, ref, keys=keys, device=device))
+
     # -- tags
 
-    @_pinned
+    @pinned
     def tag(self, ref: str, name: str) -> Snapshot:
         """Put a tag on a committed snapshot; from then on it is never forgotten.
 
@@ -268,7 +265,7 @@ class Repository:
         """
         return tags.tag(self.context, ref, name)
 
-    @_pinned
+    @pinned
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
 
@@ -279,7 +276,7 @@ class Repository:
 
     # -- forget and gc
 
-    @_pinned
+    @pinned
     def forget(
         self, keep: Policy | Sequence[Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
@@ -294,7 +291,7 @@ class Repository:
         """
         return forget.forget(self.context, check_policies(keep), run=run, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the named snapshots.
 
@@ -304,7 +301,7 @@ class Repository:
         """
         return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 
@@ -314,7 +311,7 @@ class Repository:
         """
         return forget.unforget(self.context, ref)
 
-    @_pinned
+    @pinned
     def gc(
         self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
     ) -> GcResult:
@@ -332,7 +329,7 @@ class Repository:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
-    @_pinned
+    @pinned
     def recode(
         self,
         refs: Sequence[str] | None = None,
@@ -362,7 +359,7 @@ class Repository:
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
 
-    @_pinned
+    @pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactResult:
@@ -407,7 +404,7 @@ class Repository:
         """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
-    @_pinned
+    @pinned
     def set_policies(self, run: str, keep: Policy | Sequence[Policy]) -> None:
         """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
         policy_store.store(self.store, check_name("run", run), check_policies(keep))
@@ -443,7 +440,7 @@ class Repository:
         """
         return quarantine.in_need_of_quarantined(self.context, snapshots)
 
-    @_pinned
+    @pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
     ) -> RepairResult:

@@ -12,6 +12,7 @@ from .output import line, note, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
+    from ..repository import Repository
 
 
 @verb()
@@ -129,10 +130,7 @@ def restore(
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
-            state = repository.restore(f"id:{snapshot.id}", keys=keys or None)
-            tensors, dropped = files.write(
-                output, state, metadata=_safetensors_metadata(snapshot), force=force, tensors_only=tensors_only
-            )
+            tensors, dropped = _write(repository, snapshot, output, keys or None, force=force, only=tensors_only)
     size = output.stat().st_size
     if shell.as_json:
         counts = {"tensors": tensors, "bytes": size, "dropped": dropped}
@@ -144,6 +142,21 @@ def restore(
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
     if dropped:
         note(f"left out {counted(len(dropped), 'value')}: the file holds tensors only")
+
+
+def _write(
+    repository: Repository, snapshot: Snapshot, output: Path, keys: list[str] | None, *, force: bool, only: bool
+) -> tuple[int, list[str]]:
+    """Write a snapshot to a file; return the number of its tensors, and the paths of the values left out."""
+    from ..restore.streaming import TensorReader
+    from . import files
+
+    ref = f"id:{snapshot.id}"
+    if output.suffix.lower() != files.SAFETENSORS:
+        return files.write(output, repository.restore(ref, keys=keys), force=force), []
+    reader = TensorReader(repository.context, ref, keys=keys)
+    about = _safetensors_metadata(snapshot)
+    return files.write_safetensors(output, reader, metadata=about, force=force, tensors_only=only)
 
 
 def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:

@@ -9,7 +9,7 @@ Invariant: a save owns its inputs, and one thread at a time uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,7 @@ class TensorInput:
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
         base: its bytes in the prior snapshot, (nbytes,) uint8, if they are cached.
         keep_in: where its bytes go once `base` is no longer needed, (nbytes,) uint8, or None. It may be `base`.
+        lent: whether the caller may change or free the memory as soon as the chunk writer has added the tensor.
         may_delta: whether deltas are tried.
         bases_tried, deltas_stored: how many of its chunks had a base, and how many became deltas.
     """
@@ -96,6 +97,7 @@ class TensorInput:
     copy: Memory | None = None
     base: Memory | None = None
     keep_in: Bytes | None = None
+    lent: bool = False
     may_delta: bool = True
     bases_tried: int = 0
     deltas_stored: int = 0
@@ -127,11 +129,17 @@ class TensorInput:
 
 @dataclass(slots=True, eq=False)
 class PartInput:
-    """One part of a state on its way to the store; see `state.flatten.Part`."""
+    """One part of a state on its way to the store; see `state.flatten.Part`.
+
+    Attributes:
+        tensors: in order. Those of an iterator (streaming.py) are made one at a time; `tree` is complete after them.
+        once: whether `tensors` can be gone through only once.
+    """
 
     name: str
     tree: Node
-    tensors: list[TensorInput]
+    tensors: Iterable[TensorInput]
+    once: bool = False
 
 
 def inputs_of(parts: Sequence[Part]) -> list[PartInput]:

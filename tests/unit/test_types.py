@@ -18,7 +18,7 @@ import snapstore
 ROOT = Path(__file__).parents[2]
 
 RIGHT = """
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -74,6 +74,8 @@ def repositories(state: dict[str, Any]) -> None:
     )
     assert_type(saved, Snapshot)
     assert_type(repository.restore("a@1"), Any)
+    assert_type(repository.named_tensors("a@1", keys="model.*", device="cpu"), Iterator[tuple[str, Any]])
+    assert_type(repository.save(repository.named_tensors("a@1"), run="b", step=1), Snapshot)
     assert_type(repository.restore_into("a@1", state, keys="model.*"), Snapshot)
     assert_type(repository.snapshots(), list[Snapshot])
     assert_type(repository.snapshots("a"), list[Snapshot])

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +173,9 @@ class SnapshotManager:
 
         request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
         handle = SaveHandle()
-        if not self._with_slot(partial(self._begin, handle, request, state)):
+        with self._holding_slot() as slot:
+            self._begin(handle, request, state, slot)
+        if not slot.handed_over:
             handle.result()
         return handle
 
@@ -190,42 +193,39 @@ class SnapshotManager:
         """
         self._check_open()
         self._check_inside()
-        if not self.read_only:
-            self._with_slot(partial(self._begin_to_prepare, state))
-
-    def _begin_to_prepare(self, state: Any, slot: Slot) -> bool:
+        if self.read_only:
+            return
         from .save.inputs import inputs_of
         from .state.flatten import flatten
 
-        inputs = inputs_of(flatten(state))
-        self.repository.context.engines.start_loading()
+        with self._holding_slot() as slot:
+            inputs = inputs_of(flatten(state))
+            self.repository.context.engines.start_loading()
+            self._in_background(partial(self._prepare, inputs), slot)
 
-        def run() -> None:
-            try:
-                self._staging.prepare(inputs)
-            except Exception as error:  # noqa: BLE001  a save finds out, and says so
-                log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
+    def _prepare(self, inputs: Sequence[PartInput]) -> None:
+        try:
+            self._staging.prepare(inputs)
+        except Exception as error:  # noqa: BLE001  a save finds out, and says so
+            log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
 
-        self._in_background(run, slot)
-        return True
-
-    def _with_slot(self, begin: Callable[[Slot], bool]) -> bool:
-        """Wait for the running save, then call `begin`; return, as it does, whether a thread took the slot over."""
-        thread, launched, slot = threading.get_ident(), False, Slot(self._saving)
+    @contextmanager
+    def _holding_slot(self) -> Iterator[Slot]:
+        """Wait for the running save, and hold the slot, until a thread in the background takes it over."""
+        thread, slot = threading.get_ident(), Slot(self._saving)
         try:
             self._inside.add(thread)
             slot.acquire()
             self._raise_of_saves()
-            launched = begin(slot)
+            yield slot
         finally:
             try:
-                if not launched:
+                if not slot.handed_over:
                     slot.release()
             finally:
                 self._inside.discard(thread)
-        return launched
 
-    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> bool:
+    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.inputs import inputs_of
         from .save.streaming import inputs_of_stream, is_stream
@@ -240,14 +240,13 @@ class SnapshotManager:
             work.append(self._staging.copy_state(state))
             request.stall_s = time.monotonic() - request.started
             self._in_background(partial(self._run, handle, request, work, in_background=True), slot)
-            return True
+            return
         else:
             parts = flatten(state)
             copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
             work.append(partial(self._staging.copy if copies else inputs_of, parts))
             del parts
         self._run(handle, request, work, in_background=False)
-        return False
 
     def _in_background(self, function: Callable[[], object], slot: Slot) -> None:
         """Run a function in a thread of its own, which holds the slot."""
@@ -264,6 +263,7 @@ class SnapshotManager:
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
         try:
             threading.Thread(target=run, name=f"snapstore-{self.run}").start()
+            slot.handed_over = True
         except RuntimeError as error:
             self._staging.release_copies()
             raise no_threads() from error

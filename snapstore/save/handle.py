@@ -64,6 +64,7 @@ class Slot:
         self.acquire = partial(held.update, zip(["lock"], filter(LockType.acquire, [lock]), strict=False))
         self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
         self._held = held
+        self.handed_over = False  # whether a thread in the background was started, which unlocks it
 
     def hand_over(self) -> LockType | None:
         """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""

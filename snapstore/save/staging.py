@@ -194,7 +194,7 @@ class Staging:
         return partial(known.inputs, match, copies)
 
     def prepare(self, inputs: Sequence[PartInput]) -> None:
-        """Take the memory for the copies of a state ahead: touch its pages, and lock those that a device copies to."""
+        """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
         on_devices: dict[Any, list[TensorInput]] = defaultdict(list)
         for tensor in _tensors(inputs):
             assert tensor.array is not None

@@ -1,4 +1,4 @@
-"""The structure of the last state, by which the next one is recognised instead of walked anew.
+"""The structure of the last state, by which the next one is recognised instead of walked again.
 
 In: the state of a save, and what `flatten` made of it. Out, for a later state: its arrays, and the trees of its parts;
 or `DifferentStructureError`, and the caller flattens it. Training saves the same structure again and again, and waits
@@ -34,7 +34,7 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 _ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
 
 _address = methodcaller("data_ptr")
-#: What of a tensor must be as it was, beside its type and device.
+#: Properties of a tensor that must be as they were, beside its type and device.
 _FORM = [attrgetter(name) for name in ("dtype", "shape", "requires_grad")]
 #: A tensor in one piece: the first holds, the others do not.
 _IN_ONE_PIECE, _VIEWED = methodcaller("is_contiguous"), [methodcaller("is_conj"), methodcaller("is_neg")]
@@ -114,7 +114,7 @@ class Match:
 
 
 class Structure:
-    """What is known about a state: its containers, and the form of its arrays.
+    """The containers of a state, and the form of its arrays.
 
     Args:
         state: as it was flattened.

@@ -18,7 +18,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def found(parts):
-    """What a save would store of parts or inputs, comparable."""
+    """Return, comparable, what a save would store of parts or inputs."""
     out = []
     for part in parts:
         tensors = getattr(part, "tensors", None)

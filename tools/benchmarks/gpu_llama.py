@@ -69,7 +69,7 @@ class Run:
             self.optimizer.step()
 
     def state(self) -> State:
-        """What a user saves."""
+        """Return the state that a user saves."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 

@@ -357,8 +357,6 @@ TORCH_CUDA = {
     "set_device": nothing,
     "synchronize": nothing,
     "empty_cache": empty_cache,
-    "MemPool": object,
-    "use_mem_pool": entered,
     "manual_seed_all": nothing,
     "_sleep": nothing,
     "mem_get_info": mem_get_info,

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
@@ -32,35 +32,11 @@ POLL_S = 20e-6
 Steps = Callable[["WorkStream"], Generator[None, None, Any]]
 
 
-class WorkMemory:
-    """The device memory that batches work in: a pool of its own of torch's allocator, which a save gives back whole.
-
-    In the pool that training uses, pieces of both would lie between each other, and fit no later save.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def current(self) -> AbstractContextManager[None]:
-        """Let this thread allocate from the pool."""
-        if not hasattr(torch.cuda, "MemPool"):  # an older torch
-            return nullcontext()
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
-        pool: AbstractContextManager[None] = torch.cuda.use_mem_pool(self._pool, self._device)
-        return pool
-
-    def release(self) -> None:
-        """Give memory that is free in the pool back to the device; the next allocation begins a new pool."""
-        self._pool = None
-
-
 class WorkStream:
     """One CUDA stream, its memory, and the tables of its kernels."""
 
-    def __init__(self, device: torch.device, memory: WorkMemory | None = None) -> None:
-        self.device, self._memory = device, memory
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.stream = torch.cuda.Stream(device)
         self._tables: list[torch.Tensor] = []  # launched kernels may still read them
         self._rooms: dict[str, torch.Tensor] = {}
@@ -140,8 +116,7 @@ class WorkStream:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make its device and stream the current ones."""
-        memory = nullcontext() if self._memory is None else self._memory.current()
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), memory:
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
     def sync(self) -> None:
@@ -213,8 +188,7 @@ class StreamPool:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._memory = WorkMemory(device)
-        self._free = [WorkStream(device, self._memory) for _ in range(count)]
+        self._free = [WorkStream(device) for _ in range(count)]
         self._free_fast = [WorkStream(device)]  # for short batches without memory: they wait for no other batch
         self._device = device
         self._waiting: deque[Task] = deque()
@@ -267,7 +241,6 @@ class StreamPool:
         with self._lock:
             for work in (*self._free, *self._free_fast):
                 work.release_memory()
-            self._memory.release()
 
 
 def round_up(nbytes: int) -> int:

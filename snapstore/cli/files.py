@@ -1,6 +1,7 @@
 """Read and write states in files: `.pt` and `.safetensors`.
 
-A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. A file is written
+A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. It is written for
+such readers: values that torch refuses there get another type (`state.weights_only`), and are named. A file is written
 under a temporary name and renamed when it is complete, so an interrupted restore leaves nothing behind.
 """
 
@@ -15,14 +16,16 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError
+from ..errors import AlreadyExistsError, CapabilityError, InvalidInputError, StorageError, UnsupportedLeafError
 from ..state.containers import CONTAINERS, children, display
 from ..text import some
 
 if TYPE_CHECKING:
     import torch
+
+    from ..state.weights_only import Changed
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
@@ -31,6 +34,20 @@ LEAVES_NAMED = 5
 
 # torch's own message advises to load the file unsafely; only the name of the object is shown.
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
+
+
+class Written(NamedTuple):
+    """The contents of a file that was written.
+
+    Attributes:
+        tensors: how many tensors it has.
+        dropped: dotted paths of the values left out.
+        changed: the values that are written as another type.
+    """
+
+    tensors: int
+    dropped: list[str]
+    changed: list[Changed]
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -125,8 +142,8 @@ def _exists(path: Path) -> AlreadyExistsError:
 
 def write(
     path: Path, state: Any, *, metadata: dict[str, str], force: bool = False, tensors_only: bool = False
-) -> tuple[int, list[str]]:
-    """Write a state; return the number of tensors, and dotted paths of the values left out.
+) -> Written:
+    """Write a state, and return the contents of the file.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
@@ -135,8 +152,9 @@ def write(
     """
     tensors, others = _leaves(state)
     if path.suffix.lower() != SAFETENSORS:
-        _publish(path, lambda temp: _write_torch(temp, state), force=force)
-        return len(tensors), []
+        plain, changed = _for_torch(path, state)
+        _publish(path, lambda temp: _write_torch(temp, plain), force=force)
+        return Written(len(tensors), [], changed)
     if others and not tensors_only:
         raise InvalidInputError(
             f"{path}: safetensors files hold tensors only; {some(others, LEAVES_NAMED)} would be lost; write a .pt "
@@ -144,7 +162,20 @@ def write(
         )
     flat = _flat(path, tensors)
     _publish(path, lambda temp: _write_safetensors(temp, flat, metadata), force=force)
-    return len(flat), others
+    return Written(len(flat), others, [])
+
+
+def _for_torch(path: Path, state: Any) -> tuple[Any, list[Changed]]:
+    """Return a state as `torch.load(weights_only=True)` reads it, and the values that changed their type."""
+    from ..state.weights_only import to_weights_only
+
+    try:
+        return to_weights_only(state)
+    except UnsupportedLeafError as error:
+        raise InvalidInputError(
+            f"{path}: torch.load(weights_only=True) would refuse {error}; select other values with --keys, or use the "
+            "Python interface"
+        ) from error
 
 
 def _leaves(state: Any) -> tuple[list[tuple[str, Any]], list[str]]:

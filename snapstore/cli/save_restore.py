@@ -125,20 +125,24 @@ def restore(
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
             state = repository.restore(f"id:{snapshot.id}", keys=keys or None)
-            tensors, dropped = files.write(
+            written = files.write(
                 output, state, metadata=_safetensors_metadata(snapshot), force=force, tensors_only=tensors_only
             )
     size = output.stat().st_size
     if shell.as_json:
-        counts = {"tensors": tensors, "bytes": size, "dropped": dropped}
-        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts})
+        counts = {"tensors": written.tensors, "bytes": size, "dropped": written.dropped}
+        changed = [value._asdict() for value in written.changed]
+        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return
-    from ..text import counted, human_bytes
+    from ..text import counted, human_bytes, some
 
-    what = f"{counted(tensors, 'tensor')}, {human_bytes(size)}"
+    what = f"{counted(written.tensors, 'tensor')}, {human_bytes(size)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    if dropped:
-        note(f"left out {counted(len(dropped), 'value')}: the file holds tensors only")
+    if written.dropped:
+        note(f"left out {counted(len(written.dropped), 'value')}: the file holds tensors only")
+    if written.changed:
+        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in written.changed]
+        note(f"of another type in the file, for torch.load(weights_only=True): {some(changes, files.LEAVES_NAMED)}")
 
 
 def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:

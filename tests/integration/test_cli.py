@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
-from snapstore import KeepLast, NotFoundError, Repository, cli
+from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
 from snapstore.cli import files, maintenance, output
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
@@ -224,13 +224,52 @@ def test_save_and_restore_pt(sh):
     assert saved["created"].endswith("Z")
     out = sh.folder / "out.pt"
     restored = sh.json("restore", "exp@good", "-o", out)
-    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped"}
-    assert (restored["tensors"], restored["dropped"]) == (2, [])
+    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped", "changed"}
+    assert (restored["tensors"], restored["dropped"], restored["changed"]) == (2, [], [])
     assert restored["bytes"] == out.stat().st_size
     loaded = torch.load(out, weights_only=True)
     assert torch.equal(loaded["model"]["w"], state(3)["model"]["w"])
     assert loaded["extra"] == {"step": 3, "name": "x"}
     assert sorted(p.name for p in sh.folder.iterdir()) == ["out.pt", "repo", "state.pt"]
+
+
+def test_the_readmes_state_is_read_with_weights_only(sh):
+    """The state goes to a file, into the objects, and back into a repository."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Repository.open(sh.url) as repository:
+        repository.save({"model": model, "optimizer": optimizer, "rng": RngState()}, run="exp", step=1)
+    wanted = torch.rand(3)
+    result = sh("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert result.stderr == (
+        "of another type in the file, for torch.load(weights_only=True): rng.python.words (numpy.ndarray as Tensor), "
+        "rng.numpy.state.key (numpy.ndarray as Tensor)\n"
+    )
+    assert sh.json("restore", "exp@1", "-o", sh.folder / "o.pt", "--force")["changed"] == [
+        {"path": path, "was": "numpy.ndarray", "written_as": "Tensor"}
+        for path in ("rng.python.words", "rng.numpy.state.key")
+    ]
+    loaded = torch.load(sh.folder / "o.pt", weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    RngState().load_state_dict(loaded["rng"])
+    assert torch.equal(torch.rand(3), wanted)
+    sh("save", sh.folder / "o.pt", "--run", "exp", "--step", 2)
+    with Repository.open(sh.url) as repository:
+        repository.restore_into("exp@2", {"model": model, "optimizer": optimizer, "rng": RngState()})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_state_that_weights_only_cannot_hold(sh):
+    with Repository.open(sh.url) as repository:
+        repository.save({"a": {(1,): 1, frozenset({1}): 2}, "b": torch.ones(2)}, run="exp", step=1)
+    message = sh.fails("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert "torch.load(weights_only=True) would refuse a.frozenset({1}) (a key that would equal another" in message
+    assert "--keys" in message
+    assert not (sh.folder / "o.pt").exists()
+    sh("restore", "exp@1", "-o", sh.folder / "o.pt", "--keys", "b")
 
 
 def test_save_says_what_it_did(sh):

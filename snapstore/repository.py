@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, SupportsFloat, TypeVar
 
 from . import retention
 from .catalog import policy_store
@@ -178,7 +178,7 @@ class Repository:
         step: int,
         parent: str | None = None,
         bases: Sequence[str] = (),
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Any = None,
         tags: Sequence[str] = (),
         full: bool = False,
@@ -192,7 +192,8 @@ class Repository:
             parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
                 restored or committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
-            metrics: numbers for policies such as KeepBest.
+            metrics: numbers for policies such as KeepBest, NaN and infinities included: tensors and arrays of one
+                element, or anything with `__float__`. A GPU's are copied in the order of its stream.
             metadata: plain values, stored with the snapshot.
             tags: names; a tagged snapshot is never forgotten.
             full: store no deltas, for a snapshot that is kept for a long time.

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -893,8 +894,25 @@ def test_check(series):
     assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
     assert "packs read" not in series("check").stdout
-    for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
+    for bad in ("0%", "101%", "4/3", "0/3", "x", "5", "5 5%", "%"):
         assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
+    assert "--read-data=5: expected a share" in series.fails("check", "--read-data", "5", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        (["--read-data=50 %"], 2),
+        (["--read-data", "50%"], 2),
+        (["--read-data", "50 %"], 2),
+        (["--read-data", "50", "%"], 2),
+        (["--read-data=50", "%"], 2),
+        (["--restore", "--read-data", "100%"], 4),
+        (["--read-data", "--restore"], 4),
+    ],
+)
+def test_the_share_of_a_check_may_have_blanks(series, options, read):
+    assert series.json("check", *options)["packs_read"] == read
 
 
 def test_check_of_damage_is_20(series):
@@ -1094,6 +1112,18 @@ def test_doctor(series):
     assert {"writing", "create-only", "signs of life", "clock", "throughput", "free space", "file system"} <= set(found)
     assert sorted(Path(series.url).rglob("*")) == before
     assert "torch" in series("doctor").stdout
+
+
+def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):
+    """The index is a temporary one then."""
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    found = {f["name"]: f for f in series.json("doctor", SNAPSTORE_CACHE_DIR=str(cache))["findings"]}
+    assert found["repository"]["message"].endswith("; index: temporary")
+    assert not list(temporary.iterdir())
 
 
 def test_doctor_of_other_places(sh, tmp_path):

@@ -142,7 +142,7 @@ def restore(
         note(f"left out {counted(len(written.dropped), 'value')}: the file holds tensors only")
     if written.changed:
         changes = [f"{value.path} ({value.was} as {value.written_as})" for value in written.changed]
-        note(f"of another type in the file, for torch.load(weights_only=True): {some(changes, files.LEAVES_NAMED)}")
+        note(f"written as another type for torch.load(weights_only=True): {some(changes, files.LEAVES_NAMED)}")
 
 
 def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:

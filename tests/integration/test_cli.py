@@ -245,7 +245,7 @@ def test_the_readmes_state_is_read_with_weights_only(sh):
     wanted = torch.rand(3)
     result = sh("restore", "exp@1", "-o", sh.folder / "o.pt")
     assert result.stderr == (
-        "of another type in the file, for torch.load(weights_only=True): rng.python.words (numpy.ndarray as Tensor), "
+        "written as another type for torch.load(weights_only=True): rng.python.words (numpy.ndarray as Tensor), "
         "rng.numpy.state.key (numpy.ndarray as Tensor)\n"
     )
     assert sh.json("restore", "exp@1", "-o", sh.folder / "o.pt", "--force")["changed"] == [

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
@@ -161,7 +161,7 @@ class Repository:
         step: int,
         parent: str | None = None,
         bases: Sequence[str] = (),
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Any = None,
         tags: Sequence[str] = (),
         full: bool = False,
@@ -177,7 +177,8 @@ class Repository:
             parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
                 that this Repository committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
-            metrics: numbers for policies such as KeepBest.
+            metrics: numbers for policies such as KeepBest, NaN and infinities included: tensors and arrays of one
+                element, or anything with `__float__`. A GPU's are copied in the order of its stream.
             metadata: plain values, stored with the snapshot.
             tags: names; a tagged snapshot is never forgotten.
             full: store no deltas, for a snapshot that is kept for a long time.

@@ -1,6 +1,7 @@
 """Read and write states in files: `.pt` and `.safetensors`.
 
-A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. A file is written
+A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. It is written for
+such readers: values that torch refuses there get another type (`state.weights_only`), and are named. A file is written
 under a temporary name and renamed when it is complete, so an interrupted restore leaves nothing behind.
 """
 
@@ -15,20 +16,37 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import AlreadyExistsError, InvalidInputError, StorageError
+from ..errors import AlreadyExistsError, InvalidInputError, StorageError, UnsupportedLeafError
 from ..restore.streaming import TensorReader
 from ..state.containers import leaves
 from ..state.tensors import is_array
 from . import safetensors_file
 from .safetensors_file import first_line
 
+if TYPE_CHECKING:
+    from ..state.weights_only import Changed
+
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
 
 # torch's own message advises to load the file unsafely; only the name of the object is shown.
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
+
+
+class Written(NamedTuple):
+    """The contents of a file that was written.
+
+    Attributes:
+        tensors: how many tensors it has.
+        dropped: dotted paths of the values left out.
+        changed: the values that are written as another type.
+    """
+
+    tensors: int
+    dropped: list[str]
+    changed: list[Changed]
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -98,21 +116,23 @@ def _exists(path: Path) -> AlreadyExistsError:
     return AlreadyExistsError(f"{path}: exists; choose another name, or replace it with --force")
 
 
-def write(path: Path, state: Any, *, force: bool = False) -> int:
-    """Write a state to a file of torch; return the number of tensors.
+def write(path: Path, state: Any, *, force: bool = False) -> Written:
+    """Write a state to a file of torch; return the contents of the file.
 
     Raises:
+        InvalidInputError: the format cannot hold the state.
         AlreadyExistsError: the file exists, and `force` is not set.
         StorageError: the file cannot be written.
     """
-    _publish(path, lambda temp: _write_torch(temp, state), force=force)
-    return sum(is_array(leaf) for _, leaf in leaves(state, ()))
+    plain, changed = _for_torch(path, state)
+    _publish(path, lambda temp: _write_torch(temp, plain), force=force)
+    return Written(sum(is_array(leaf) for _, leaf in leaves(state, ())), [], changed)
 
 
 def write_safetensors(
     path: Path, reader: TensorReader, *, metadata: dict[str, str], force: bool = False, tensors_only: bool = False
-) -> tuple[int, list[str]]:
-    """Write the tensors of a snapshot as they are read; return their number, and the paths of the values left out.
+) -> Written:
+    """Write the tensors of a snapshot as they are read; return the contents of the file.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
@@ -121,7 +141,20 @@ def write_safetensors(
     """
     left_out = safetensors_file.check(path, reader, tensors_only=tensors_only)
     _publish(path, lambda temp: safetensors_file.write(temp, reader, metadata), force=force)
-    return len(reader.specs), left_out
+    return Written(len(reader.specs), left_out, [])
+
+
+def _for_torch(path: Path, state: Any) -> tuple[Any, list[Changed]]:
+    """Return a state as `torch.load(weights_only=True)` reads it, and the values that changed their type."""
+    from ..state.weights_only import to_weights_only
+
+    try:
+        return to_weights_only(state)
+    except UnsupportedLeafError as error:
+        raise InvalidInputError(
+            f"{path}: torch.load(weights_only=True) would refuse {error}; select other values with --keys, or use the "
+            "Python interface"
+        ) from error
 
 
 def _write_torch(temp: Path, state: Any) -> None:

@@ -27,16 +27,25 @@ if TYPE_CHECKING:
 ALL = "100%"
 #: Text names at most so many restorable snapshots; JSON names all.
 NAMED = 100
-_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class _OptionalValue(TyperCommand):
-    """Lets --read-data stand without a value; typer has no options with an optional value."""
+    """Lets --read-data stand without a value, or before one; typer has no options with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with a default for --read-data."""
-        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in args])
+        """Parse the arguments, with a default for --read-data; its value may be apart, and its percent sign too."""
+        joined: list[str] = []
+        for arg in args:
+            last = joined[-1] if joined else ""
+            if last == "--read-data" and arg[:1].isdigit():
+                joined[-1] = f"{last}={arg}"
+            elif last.startswith("--read-data=") and last[-1].isdigit() and arg == "%":
+                joined[-1] = f"{last}%"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in joined])
 
 
 @verb(cls=_OptionalValue)

@@ -406,7 +406,8 @@ class _Repair:
             self._repaired.add(snapshot.id)
         for name in suffered.keys() & ruling.keys() - self._repaired:  # no step repaired its problem
             lost.setdefault(name, (ruling[name], suffered[name].message))
-        report.lost = [lost[name] for name in sorted(lost)]
+        # A record that cannot be read tells no sequence number, but its key tells the step.
+        report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
 

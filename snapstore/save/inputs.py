@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ..format.argument_checks import check_metrics, check_name, check_step, chec
 from ..state.arrays import Memory
 from ..state.flatten import Part
 from ..state.held_array import Held
+from ..state.metrics import Read
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
 
@@ -45,23 +46,28 @@ class SaveRequest:
     step: int
     parent: str | None = None
     bases: Sequence[str] = ()
-    metrics: Mapping[str, float] | None = None
+    metrics: InitVar[Mapping[str, SupportsFloat] | None] = None
     metadata: Any = None
     tags: Sequence[str] = ()
     full: bool = False
     started: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
     metadata_node: msgspec.Raw = field(init=False)
+    _metrics: dict[str, Read] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
             if isinstance(given, str):
                 raise InvalidInputError(f"{name} {given!r}: expected a list of str, got one str")
         self.step = check_step(self.step)
         self.tags = check_tags(self.tags)
-        self.metrics = check_metrics(self.metrics or {})
+        self._metrics = check_metrics(metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics; wait until devices have computed them."""
+        return {name: read() for name, read in self._metrics.items()}
 
     def resolve(self, context: Context, lineage: Lineage) -> None:
         """Replace the references of parent and bases by ids; without a parent, take the one that the lineage knows.

@@ -104,7 +104,7 @@ def _commit(session: Session, request: SaveRequest, bases: Bases, written: Writt
         bases=bases.ids,
         manifests=written.manifests,
         tags=request.tags,
-        metrics=request.metrics,
+        metrics=request.read_metrics(),
         metadata_node=request.metadata_node,
         created=time.time(),
         generation=bases.generation,

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
-from snapstore import KeepLast, NotFoundError, Repository, cli
+from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
 from snapstore.cli import files, inspect, maintenance, output, safetensors_file
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
@@ -225,13 +226,52 @@ def test_save_and_restore_pt(sh):
     assert saved["created"].endswith("Z")
     out = sh.folder / "out.pt"
     restored = sh.json("restore", "exp@good", "-o", out)
-    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped"}
-    assert (restored["tensors"], restored["dropped"]) == (2, [])
+    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped", "changed"}
+    assert (restored["tensors"], restored["dropped"], restored["changed"]) == (2, [], [])
     assert restored["bytes"] == out.stat().st_size
     loaded = torch.load(out, weights_only=True)
     assert torch.equal(loaded["model"]["w"], state(3)["model"]["w"])
     assert loaded["extra"] == {"step": 3, "name": "x"}
     assert sorted(p.name for p in sh.folder.iterdir()) == ["out.pt", "repo", "state.pt"]
+
+
+def test_the_readmes_state_is_read_with_weights_only(sh):
+    """The state goes to a file, into the objects, and back into a repository."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Repository.open(sh.url) as repository:
+        repository.save({"model": model, "optimizer": optimizer, "rng": RngState()}, run="exp", step=1)
+    wanted = torch.rand(3)
+    result = sh("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert result.stderr == (
+        "written as another type for torch.load(weights_only=True): rng.python.words (numpy.ndarray as Tensor), "
+        "rng.numpy.state.key (numpy.ndarray as Tensor)\n"
+    )
+    assert sh.json("restore", "exp@1", "-o", sh.folder / "o.pt", "--force")["changed"] == [
+        {"path": path, "was": "numpy.ndarray", "written_as": "Tensor"}
+        for path in ("rng.python.words", "rng.numpy.state.key")
+    ]
+    loaded = torch.load(sh.folder / "o.pt", weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    RngState().load_state_dict(loaded["rng"])
+    assert torch.equal(torch.rand(3), wanted)
+    sh("save", sh.folder / "o.pt", "--run", "exp", "--step", 2)
+    with Repository.open(sh.url) as repository:
+        repository.restore_into("exp@2", {"model": model, "optimizer": optimizer, "rng": RngState()})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_state_that_weights_only_cannot_hold(sh):
+    with Repository.open(sh.url) as repository:
+        repository.save({"a": {(1,): 1, frozenset({1}): 2}, "b": torch.ones(2)}, run="exp", step=1)
+    message = sh.fails("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert "torch.load(weights_only=True) would refuse a.frozenset({1}) (a key that would equal another" in message
+    assert "--keys" in message
+    assert not (sh.folder / "o.pt").exists()
+    sh("restore", "exp@1", "-o", sh.folder / "o.pt", "--keys", "b")
 
 
 def test_save_says_what_it_did(sh):
@@ -985,8 +1025,25 @@ def test_check(series):
     assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
     assert "packs read" not in series("check").stdout
-    for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
+    for bad in ("0%", "101%", "4/3", "0/3", "x", "5", "5 5%", "%"):
         assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
+    assert "--read-data=5: expected a share" in series.fails("check", "--read-data", "5", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        (["--read-data=50 %"], 2),
+        (["--read-data", "50%"], 2),
+        (["--read-data", "50 %"], 2),
+        (["--read-data", "50", "%"], 2),
+        (["--read-data=50", "%"], 2),
+        (["--restore", "--read-data", "100%"], 4),
+        (["--read-data", "--restore"], 4),
+    ],
+)
+def test_the_share_of_a_check_may_have_blanks(series, options, read):
+    assert series.json("check", *options)["packs_read"] == read
 
 
 def test_check_of_damage_is_20(series):
@@ -1186,6 +1243,18 @@ def test_doctor(series):
     assert {"writing", "create-only", "signs of life", "clock", "throughput", "free space", "file system"} <= set(found)
     assert sorted(Path(series.url).rglob("*")) == before
     assert "torch" in series("doctor").stdout
+
+
+def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):
+    """The index is a temporary one then."""
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    found = {f["name"]: f for f in series.json("doctor", SNAPSTORE_CACHE_DIR=str(cache))["findings"]}
+    assert found["repository"]["message"].endswith("; index: temporary")
+    assert not list(temporary.iterdir())
 
 
 def test_doctor_of_other_places(sh, tmp_path):

@@ -214,6 +214,20 @@ def test_drop_forgets_what_is_lost_and_nothing_else(store):
         assert found.check("restore").ok
 
 
+def test_lost_snapshots_are_listed_in_the_order_of_their_saves(store):
+    """By run, then by sequence number; ids are random."""
+    with opened(store) as found:
+        made = [found.save(values("z", step), run="z", step=step, full=True) for step in (9, 3, 8, 1, 5)]
+        first = found.save(values("b", 1), run="b", step=1, full=True)
+        for snapshot in (*made, first):
+            store.delete([ref.key for ref in snapshot.manifests])
+        for report in (found.repair(), found.repair(apply=True)):
+            assert [s.ref for s, _ in report.lost] == ["b@1", "z@9", "z@3", "z@8", "z@1", "z@5"]
+        assert [s.ref for s in found.repair(apply=True, drop=True).dropped] == [
+            "b@1", "z@9", "z@3", "z@8", "z@1", "z@5",
+        ]  # fmt: skip
+
+
 def test_a_lost_manifest_stops_gc_until_it_is_dropped(store):
     with opened(store) as found:
         ref = found.snapshot("a@0").manifests[0]

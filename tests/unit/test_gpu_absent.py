@@ -90,6 +90,14 @@ def test_packages_that_are_missing(a_gpu, monkeypatch, lacks, version, extra):
         cuda.require()
 
 
+@pytest.mark.parametrize(("version", "major"), [("11.8", "11"), ("14.0", "14"), (None, "unknown")])
+def test_a_cuda_without_an_extra(a_gpu, monkeypatch, version, major):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CapabilityError, match=f"for CUDA {major}: install a torch for CUDA 12 or 13$"):
+        cuda.require()
+
+
 @pytest.mark.parametrize("version", ["5.2.0", "7.0.0.1"])
 def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
     nvidia, libnvcomp = ModuleType("nvidia"), ModuleType("nvidia.libnvcomp")
@@ -151,7 +159,7 @@ def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, modul
     assert [engines.on_device(CUDA) for _ in range(3)] == [False] * 3
     (said,) = warnings_of(caplog)
     assert str(error) in said
-    assert "pip install 'cupy-cuda13x[ctk]'" in said
+    assert "pip install 'cupy-cuda13x[ctk]>=14'" in said
     engines.required = True
     with pytest.raises(CapabilityError, match="cuda:0: the GPU engine cannot start"):
         engines.on_device(CUDA)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 import re
 import textwrap
@@ -234,6 +236,73 @@ def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[di
             assert Path(match[1]).name == file.name, line
             errors.setdefault(int(match[2]), set()).add(match[3])
     return errors, report
+
+
+#: Names that the code of README and docs takes from the reader's script.
+THEIRS = {
+    "TOTAL": "TOTAL: int",
+    "model": "model: torch.nn.Module",
+    "optimizer": "optimizer: torch.optim.Optimizer",
+    "rank": "rank: int",
+    "signal": "import signal",
+    "snapshots": "snapshots: snapstore.SnapshotManager",
+    "snapstore": "",
+    "start": "start: int",
+    "state": "state: dict[str, typing.Any]",
+    "step": "step: int",
+    "total": "total: int",
+    "train": "train: typing.Callable[[torch.nn.Module, torch.optim.Optimizer], torch.Tensor]",
+}
+
+
+def code_of_pages() -> Iterator[str]:
+    """Each python block of README and docs as a module, with the reader's names before it."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            nodes = list(ast.walk(ast.parse(block)))
+            names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
+            bound = {name for name, context in names if context is ast.Store} | {*dir(builtins)}
+            bound |= {a.asname or a.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+            taken = sorted({name for name, context in names if context is ast.Load} - bound)
+            yield "\n".join(
+                ["import typing", "import torch", "import snapstore", *map(THEIRS.__getitem__, taken), block]
+            )
+
+
+def test_the_code_of_the_pages_passes(tmp_path, monkeypatch):
+    blocks = list(code_of_pages())
+    assert 'metrics={"loss": loss}' in blocks[0]
+    functions = []
+    for number, block in enumerate(blocks):
+        functions += [f"def block_{number}() -> None:", textwrap.indent(block, "    ")]
+    assert mypy(tmp_path, "\n".join(functions), monkeypatch) == ({}, "")
+
+
+METRICS = """
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import torch
+from snapstore import SnapshotManager
+
+def uses(snapshots: SnapshotManager, loss: torch.Tensor, row: dict[str, float], own: dict[str, torch.Tensor]) -> None:
+    snapshots.save(1, {}, metrics={"loss": loss, "epoch": 3, "lr": 1e-3, "acc": np.float32(0.5), "d": Decimal(1)})
+    snapshots.save(1, {}, metrics={"f": Fraction(1, 3), "mean": np.mean(np.ones(3)), "flag": True})
+    snapshots.save(1, {}, metrics=row)
+    snapshots.save(1, {}, metrics=own)
+    snapshots.repository.save({}, run="a", step=1, metrics={"loss": loss, "lr": 1e-3})
+    snapshots.save(1, {}, metrics={"loss": "0.5"})  # error: dict-item
+    snapshots.save(1, {}, metrics={"loss": None})  # error: dict-item
+    snapshots.save(1, {}, metrics={"loss": 1j})  # error: dict-item
+    snapshots.save(1, {}, metrics=[("loss", 0.5)])  # error: arg-type
+"""
+
+
+def test_metrics_are_all_that_float_takes(tmp_path, monkeypatch):
+    marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(METRICS.splitlines(), 1) if "# error: " in line}
+    errors, report = mypy(tmp_path, METRICS, monkeypatch)
+    assert errors == marks, report
 
 
 def test_right_uses_have_the_documented_types(tmp_path, monkeypatch):

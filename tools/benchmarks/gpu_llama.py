@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_limits as limits
-from snapstore import KeepLast, SnapshotManager
+from snapstore import SnapshotManager
 
 State = dict[str, Any]
 #: hidden size, intermediate size, layers: about 0.4 and 1.0 G parameters in 181 tensors and in some 1,250.

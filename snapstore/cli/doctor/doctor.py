@@ -14,7 +14,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...catalog.index import folder_for
 from ...engine.cpu import default_threads
 from ...errors import InvalidInputError, NotFoundError, SnapstoreError
 from ...format import records
@@ -135,7 +134,8 @@ def _repository(store: ObjectStore) -> Finding:
         with Repository.open(store) as repository:
             count = counted(len(repository.snapshots()), "snapshot")
             about = f"{store.url}: a repository of {count}, format version {repository.config.version}"
-            return Finding("repository", True, f"{about}; index: {folder_for(store, repository.config.uuid)[0]}")
+            index = repository.context.index  # a temporary one goes when the repository is closed
+            return Finding("repository", True, f"{about}; index: {'temporary' if index.temporary else index.folder}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
     except SnapstoreError as error:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .engine import CudaEngine
 
 NVCOMP_MAJOR = 6
+#: The extras are cuda12 and cuda13.
+CUDA_MAJORS = ("12", "13")
 NO_DEVICE = "no CUDA device: torch sees none; run where there is a GPU and a CUDA build of torch"
 
 
@@ -71,10 +73,11 @@ def _starting(device: int) -> Iterator[None]:
     except CapabilityError:
         raise
     except Exception as error:
-        major, _ = _wanted()
+        major = _cuda_major()
+        cupy = f"pip install 'cupy-cuda{major}x[ctk]>=14'" if major in CUDA_MAJORS else _advice()
         raise CapabilityError(
             f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; it needs a "
-            f"driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: pip install 'cupy-cuda{major}x[ctk]'"
+            f"driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: {cupy}"
         ) from error
 
 
@@ -94,7 +97,7 @@ def require() -> None:
 
     if not torch.cuda.is_available():
         raise CapabilityError(NO_DEVICE)
-    _, extra = _wanted()
+    advice = _advice()
     try:
         import cupy  # noqa: F401
         from nvidia import libnvcomp
@@ -102,17 +105,24 @@ def require() -> None:
         if libnvcomp.load_library() is None:
             raise ImportError("libnvcomp cannot be loaded")
     except Exception as error:  # ImportError, or what a build for another CUDA raises
-        raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {extra}") from error
+        raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {advice}") from error
     if int(libnvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
-        raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {extra}")
+        raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {advice}")
 
 
-def _wanted() -> tuple[str, str]:
-    """Return the major version of torch's CUDA, and the command that installs what fits it."""
+def _cuda_major() -> str:
+    """Return the major version of torch's CUDA."""
     import torch
 
-    major = (torch.version.cuda or "12").split(".")[0]
-    return major, f"pip install 'snapstore[cuda{major}]'"
+    return (torch.version.cuda or "unknown").split(".")[0]
+
+
+def _advice() -> str:
+    """Return the command that installs the packages for torch's CUDA, or which torch is needed."""
+    major = _cuda_major()
+    if major in CUDA_MAJORS:
+        return f"pip install 'snapstore[cuda{major}]'"
+    return f"torch is built for CUDA {major}: install a torch for CUDA {' or '.join(CUDA_MAJORS)}"
 
 
 def require_device(device: Any) -> None:

@@ -11,7 +11,7 @@ from kit.states import again, same
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
 from snapstore.state import columns
 from snapstore.state.containers import MAX_DEPTH
-from snapstore.state.flatten import flatten
+from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.tensors import StoredPart
 from snapstore.state.tree_decode import Decoded, decode, decode_plain, unpack_nodes
 from snapstore.state.tree_encode import _key, _leaf, encode_plain, pack
@@ -113,6 +113,23 @@ def test_the_state_may_change_once_it_is_flattened():
     del value["names"]["n5"]
     parts = [StoredPart(part.name, unpack_nodes(pack(part.tree)), []) for part in (root, rows, names)]
     assert decode(parts) == {"rows": before, "names": {f"n{i}": i for i in range(400)}}
+
+
+def test_a_known_structure_gives_the_columns_that_flatten_gives():
+    import torch
+
+    def state(first):
+        large = [(first, "x"), *((i, str(i)) for i in range(400))]
+        return {"model": {"w": torch.ones(3), "seen": large}, "rows": large, "names": {"a": large, "lr": first}}
+
+    _, structure = flatten_and_learn(state(0))
+    for first in (1, 2.5):
+        match = structure.match(state(first))
+        match.confirm()
+        assert {name: pack(tree) for name, tree in match.trees.items()} == {
+            part.name: pack(part.tree) for part in flatten(state(first))
+        }
+    assert match.trees["rows"][0] == match.trees["model"][2][1][0] == "columns"
 
 
 def test_shared_containers_become_copies():

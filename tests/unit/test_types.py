@@ -240,6 +240,7 @@ def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[di
 
 #: Names that the code of README and docs takes from the reader's script.
 THEIRS = {
+    **{name: f"class {name}: ..." for name in ("Config", "Mode", "Point", "Vocabulary")},
     "TOTAL": "TOTAL: int",
     "model": "model: torch.nn.Module",
     "optimizer": "optimizer: torch.optim.Optimizer",

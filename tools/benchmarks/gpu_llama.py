@@ -1,8 +1,8 @@
 """States that `tools/bench gpu` does not tune its engine on: Llamas and a mixture of experts, from transformers.
 
-Random weights, then a few steps of torch's AdamW on Python's own sources; the state is what the two `state_dict` calls
-return, with the step counts, which AdamW keeps in host memory. A stall is the time from the call of `save` until the
-tensors may change: until the training stream has passed the copy. `tensors` counts all of them.
+Random weights, then steps of torch's AdamW on random tokens; the state is what the two `state_dict` calls return, with
+the step counts, which AdamW keeps in host memory. A stall is the time from the call of `save` until the tensors may
+change: until the training stream has passed the copy. `tensors` counts all of them.
 """
 
 from __future__ import annotations
@@ -90,13 +90,18 @@ def copy_floor_s(device: torch.device, nbytes: int) -> float:
 
 
 def stalled_s(device: torch.device, snapshots: SnapshotManager, step: int, state: State) -> float:
-    """Save; return the time until the tensors may change."""
+    """Save; return the time from the call until the training stream may change the tensors, by the device's clock."""
     limits.synchronize(device)
-    began = time.perf_counter()
+    if device.type != "cuda":
+        began = time.perf_counter()
+        snapshots.save(step, state)
+        return time.perf_counter() - began
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    before.record()
     snapshots.save(step, state)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - began
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
 
 
 @contextmanager
@@ -147,9 +152,9 @@ def device_stalls(
             state = run.state()
             calls.append(time.perf_counter() - began)
             if run.device.type == "cuda":
-                torch.cuda.empty_cache()
                 most()
                 if step == 0:
+                    torch.cuda.empty_cache()
                     free, total = torch.cuda.mem_get_info()
                     before = total - free
             stalls.append(stalled_s(run.device, snapshots, step, state))

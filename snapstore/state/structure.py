@@ -93,7 +93,8 @@ class Match:
     Attributes:
         trees: by the name of the part.
         tensors: one for each of `Structure.rows`.
-        addresses: (n,) of these tensors. As many bytes as the structure says lie there while this object lives.
+        addresses: (n,) of these tensors. As many bytes as the structure says lie there; after `confirm`, while this
+            object lives.
         others: the position of its spec, and the array, of every other array.
     """
 
@@ -104,7 +105,7 @@ class Match:
     others: list[tuple[int, Held]]
     _all: list[Any]
     _places: list[int]
-    _storages: list[Any]
+    _storages: list[Any] = field(default_factory=list)
 
     def confirm(self) -> None:
         """Check that the tensors have the known form, and lie where they lay at the match.
@@ -113,6 +114,7 @@ class Match:
             DifferentStructureError: one does not.
         """
         known = self.structure
+        self._storages = list(map(_storage, self._all))  # then their addresses are asked again
         if not known._has_form(self._all) or not known._lie_at(self._all, self._places):
             raise DifferentStructureError
 
@@ -197,20 +199,20 @@ class Structure:
         self._match(self._root, state, arrays, trees, [])
         trees[""] = self._root.node
         tensors = arrays if not self._others else [arrays[i] for i in self._batched]
-        places, storages = self._locate(tensors)
+        places = self._locate(tensors)
         others = self._hold_others(arrays)
         addresses = np.array(places, np.int64)
         chosen = tensors
         if self._firsts is not None:
             chosen, addresses = [tensors[k] for k in self._firsts], addresses[self._firsts]
-        return Match(self, trees, chosen, addresses, others, tensors, places, storages)
+        return Match(self, trees, chosen, addresses, others, tensors, places)
 
-    def _locate(self, tensors: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Return addresses and storages of tensors whose known bytes lie within their storages, tied as is known."""
+    def _locate(self, tensors: Sequence[Any]) -> list[int]:
+        """Return addresses of tensors whose known bytes lie within their storages, tied as is known."""
         try:
-            storages = list(map(_storage, tensors))
             if self._lie_at(tensors, self._places):  # as at the last match, which has looked at the storages
-                return self._places, storages
+                return self._places
+            storages = list(map(_storage, tensors))
             places = list(map(_address, tensors))
             devices = [tensor.device for tensor in tensors]
         except (RuntimeError, NotImplementedError) as error:  # not strided
@@ -222,7 +224,7 @@ class Structure:
         if devices != self._devices or not lies_within.all() or _first_places(places) != self._tied_to:
             raise DifferentStructureError
         self._places = places
-        return places, storages
+        return places
 
     def _lie_at(self, tensors: Sequence[Any], places: Sequence[int]) -> bool:
         """Return whether tensors begin at these addresses."""

@@ -29,11 +29,11 @@ State = dict[str, Any]
 #: hidden size, intermediate size, layers: about 0.4 and 1.0 G parameters in 181 tensors and in some 1,250.
 LLAMAS = {
     "5 GB, few tensors": (1216, 3328, 20), "12 GB, few tensors": (2048, 5632, 20),
-    "5 GB, many tensors": (512, 1408, 138), "12 GB, many tensors": (800, 2176, 138),
+    "5 GB, many tensors": (512, 1408, 138), "12 GB, many tensors": (768, 2112, 138),
 }  # fmt: skip
 TINY = {"few tensors": (64, 128, 2), "many tensors": (16, 32, 20)}
 EXPERTS = (640, 1792, 12)  # with 8 experts a layer
-SAVES, WARM = 7, 3
+SAVES, WARM, MEMORY_SAVES = 5, 2, 10
 
 
 class Run:
@@ -128,9 +128,13 @@ def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def device_stalls(
-    run: Run, folder: Path, say: Callable[[str], None], saves: int = SAVES
+    run: Run, folder: Path, say: Callable[[str], None], *, memory_too: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """Stalls of saves with copies on the device, training in between, beside the copy's floor and the memory taken."""
+    """Stalls of saves with copies on the device, training in between, beside the floor of the copy.
+
+    Args:
+        memory_too: ten saves, and the device memory that each takes: what training keeps cached is released before.
+    """
     run.train(2)
     limits.synchronize(run.device)
     on_device = [t for t in tensors(run.state()) if t.device.type == run.device.type]
@@ -145,16 +149,17 @@ def device_stalls(
         most_used_bytes(run.device) as most,
         SnapshotManager(folder / "repository", run="bench", **wanted) as snapshots,
     ):
-        for step in range(saves):
+        for step in range(saves := MEMORY_SAVES if memory_too else SAVES):
             run.train()
             limits.synchronize(run.device)
             began = time.perf_counter()
             state = run.state()
             calls.append(time.perf_counter() - began)
             if run.device.type == "cuda":
+                if memory_too or step == 0:
+                    torch.cuda.empty_cache()
                 most()
                 if step == 0:
-                    torch.cuda.empty_cache()
                     free, total = torch.cuda.mem_get_info()
                     before = total - free
             stalls.append(stalled_s(run.device, snapshots, step, state))
@@ -170,7 +175,7 @@ def device_stalls(
     return {
         "tensors": count, "state_bytes": size, "copy_floor_s": floor, "stall_s": stall, "state_dict_s": call,
         "stalls_s": [round(s, 5) for s in stalls], "stall_over_goal": stall / goal,
-        "memory_x": [round(m, 3) for m in memory],
+        "memory_x": [round(m, 3) for m in memory] if memory_too else [],
     }  # fmt: skip
 
 
@@ -187,7 +192,7 @@ def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: 
         if prepare:
             snapshots.prepare(run.state())
             snapshots.wait_until_finished()
-        for step in range(4):
+        for step in range(3):
             run.train()
             stalls.append(stalled_s(run.device, snapshots, step, run.state()))
             snapshots.wait_until_finished()

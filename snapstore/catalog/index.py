@@ -487,7 +487,8 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
     why = refusal(cache) if lasts else "is not for stores that end with this process"
     if not why:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:32]}", False
+        of_place = hashlib.sha256(store.place.encode("utf-8", "surrogateescape")).hexdigest()
+        return cache / f"{uuid}-{of_place[:32]}", False
     if lasts:
         log.warning("the cache %s %s; until it is closed %s has a temporary index", cache, why, store.url)
     return _temporary_folder(), True

@@ -10,10 +10,11 @@ import os
 import pickle
 import re
 import secrets
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,9 @@ def _read_torch(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
             # With mmap a state may be larger than memory; torch maps only files of its zip format.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            mapped = zipfile.is_zipfile(path)
+            with _name_in_utf8(path) as name:
+                return torch.load(name, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:
@@ -74,6 +77,20 @@ def _read_torch(path: Path) -> Any:
         raise
     except Exception as error:  # torch does not document what it raises for a bad file
         raise InvalidInputError(f"{path}: not a PyTorch file, or damaged: {_first_line(error)}") from error
+
+
+@contextmanager
+def _name_in_utf8(path: Path) -> Iterator[Path]:
+    """Yield a name of a file in UTF-8, as torch and safetensors require: the path, or a link to it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, "link")
+            link.symlink_to(path.absolute())
+            yield link
+        return
+    yield path
 
 
 def _first_line(error: Exception) -> str:
@@ -93,8 +110,8 @@ def _need_safetensors() -> Any:
 def _read_safetensors(path: Path) -> tuple[Any, dict[str, str]]:
     library = _need_safetensors()
     try:
-        with library.safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        with _name_in_utf8(path) as name, library.safe_open(name, framework="pt", device="cpu") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (library.SafetensorError, OSError, ValueError) as error:
         raise InvalidInputError(f"{path}: not a safetensors file, or damaged: {_first_line(error)}") from error
 

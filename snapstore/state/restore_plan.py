@@ -118,9 +118,9 @@ class RestorePlan:
             more = len(self._differences) - MAX_LINES
             lines = self._differences[:MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
             raise InvalidInputError(
-                "the snapshot does not fit `into`; nothing was changed:\n  "
-                + "\n  ".join(lines)
-                + "\nrestore without `into` to get all of it, or with `keys` to get what fits"
+                "the snapshot does not fit `into`; nothing was changed:",
+                *(f"  {line}" for line in lines),
+                "restore without `into` to get all of it, or with `keys` to get what fits",
             )
         self._buffers.find_overlaps()
 
@@ -303,14 +303,15 @@ class RestorePlan:
         try:
             load.object.load_state_dict(state)
         except Exception as error:
-            raise InvalidInputError(f"{name} failed: {error}") from error
+            raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}") from error
         if _is_plain(load.stored):
             return
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
         if casts:
             raise InvalidInputError(
                 f"{name} changed dtypes, so the state differs from the snapshot; build the object with the dtypes it "
-                "was saved with:\n  " + "\n  ".join(casts[:MAX_LINES])
+                "was saved with:",
+                *(f"  {line}" for line in casts[:MAX_LINES]),
             )
 
     def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:

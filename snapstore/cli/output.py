@@ -115,7 +115,7 @@ def note_unknown(view: View) -> bool:
     from ..catalog.history import PUT_BACK
     from ..text import counted, some
 
-    if unknown := [*view.damaged, *view.unread]:
+    if unknown := [*view.damaged, *view.unread, *view.repeated]:
         left_out = counted(len(unknown), "record")
         note(f"snapstore: warning: left out {left_out} that cannot be read: {some(unknown)}; run 'snapstore check'")
     if view.missing:

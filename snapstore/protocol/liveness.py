@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from ..catalog.read_twice import listed
+from ..catalog.repeated_ids import repeats_id
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
@@ -91,6 +92,8 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
         return None
     run, step, snapshot_id, revision = parsed
     if not revision:
+        if session.id != snapshot_id or repeats_id(session.key, listed(store, "snapshots/")):
+            return None  # it is forged: its record would hide another snapshot's
         return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):

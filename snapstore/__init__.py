@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from .check.report import CheckResult
+    from .catalog.history import View
+    from .check.report import CheckResult, Problem
     from .errors import (
         AlreadyExistsError,
         CapabilityError,
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
         UnknownFormatError,
         UnsupportedLeafError,
     )
-    from .format.records import Snapshot
-    from .inspect.diff import DiffResult
-    from .inspect.stats import StatsResult
-    from .manager import SaveHandle, SnapshotManager
+    from .format.records import Config, ManifestRef, Snapshot
+    from .inspect.diff import DiffResult, TensorDiff
+    from .inspect.stats import GroupStats, StatsResult
+    from .manager import SnapshotManager
     from .options import SaveOptions
     from .protocol.forget import ForgetResult
     from .protocol.gc import GcResult
-    from .repair.report import RepairResult
+    from .repair.report import RepairAction, RepairResult
     from .repository import Repository
     from .retention import (
         KeepBest,
@@ -64,21 +65,26 @@ if TYPE_CHECKING:
         KeepWithin,
         KeepYearly,
         Policy,
+        SnapshotLike,
     )
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
+    from .save.handle import SaveHandle
     from .state.rng import RngState
+    from .storage.base import ObjectInfo, ObjectStore
 
 _HOME = {
     "AlreadyExistsError": "errors",
     "CapabilityError": "errors",
     "CheckResult": "check.report",
     "CompactResult": "rewrite.compact",
+    "Config": "format.records",
     "ConflictError": "errors",
     "DiffResult": "inspect.diff",
     "ForgetResult": "protocol.forget",
     "FormatError": "errors",
     "GcResult": "protocol.gc",
+    "GroupStats": "inspect.stats",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
     "KeepBest": "retention",
@@ -91,22 +97,30 @@ _HOME = {
     "KeepWeekly": "retention",
     "KeepWithin": "retention",
     "KeepYearly": "retention",
+    "ManifestRef": "format.records",
     "NotFoundError": "errors",
+    "ObjectInfo": "storage.base",
+    "ObjectStore": "storage.base",
     "Policy": "retention",
+    "Problem": "check.report",
     "RecodeResult": "rewrite.recode",
+    "RepairAction": "repair.report",
     "RepairResult": "repair.report",
     "Repository": "repository",
     "RngState": "state.rng",
-    "SaveHandle": "manager",
+    "SaveHandle": "save.handle",
     "SaveOptions": "options",
     "Snapshot": "format.records",
+    "SnapshotLike": "retention",
     "SnapshotManager": "manager",
     "SnapstoreError": "errors",
     "StatsResult": "inspect.stats",
     "StorageError": "errors",
     "StorageFullError": "errors",
+    "TensorDiff": "inspect.diff",
     "UnknownFormatError": "errors",
     "UnsupportedLeafError": "errors",
+    "View": "catalog.history",
 }
 
 __all__ = [
@@ -114,11 +128,13 @@ __all__ = [
     "CapabilityError",
     "CheckResult",
     "CompactResult",
+    "Config",
     "ConflictError",
     "DiffResult",
     "ForgetResult",
     "FormatError",
     "GcResult",
+    "GroupStats",
     "IntegrityError",
     "InvalidInputError",
     "KeepBest",
@@ -131,22 +147,30 @@ __all__ = [
     "KeepWeekly",
     "KeepWithin",
     "KeepYearly",
+    "ManifestRef",
     "NotFoundError",
+    "ObjectInfo",
+    "ObjectStore",
     "Policy",
+    "Problem",
     "RecodeResult",
+    "RepairAction",
     "RepairResult",
     "Repository",
     "RngState",
     "SaveHandle",
     "SaveOptions",
     "Snapshot",
+    "SnapshotLike",
     "SnapshotManager",
     "SnapstoreError",
     "StatsResult",
     "StorageError",
     "StorageFullError",
+    "TensorDiff",
     "UnknownFormatError",
     "UnsupportedLeafError",
+    "View",
 ]
 
 

@@ -29,7 +29,7 @@ class SnapstoreError(Exception):
         lines: of the message; most have one. No name in a line can add another: control characters are escaped.
     """
 
-    def __init__(self, *lines: str) -> None:
+    def __init__(self, *lines: object) -> None:
         super().__init__(*(printable(str(line)) for line in lines))
 
     def __str__(self) -> str:

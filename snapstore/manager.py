@@ -12,12 +12,12 @@ import os
 import threading
 import time
 import traceback
-from _thread import LockType
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from . import retention
 from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
@@ -26,6 +26,7 @@ from .format.records import Snapshot
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .repository import Repository
+from .save.handle import SaveHandle, Slot
 from .storage.base import ObjectStore
 from .threads import no_threads
 
@@ -35,68 +36,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 
 
-class SaveHandle:
-    """A save that runs, or has ended. `skipped`: none was begun, since the step is off the interval, or a save runs."""
-
-    def __init__(self, *, skipped: bool = False) -> None:
-        self.skipped = skipped
-        self._finished = threading.Event()
-        self._snapshot: Snapshot | None = None
-        self._error: BaseException | None = None
-        if skipped:
-            self._finished.set()
-
-    def done(self) -> bool:
-        """Return whether the save has committed, failed, or was skipped."""
-        return self._finished.is_set()
-
-    def result(self, timeout: float | None = None) -> Snapshot | None:
-        """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
-
-        Raises:
-            TimeoutError: not finished by then.
-            SnapstoreError: the save failed.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"the save has not finished within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self._snapshot
-
-    def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
-        self._snapshot, self._error = snapshot, error
-        self._finished.set()
-
-
-class _Slot:
-    """Lets one save run at a time: its caller's thread holds the slot first, then the thread in the background.
-
-    Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
-    first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
-    takes the note out may unlock. It is a lock and no `Thread.join`: CPython 3.11 counts a thread as ended when a join
-    is interrupted.
-    """
-
-    def __init__(self, lock: LockType) -> None:
-        held: dict[str, LockType] = {}
-        self.acquire = partial(held.update, zip(["lock"], filter(LockType.acquire, [lock]), strict=False))
-        self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
-        self._held = held
-
-    def hand_over(self) -> LockType | None:
-        """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""
-        return self._held.pop("lock", None)
-
-
 class SnapshotManager:
     """Snapshots of one run, from its training loop.
 
     Args:
         repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
         run: the name of the run.
+        parent: reference of the snapshot, mostly of another run, that the first save of a new run goes on from: a fork.
+            Once the run has a snapshot, it does nothing.
         save_interval_steps: `should_save` is True at multiples of this.
-        keep: retention policies, ORed. After each commit, the other snapshots are forgotten and collected in the
-            background. The policies are stored, so that `snapstore forget --run` knows them.
+        keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
+            in the background. The policies are stored, so that `snapstore forget --run` knows them.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
@@ -117,8 +67,9 @@ class SnapshotManager:
         repository: str | Path | ObjectStore | Repository,
         *,
         run: str,
+        parent: str | None = None,
         save_interval_steps: int = 1,
-        keep: Sequence[retention.Policy] = (),
+        keep: retention.Policy | Sequence[retention.Policy] = (),
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto",
@@ -136,9 +87,7 @@ class SnapshotManager:
         if on_busy not in ("wait", "skip"):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
         self.save_interval_steps = save_interval_steps
-        self.keep = list(keep)
-        if self.keep:
-            retention.check(self.keep)
+        self.keep = retention.check(keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         self._owned = not isinstance(repository, Repository)
@@ -149,7 +98,9 @@ class SnapshotManager:
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging)
         if staging != "auto":
             self.repository.context.engines.required = True
-        self._saving = threading.Lock()  # see _Slot
+        if not read_only:
+            self.repository.context.engines.start_loading()
+        self._saving = threading.Lock()  # see Slot
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
         self._errors: list[BaseException] = []  # of saves
@@ -157,6 +108,11 @@ class SnapshotManager:
         self._closed = False
         if self.keep and not read_only:
             self.repository.set_policies(self.run, self.keep)
+        if parent is not None and (view := self.repository.view()).newest(self.run) is None:
+            self.repository.lineage.go_on_from(self.run, view.resolve(parent))
+
+    def __repr__(self) -> str:
+        return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
     def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
         try:
@@ -180,7 +136,7 @@ class SnapshotManager:
         step: int,
         state: Any,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Any = None,
         tags: Sequence[str] = (),
         force: bool = False,
@@ -190,6 +146,7 @@ class SnapshotManager:
         Args:
             step: a step off the interval is skipped unless `force`.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
             metrics, metadata, tags: see `Repository.save`.
 
         Raises:
@@ -211,85 +168,140 @@ class SnapshotManager:
         self._check_inside()
         if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
             self._async = False
-        thread, launched, slot = threading.get_ident(), False, _Slot(self._saving)
+        full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
+        from .save.inputs import SaveRequest
+
+        request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
+        handle = SaveHandle()
+        with self._holding_slot() as slot:
+            self._begin(handle, request, state, slot)
+        if not slot.handed_over:
+            handle.result()
+        return handle
+
+    def prepare(self, state: Any) -> None:
+        """Get ready in the background for saves of a state: load kernels, and take and lock memory for its copies.
+
+        The first save then waits no longer than later ones. Call it once the state is on its devices; a save waits
+        until this has ended.
+
+        Args:
+            state: as for `save`; its values do not matter.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+        """
+        self._check_open()
+        self._check_inside()
+        if self.read_only:
+            return
+        from .save.inputs import inputs_of
+        from .state.flatten import flatten
+
+        with self._holding_slot() as slot:
+            inputs = inputs_of(flatten(state))
+            self.repository.context.engines.start_loading()
+            self._in_background(partial(self._prepare, inputs), slot)
+
+    def _prepare(self, inputs: Sequence[PartInput]) -> None:
+        try:
+            self._staging.prepare(inputs)
+        except Exception as error:  # noqa: BLE001  a save finds out, and says so
+            log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
+
+    @contextmanager
+    def _holding_slot(self) -> Iterator[Slot]:
+        """Wait for the running save, and hold the slot, until a thread in the background takes it over."""
+        thread, slot = threading.get_ident(), Slot(self._saving)
         try:
             self._inside.add(thread)
             slot.acquire()
             self._raise_of_saves()
-            full = retention.keeps_for_long(self.keep, step)
-            from .save.inputs import SaveRequest
-
-            request = SaveRequest(
-                self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
-            )
-            request.resolve(self.repository.context, self.repository.lineage)
-            handle = self._begin(request, state, slot)
-            launched = self._async
+            yield slot
         finally:
             try:
-                if not launched:
+                if not slot.handed_over:
                     slot.release()
             finally:
                 self._inside.discard(thread)
-        if not self._async:
-            handle.result()
-        return handle
 
-    def _begin(self, request: SaveRequest, state: Any, slot: _Slot) -> SaveHandle:
+    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.inputs import inputs_of
+        from .save.streaming import inputs_of_stream, is_stream
         from .state.flatten import flatten
 
-        handle = SaveHandle()
-        work: list[list[PartInput]] = []  # `_run` takes it out: an error's frames should not hold the state
-        parts = flatten(state)
-        copies = self._async or any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-        work.append(self._staging.copy(parts) if copies else inputs_of(parts))
-        del parts
-        if not self._async:
-            self._run(handle, request, work)
-            return handle
-        request.stall_s = time.monotonic() - request.started
+        context = self.repository.context
+        request.resolve(context, self.repository.lineage)
+        work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
+        if is_stream(state):  # nothing can copy it
+            work.append(lambda: [inputs_of_stream(state, context.engines)])
+        elif self._async:
+            work.append(self._staging.copy_state(state))
+            request.stall_s = time.monotonic() - request.started
+            self._in_background(partial(self._run, handle, request, work, in_background=True), slot)
+            return
+        else:
+            parts = flatten(state)
+            copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+            work.append(partial(self._staging.copy if copies else inputs_of, parts))
+            del parts
+        self._run(handle, request, work, in_background=False)
+
+    def _in_background(self, function: Callable[[], object], slot: Slot) -> None:
+        """Run a function in a thread of its own, which holds the slot."""
 
         def run() -> None:
             lock = slot.hand_over()
             if lock is not None:
                 try:
                     with self.repository.context.engines.in_background():
-                        self._run(handle, request, work)
+                        function()
                 finally:
                     lock.release()
 
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
         try:
             threading.Thread(target=run, name=f"snapstore-{self.run}").start()
+            slot.handed_over = True
         except RuntimeError as error:
             self._staging.release_copies()
             raise no_threads() from error
-        return handle
 
-    def _run(self, handle: SaveHandle, request: SaveRequest, work: list[list[PartInput]]) -> None:
+    def _run(
+        self,
+        handle: SaveHandle,
+        request: SaveRequest,
+        work: list[Callable[[], Sequence[PartInput]]],
+        *,
+        in_background: bool,
+    ) -> None:
         """Save, then apply the policies. Takes the inputs out of `work`."""
         from .save.pipeline import save
 
-        inputs = work.pop()
+        inputs: Sequence[PartInput] = ()
         try:
-            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, self._staging)
+            inputs = work.pop()()
+            staging = None if inputs[0].once else self._staging  # the tensors of an iterator are not kept as bases
+            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
-            if self._async:
+            if in_background:
                 self._errors.append(error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)
             return
         handle._finish(snapshot, None)
+        del inputs
         if self.keep:
             try:
                 self._retain()
             except Exception as error:  # noqa: BLE001  likewise, though not by `save`
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
+        if in_background:
+            self._staging.prepare_next()
 
     def _retain(self) -> None:
         """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""
@@ -373,9 +385,16 @@ class SnapshotManager:
         return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest committed snapshot; None if there is none."""
+        """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
+
+        After a return to an older step this may not be the highest step, which Orbax calls the latest.
+        """
         newest = self.repository.view().latest(self.run)
         return newest.step if newest else None
+
+    def highest_step(self) -> int | None:
+        """Return the highest step that has a committed snapshot; None if there is none."""
+        return self.repository.view().highest_step(self.run)
 
     def best_step(self) -> int | None:
         """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
@@ -392,10 +411,16 @@ class SnapshotManager:
     def restore(
         self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
     ) -> Any:
-        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`."""
+        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
+
+        The run's next save goes on from it.
+        """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        snapshot, state = read(self.repository.context, self._ref(step), keys=keys, device=device)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot, state = read(context, ref, keys=keys, device=device)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
@@ -404,11 +429,14 @@ class SnapshotManager:
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`.
+        Waits for the running save. See `Repository.restore_into`. The run's next save goes on from it.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.repository.context, self._ref(step), target, keys=keys)
+        context, ref = self.repository.context, self._ref(step)
+        with newest_whole_named(context, ref):
+            snapshot = read_into(context, ref, target, keys=keys)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

@@ -5,15 +5,13 @@ Several threads may use one Repository, also for several saves at once. It must 
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
-from . import retention
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK, View
@@ -30,8 +28,10 @@ from .options import SaveOptions
 from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
-from .protocol.same_repository import confirmed
+from .protocol.same_repository import pinned
 from .ranks import check as check_ranks
+from .retention import Policy
+from .retention import check as check_policies
 from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.urls import open_store
@@ -46,23 +46,6 @@ if TYPE_CHECKING:
     from .rewrite.recode import RecodeResult
 
 log = logging.getLogger("snapstore")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _pinned(
-    verb: Callable[Concatenate[Repository, P], T],
-) -> Callable[Concatenate[Repository, P], T]:
-    """Run a verb that writes or deletes only while the store is still this repository; see same_repository.py."""
-
-    @functools.wraps(verb)
-    def call(self: Repository, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.store.pinned() if self.context.config_problem else confirmed(self.context):
-            return verb(self, *args, **kwargs)
-
-    return call
 
 
 class Repository:
@@ -156,7 +139,7 @@ class Repository:
         return self.view().snapshots(run)
 
     def snapshot(self, ref: str) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
 
         Raises:
             NotFoundError, InvalidInputError: see `View.resolve`.
@@ -178,7 +161,7 @@ class Repository:
         step: int,
         parent: str | None = None,
         bases: Sequence[str] = (),
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Any = None,
         tags: Sequence[str] = (),
         full: bool = False,
@@ -188,11 +171,14 @@ class Repository:
 
         Args:
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
+                Or an iterator of (dotted path, tensor), for a state larger than memory: each tensor is written before
+                the next is asked for. It is saved as a dict of the paths.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
-            parent: reference of the snapshot that this one goes on from; by default the snapshot that this Repository
-                restored or committed last, else the newest of the run.
+            parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
+                that this Repository committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
-            metrics: numbers for policies such as KeepBest.
+            metrics: numbers for policies such as KeepBest, NaN and infinities included: tensors and arrays of one
+                element, or anything with `__float__`. A GPU's are copied in the order of its stream.
             metadata: plain values, stored with the snapshot.
             tags: names; a tagged snapshot is never forgotten.
             full: store no deltas, for a snapshot that is kept for a long time.
@@ -206,34 +192,32 @@ class Repository:
             ConflictError: a gc expired this save because it looked dead; save again.
         """
         check_ranks(run, ranks)
-        from .save.inputs import SaveRequest, inputs_of
+        from .save.inputs import SaveRequest
         from .save.pipeline import save as store
-        from .save.staging import Staging
-        from .state.flatten import flatten
+        from .save.streaming import inputs_of_state
 
         request = SaveRequest(run, step, parent, bases, metrics, metadata, tags, full)
         request.resolve(self.context, self.lineage)
-        staging = Staging(self.context.engines, keep_base=False)
-        return store(self.context, self.lineage, request, inputs_of(flatten(state)), staging)
+        return store(self.context, self.lineage, request, inputs_of_state(state, self.context.engines), None)
 
     def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
         """Return the state of a snapshot, as nested containers.
 
         Args:
-            ref: of any run; a save into another run afterwards forks from it.
-            keys: glob or globs over dotted paths, such as "model.*"; only the bytes that they need are read.
+            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
+            keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
 
         Raises:
             NotFoundError: the reference or a key names nothing.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
-            IntegrityError: the snapshot is damaged.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
 
-        snapshot, state = read(self.context, ref, keys=keys, device=device)
-        self.lineage.note_restored(snapshot)
-        return state
+        with newest_whole_named(self.context, ref):
+            return read(self.context, ref, keys=keys, device=device)[1]
 
     def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
@@ -244,18 +228,33 @@ class Repository:
 
         Raises:
             NotFoundError: the reference or a key names nothing.
-            InvalidInputError: `target` does not fit; every difference is listed, and nothing was written.
+            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
             IntegrityError: the snapshot is damaged; `target` may be half written.
         """
+        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        snapshot = read_into(self.context, ref, target, keys=keys)
-        self.lineage.note_restored(snapshot)
-        return snapshot
+        with newest_whole_named(self.context, ref):
+            return read_into(self.context, ref, target, keys=keys)
+
+    def named_tensors(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
+
+        They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
+        before it is yielded. Plain values are left out: `restore` them with keys.
+
+        Args:
+            ref, keys, device: see `restore`, and for what is raised.
+        """
+        from .restore.streaming import TensorReader
+
+        return iter(TensorReader(self.context, ref, keys=keys, device=device))
 
     # -- tags
 
-    @_pinned
+    @pinned
     def tag(self, ref: str, name: str) -> Snapshot:
         """Put a tag on a committed snapshot; from then on it is never forgotten.
 
@@ -267,7 +266,7 @@ class Repository:
         """
         return tags.tag(self.context, ref, name)
 
-    @_pinned
+    @pinned
     def untag(self, ref: str, name: str) -> Snapshot:
         """Take a tag off.
 
@@ -278,9 +277,9 @@ class Repository:
 
     # -- forget and gc
 
-    @_pinned
+    @pinned
     def forget(
-        self, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+        self, keep: Policy | Sequence[Policy], *, run: str, dry_run: bool = False, force: bool = False
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
@@ -291,9 +290,9 @@ class Repository:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
             NotFoundError: no such run.
         """
-        return forget.forget(self.context, keep, run=run, dry_run=dry_run, force=force)
+        return forget.forget(self.context, check_policies(keep), run=run, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def forget_snapshots(self, refs: Sequence[str], *, dry_run: bool = False, force: bool = False) -> ForgetResult:
         """Forget the named snapshots.
 
@@ -303,7 +302,7 @@ class Repository:
         """
         return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
-    @_pinned
+    @pinned
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 
@@ -313,7 +312,7 @@ class Repository:
         """
         return forget.unforget(self.context, ref)
 
-    @_pinned
+    @pinned
     def gc(
         self, *, dry_run: bool = False, fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S, unexplained: bool = False
     ) -> GcResult:
@@ -331,7 +330,7 @@ class Repository:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
         return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
-    @_pinned
+    @pinned
     def recode(
         self,
         refs: Sequence[str] | None = None,
@@ -361,7 +360,7 @@ class Repository:
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
 
-    @_pinned
+    @pinned
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactResult:
@@ -402,14 +401,14 @@ class Repository:
 
     # -- policies
 
-    def policies(self, run: str) -> list[retention.Policy]:
+    def policies(self, run: str) -> list[Policy]:
         """Return the retention policies that are stored for a run."""
         return policy_store.read(self.store, run)
 
-    @_pinned
-    def set_policies(self, run: str, keep: Sequence[retention.Policy]) -> None:
+    @pinned
+    def set_policies(self, run: str, keep: Policy | Sequence[Policy]) -> None:
         """Store the retention policies of a run, so that `snapstore forget --run` can use them."""
-        policy_store.store(self.store, check_name("run", run), keep)
+        policy_store.store(self.store, check_name("run", run), check_policies(keep))
 
     # -- look closer
 
@@ -442,7 +441,7 @@ class Repository:
         """
         return quarantine.in_need_of_quarantined(self.context, snapshots)
 
-    @_pinned
+    @pinned
     def repair(
         self, *, apply: bool = False, level: str = "data", drop: bool = False, purge: bool = False
     ) -> RepairResult:

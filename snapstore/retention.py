@@ -276,7 +276,7 @@ _CLASSES = (
 _KINDS: dict[str, Callable[..., Policy]] = {kind.__name__: kind for kind in _CLASSES}
 
 
-def apply(policies: Iterable[Policy], snapshots: Iterable[S], *, force: bool = False) -> list[Decision[S]]:
+def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force: bool = False) -> list[Decision[S]]:
     """Decide which committed snapshots of one run stay, and why.
 
     Args:
@@ -325,13 +325,17 @@ def current(snapshots: Iterable[S]) -> list[S]:
     return sorted(by_step.values(), key=_age, reverse=True)
 
 
-def keeps_for_long(policies: Iterable[Policy], step: int) -> bool:
-    """Return whether it is certain at save time that `step` stays for ever; such a snapshot is written full.
+def stays_without_neighbours(policies: Policy | Iterable[Policy], step: int, interval: int) -> bool:
+    """Return whether it is certain that `step` stays for ever, and not the saves before it; it is then written full.
 
-    Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots.
+    Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots. A full snapshot
+    pays if the bases of a delta would stay for it alone: not if at least every second save stays.
+
+    Args:
+        interval: steps from save to save.
     """
     for policy in check(policies):
-        if isinstance(policy, KeepEvery) and step % policy.steps == 0:
+        if isinstance(policy, KeepEvery) and step % policy.steps == 0 and policy.steps >= 3 * interval:
             return True
         if isinstance(policy, KeepSteps) and step in policy.steps:
             return True
@@ -375,10 +379,16 @@ def _age(snapshot: SnapshotLike) -> tuple[int, str]:
     return snapshot.seq, snapshot.id
 
 
-def check(policies: Iterable[Policy]) -> list[Policy]:
-    """Return the policies as a list; raise InvalidInputError for a value that is no policy."""
-    if isinstance(policies, _CLASSES) or not isinstance(policies, Iterable):
-        raise InvalidInputError(f"keep: expected a list of policies, got {policies!r}")
+def check(policies: Policy | Iterable[Policy]) -> list[Policy]:
+    """Return a policy, or several, as a list.
+
+    Raises:
+        InvalidInputError: a value is no policy.
+    """
+    if isinstance(policies, _CLASSES):
+        return [policies]
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        raise InvalidInputError(f"keep: expected policies such as KeepLast(3), got {policies!r}")
     policies = list(policies)
     for policy in policies:
         if not isinstance(policy, _CLASSES):

@@ -1,6 +1,6 @@
 """Text: words that errors and reports share.
 
-In: counts, names, sizes and errors. Out: the same wording for them everywhere. Pure functions.
+In: counts, names, sizes, errors and results. Out: the same wording for them everywhere. Pure functions.
 
 Names are not trusted, whether they come from a repository, a file or a caller: a name with a line end or an escape
 sequence would add lines to a message, or change the lines before it on a terminal. `printable` prevents that in the two
@@ -9,8 +9,10 @@ places through which all text passes: the base class of our errors, and the shel
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
@@ -55,3 +57,10 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
         count /= 1000
     return f"{count:.1f}TB"
+
+
+def brief(result: Any) -> str:
+    """Return a repr of a dataclass in one line: of a list, tuple or dict it shows the length."""
+    values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    counts = {name: f"<{counted(len(v), 'item')}>" for name, v in values.items() if isinstance(v, list | tuple | dict)}
+    return f"{type(result).__name__}({', '.join(f'{name}={counts.get(name, repr(v))}' for name, v in values.items())})"

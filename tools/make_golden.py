@@ -140,8 +140,7 @@ def write(folder: Path) -> None:
         repo.save({"only": {"w": torch.arange(2500.0)}}, run="gone", step=1)
         repo.forget([KeepLast(1)], run="gone")
         repo.gc()
-        repo.restore("main@3")
-        repo.save(state(6), run="fork", step=6, metadata="forked")
+        repo.save(state(6), run="fork", step=6, parent="main@3", metadata="forked")
         repo.forget_snapshots(["main@1"])
         repo.set_policies("main", [KeepLast(3), KeepEvery(steps=2)])
 

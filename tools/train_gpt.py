@@ -144,7 +144,7 @@ def open_snapshots(args: argparse.Namespace, repository: Any) -> contextlib.Abst
         keep.append(KeepLast(args.keep_last))
     if args.keep_every:
         keep.append(KeepEvery(steps=args.keep_every))
-    return SnapshotManager(repository, run=args.run, save_interval_steps=args.save_every, keep=keep)
+    return SnapshotManager(repository, run=args.run, parent=args.fork, save_interval_steps=args.save_every, keep=keep)
 
 
 def report(args: argparse.Namespace, step: int, loss: float, step_s: float, state: dict[str, Any]) -> None:

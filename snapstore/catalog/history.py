@@ -7,6 +7,7 @@ might change is an error. A View never changes: any thread may use it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
@@ -20,6 +21,9 @@ PUT_BACK = (
     "run 'snapstore repair --apply', which puts missing records back from the index, or, if they were removed on "
     "purpose, 'snapstore index rebuild --forget-missing', after which 'snapstore gc --unexplained' deletes their bytes"
 )
+
+#: An id in a reference: fewer digits without `id:` might be meant as a step.
+_ID = re.compile(r"id:|[0-9a-fA-F]{8,32}\Z")
 
 
 class View:
@@ -144,6 +148,18 @@ class View:
         self._require_known(f"{run}@latest", run, found)
         return found
 
+    def highest_step(self, run: str) -> int | None:
+        """Return the highest step of the committed snapshots, and be sure that it is; None if there are none.
+
+        Raises:
+            IntegrityError, StorageError: a record that cannot be read, or is gone, is of a higher step.
+        """
+        highest = max((s.step for s in self.snapshots(run)), default=None)
+        for of_run, step, name, _ in self._unknown():
+            if of_run == run and (highest is None or step > highest):
+                self._require_known(f"highest step of {run}", run, None, snapshot_id=name)
+        return highest
+
     def next_seq(self, run: str) -> int:
         """Return the next sequence number of a run, above any unreadable record's.
 
@@ -181,10 +197,10 @@ class View:
         return old
 
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or `id:<prefix>`.
+        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
 
-        A step or an id finds a forgotten snapshot if there is no committed one; `latest` and tags name committed ones
-        only.
+        An id is `id:` and its first digits, or at least 8 digits, as `snapstore log` prints them. A step or an id finds
+        a forgotten snapshot if there is no committed one; `latest` and tags name committed ones only.
 
         Raises:
             InvalidInputError: it is not a reference, or an ambiguous prefix.
@@ -193,11 +209,11 @@ class View:
         """
         if not isinstance(ref, str):
             raise InvalidInputError(f"reference {ref!r}: expected a str, got {type(ref).__name__}")
-        if ref.startswith("id:"):
+        if _ID.match(ref):
             return self._resolve_id(ref, states)
         run, at, name = ref.rpartition("@")
         if not at or not run or not name:
-            raise InvalidInputError(f"reference {ref!r}: expected run@step, run@latest, run@tag or id:<prefix>")
+            raise InvalidInputError(f"reference {ref!r}: expected run@step, run@latest, run@tag or an id")
         of_run = self.snapshots(run, states)
         if not of_run:
             self._require_known(ref, run, None)
@@ -223,7 +239,7 @@ class View:
         return best
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
-        prefix = ref[3:].lower()
+        prefix = ref.removeprefix("id:").lower()
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {ref!r}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]

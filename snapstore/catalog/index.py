@@ -127,7 +127,7 @@ class Index:
         temporary: bool = False,
     ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
-        self.digest_seed, self._temporary = digest_seed, temporary
+        self.digest_seed, self.temporary = digest_seed, temporary
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
@@ -435,7 +435,7 @@ class Index:
             if self._environment is not None:
                 self._environment.release()
             self._environment = None
-            if self._temporary:
+            if self.temporary:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 

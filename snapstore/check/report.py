@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import InvalidInputError
 from ..format.keys import parse_record_key
 from ..format.records import Snapshot
-from ..text import strip_hint
+from ..text import brief, strip_hint
 
 LEVELS = ("metadata", "data", "restore")
 REPAIR = "snapstore repair"
@@ -45,6 +45,8 @@ class Problem:
     command: str = ""
     help: str = ""
 
+    __repr__ = brief
+
 
 @dataclass(slots=True)
 class CheckResult:
@@ -75,6 +77,8 @@ class CheckResult:
     packs_read: int = 0
     decoded_bytes: int = 0
     unneeded_bytes: int = 0
+
+    __repr__ = brief
 
     @property
     def ok(self) -> bool:

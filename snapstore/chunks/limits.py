@@ -72,7 +72,7 @@ def require_memory(nbytes: int, what: str) -> None:
         there = "are available here" if limit is None else f"are allowed by {MEMORY}"
         raise CapabilityError(
             f"{what}: needs {human_bytes(nbytes)} ({nbytes} bytes) of memory, {human_bytes(room)} {there}; restore "
-            "parts of it with keys, onto a device, or into tensors of your own; "
+            "parts of it with keys, onto a device, into tensors of your own, or one by one with named_tensors; "
             f"set {MEMORY}={nbytes} to try it anyway"
         )
 

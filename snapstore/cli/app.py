@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print more on stderr, and tracebacks.")]
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print what would be done; change nothing.")]
 Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="The place; default: --repo or SNAPSTORE_REPO.")]
-Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or id:<prefix>.")]
+Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or an id.")]
 
 #: In the order of `--help`.
 VERBS = (

@@ -36,17 +36,19 @@ def log(
         _require_run(view, run, everything)
         if limit is not None:
             snapshots = _newest(snapshots, limit)
-        damaged = _damaged(repository, snapshots)
+        damaged, superseded = _damaged(repository, snapshots), view.superseded()
     if shell.as_json:
         print_json(
             {
                 "snapshots": [snapshot_json(s) for s in snapshots],
+                "superseded": [s.id for s in snapshots if s.id in superseded],
                 "damaged": [s.id for s in snapshots if s.id in damaged],
                 "made_up": [s.id for s in snapshots if s.is_reconstructed],
             }
         )
     else:
-        _print_log(snapshots, everything, damaged)
+        made_up = {s.id for s in snapshots if s.is_reconstructed}
+        _print_log(snapshots, {"superseded": superseded, "damaged": damaged, "reconstructed": made_up})
     if damaged:
         from ..text import counted
 
@@ -86,31 +88,44 @@ def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
     return chosen[::-1]
 
 
-def _print_log(snapshots: list[Snapshot], everything: bool, damaged: set[str]) -> None:
+#: The log fits a terminal of this width, unless names are long: metrics that do not fit are counted.
+LOG_WIDTH = 80
+
+
+def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
     from ..text import human_bytes
 
-    names = {s.id: s.ref for s in snapshots}
-    columns = ["snapshot", "id", "created", ">logical", ">stored", ">ratio", ">depth", "parent", "tags", "metrics"]
-    health = {s.id: _health(s, damaged) for s in snapshots}
-    marked = any(health.values())
-    rows: list[list[object]] = []
-    row: list[object]
-    for s in snapshots:
-        parent = names.get(s.parent, f"id:{s.parent[:8]}") if s.parent else ""
-        metrics = " ".join(f"{name}={value:.4g}" for name, value in s.metrics.items())
-        ratio = f"{s.ratio:.1f}x" if s.stored_bytes else ""
-        row = [s.ref, s.id[:8], local(s.created), human_bytes(s.logical_bytes), human_bytes(s.stored_bytes), ratio]
-        row += [s.depth, parent, ",".join(s.tags), metrics, *([s.state] if everything else [])]
-        rows.append([*row, *([health[s.id]] if marked else [])])
-    if not rows:
+    if not snapshots:
         note("no snapshots")
         return
-    table([*columns, *(["state"] if everything else []), *(["health"] if marked else [])], rows)
+    columns = ["snapshot", "id", "created", ">stored"]
+    rows, notes = [], []
+    for above, s in zip([None, *snapshots], snapshots, strict=False):
+        rows.append([s.ref, s.id[:8], local(s.created).rpartition(":")[0], human_bytes(s.stored_bytes)])
+        marked = [s.state] if s.state != "committed" else []
+        marked += [mark for mark, ids in marks.items() if s.id in ids]
+        notes.append([*marked, *(f"@{tag}" for tag in s.tags), *_parent(s, above)])
+    width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
+    texts = [_fitting(words, s.metrics, LOG_WIDTH - width) for words, s in zip(notes, snapshots, strict=True)]
+    table([*columns, "notes"], [[*row, text] for row, text in zip(rows, texts, strict=True)])
 
 
-def _health(snapshot: Snapshot, damaged: set[str]) -> str:
-    marks = {"damaged": snapshot.id in damaged, "reconstructed": snapshot.is_reconstructed}
-    return ", ".join(mark for mark, has in marks.items() if has)
+def _parent(snapshot: Snapshot, above: Snapshot | None) -> list[str]:
+    """Return a note of the parent, unless it is the snapshot in the row above, or the first row has none."""
+    if snapshot.parent == (above.id if above and above.run == snapshot.run else None):
+        return []
+    return [f"from {snapshot.parent[:8]}" if snapshot.parent else "no parent"]
+
+
+def _fitting(words: list[str], metrics: dict[str, float], room: int) -> str:
+    """Return the words, the metrics that fit beside them, and how many do not: @best loss=0.5 +2."""
+    values = [f"{name}={value:.4g}" for name, value in metrics.items()]
+    for count in range(len(values), -1, -1):
+        left_out = [f"+{len(values) - count}"] if count < len(values) else []
+        text = " ".join([*words, *values[:count], *left_out])
+        if len(text) <= room:
+            break
+    return text
 
 
 @verb()
@@ -118,21 +133,20 @@ def show(shell: Shell, ref: Ref) -> None:
     """Show one snapshot: record, lineage, tensors, reasons to keep it."""
     with shell.repository() as repository:
         from ..format import manifest
+        from ..inspect.plain_values import dotted
 
         view = repository.view()
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
-        tensors: list[dict[str, Any]] = []
-        if snapshot.state in ("committed", "forgotten"):  # a gc may have deleted the manifests of others
-            for named in snapshot.manifests:
-                tensors.extend(_tensors(manifest.read(repository.store, named, None)))
+        held = snapshot.state in ("committed", "forgotten")  # a gc may have deleted the manifests of others
+        manifests = [manifest.read(repository.store, ref, None) for ref in snapshot.manifests] if held else []
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
-        damaged = bool(_damaged(repository, [snapshot]))
+        damaged, superseded = bool(_damaged(repository, [snapshot])), snapshot.id in view.superseded()
     metadata = plain(snapshot.metadata)
+    tensors, values = [row for m in manifests for row in _tensors(m)], _values(manifests)
     if shell.as_json:
         columns = ("part", "rank", "sha256", "size_bytes", "logical_bytes")
-        manifests = [{name: getattr(m, name) for name in columns} for m in snapshot.manifests]
         print_json(
             {
                 "snapshot": snapshot_json(snapshot),
@@ -144,19 +158,24 @@ def show(shell: Shell, ref: Ref) -> None:
                 "new_chunks": snapshot.new_chunks,
                 "stall_s": snapshot.stall_s,
                 "total_s": snapshot.total_s,
-                "manifests": manifests,
+                "manifests": [{name: getattr(m, name) for name in columns} for m in snapshot.manifests],
                 "tensors": tensors,
+                "plain": [{"path": dotted(path), "value": value} for path, value in values],
+                "superseded": superseded,
                 "damaged": damaged,
                 "made_up": snapshot.is_reconstructed,
             }
         )
         return
     _print_facts(snapshot, parent, children, reasons, metadata)
+    if superseded:
+        line(f"mark      superseded: {snapshot.ref} means a newer save of the step")
     if damaged:
         line(f"damaged   {_DAMAGED}")
     if snapshot.is_reconstructed:
         line(f"record    {_RECONSTRUCTED}")
     _print_parts(snapshot, tensors)
+    _print_values(values)
 
 
 def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
@@ -173,6 +192,18 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
             "bytes": spec_of(entry).nbytes,
             "chunks": sum(box.chunks for box in entry.boxes),
         }
+
+
+def _values(manifests: list[Manifest]) -> list[tuple[Any, Any]]:
+    """Return (path, value) of every value that is no tensor; a list of such values is one."""
+    from ..errors import FormatError
+    from ..inspect.plain_values import decode_tree, plain_values
+
+    try:
+        return list(plain_values(decode_tree(manifests), whole_lists=True)) if manifests else []
+    except FormatError as error:  # the rest of the snapshot can still be shown
+        note(f"snapstore: warning: the plain values cannot be shown: {error}")
+        return []
 
 
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
@@ -226,6 +257,28 @@ def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]]) -> None:
         line()
         rows = [[t["path"] or "(root)", t["dtype"], t["shape"], human_bytes(t["bytes"]), t["chunks"]] for t in tensors]
         table(["tensor", "dtype", "shape", ">size", ">chunks"], rows)
+
+
+#: At most so many plain values are printed; JSON has all.
+VALUES_SHOWN = 50
+
+
+def _print_values(values: list[tuple[Any, Any]]) -> None:
+    from ..inspect.plain_values import dotted, show_value
+
+    if not values:
+        return
+    line()
+    more = len(values) - VALUES_SHOWN
+    values = sorted(values, key=lambda value: _depth(value[0]))[:VALUES_SHOWN]  # an epoch before an optimizer's options
+    table(["value", "is"], [[dotted(path) or "(root)", show_value(value, 60)] for path, value in values])
+    if more > 0:
+        line(f"and {more} more; --json prints all")
+
+
+def _depth(path: Any) -> int:
+    """Return the number of elements of a path of `plain_values`."""
+    return 0 if path is None else 1 + _depth(path[0])
 
 
 @verb()

@@ -27,16 +27,25 @@ if TYPE_CHECKING:
 ALL = "100%"
 #: Text names at most so many restorable snapshots; JSON names all.
 NAMED = 100
-_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class _OptionalValue(TyperCommand):
-    """Lets --read-data stand without a value; typer has no options with an optional value."""
+    """Lets --read-data stand without a value, or before one; typer has no options with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with a default for --read-data."""
-        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in args])
+        """Parse the arguments, with a default for --read-data; its value may be apart, and its percent sign too."""
+        joined: list[str] = []
+        for arg in args:
+            last = joined[-1] if joined else ""
+            if last == "--read-data" and arg[:1].isdigit():
+                joined[-1] = f"{last}={arg}"
+            elif last.startswith("--read-data=") and last[-1].isdigit() and arg == "%":
+                joined[-1] = f"{last}%"
+            else:
+                joined.append(arg)
+        return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in joined])
 
 
 @verb(cls=_OptionalValue)
@@ -173,7 +182,12 @@ def repair(
 
 def _print_repair(report: RepairResult) -> None:
     from ..check.report import stand_in
+    from ..text import counted
 
+    if report.found.ok and report.ok and all(action.kind == "index" for action in report.actions):
+        fine, level = counted(len(report.found.restorable), "snapshot"), report.found.level
+        line(f"no problems: {fine} can be restored, as far as level {level!r} shows; nothing to repair")
+        return
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")
     lost = {snapshot.id for snapshot, _ in report.lost}
@@ -374,7 +388,13 @@ def doctor(
     return None if ok else ERROR
 
 
-@verb()
+def _demo_script() -> Path | None:
+    """Return the demo of a source checkout; an installed package has none."""
+    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
+    return script if script.is_file() and script.with_name("train_gpt.py").is_file() else None
+
+
+@verb(hidden=_demo_script() is None)
 def demo(
     shell: Shell,
     keep: Annotated[
@@ -382,12 +402,14 @@ def demo(
     ] = None,
 ) -> int | None:
     """Run the demo on a real training run. Takes about three minutes."""
-    script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
-    if not script.is_file():
+    script = _demo_script()
+    if script is None:
         from ..errors import CapabilityError
 
         raise CapabilityError("demo: not installed; clone the repository of snapstore and run tools/demo")
-    command = [sys.executable, str(script), *(["--keep", str(keep)] if keep else [])]
+    from ..storage.urls import expand_home
+
+    command = [sys.executable, str(script), *(["--keep", expand_home(keep)] if keep else [])]
     note(f"running {script}")
     # With --json the demo prints to stderr: stdout is for data only.
     code = subprocess.run(command, stdout=sys.stderr if shell.as_json else None, check=False).returncode

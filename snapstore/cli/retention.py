@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from ..retention import Policy
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
-Periods = Annotated[int | None, typer.Option(metavar="N", help="Keep the newest of each of the last N.")]
+_BEST = "Keep the N best steps (default 1) by a metric; min, the default: smaller is better. May be repeated."
+_WITHIN = "Keep what is at most this much older than the newest: 90s, 30m, 12h, 7d, 1d12h."
+
+
+def _period(name: str) -> Any:
+    """Return the option that keeps the newest snapshot of each of the last periods."""
+    text = f"Keep the newest of each of the last N {name} (UTC) that have any."
+    return typer.Option(metavar="N", help=text)
 
 
 @verb()
@@ -69,25 +76,23 @@ def forget(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these snapshots.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Apply policies to this run.")] = None,
-    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest N.")] = None,
-    keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Keep multiples of this.")] = None,
-    keep_best: Annotated[
-        list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help="Keep the N best; may be repeated.")
-    ] = None,
-    keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help="Keep the last 12h, 7d, ...")] = None,
-    keep_hourly: Periods = None,
-    keep_daily: Periods = None,
-    keep_weekly: Periods = None,
-    keep_monthly: Periods = None,
-    keep_yearly: Periods = None,
-    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps.")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the N newest steps.")] = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Keep all multiples of STEPS.")] = None,
+    keep_best: Annotated[list[str] | None, typer.Option(metavar="METRIC[:N[:min|max]]", help=_BEST)] = None,
+    keep_within: Annotated[str | None, typer.Option(metavar="DURATION", help=_WITHIN)] = None,
+    keep_hourly: Annotated[int | None, _period("hours")] = None,
+    keep_daily: Annotated[int | None, _period("days")] = None,
+    keep_weekly: Annotated[int | None, _period("weeks")] = None,
+    keep_monthly: Annotated[int | None, _period("months")] = None,
+    keep_yearly: Annotated[int | None, _period("years")] = None,
+    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these: 1000,2000.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Forget snapshots by name or by policy; gc frees their bytes.
 
     Without --keep options, the policies stored for the run apply. A snapshot that any policy keeps stays, and so do
-    tagged ones and the newest of the run.
+    tagged ones and the newest of the run. If a step was saved twice, policies count only the newer save.
     """
     options = {
         "KeepLast": keep_last,

@@ -12,6 +12,8 @@ from .output import line, note, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
+    from ..repository import Repository
+    from .files import Written
 
 
 @verb()
@@ -59,7 +61,9 @@ def save(
 
     A file that holds Python objects is refused, because it could run any code.
     """
-    metrics = _metrics(metric or [])
+    from ..storage.urls import expand_home
+
+    metrics, file = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
         from . import files
 
@@ -117,6 +121,9 @@ def restore(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Verify the state of a snapshot and write it to a file."""
+    from ..storage.urls import expand_home
+
+    output = Path(expand_home(output))
     with shell.repository() as repository:
         from . import files
 
@@ -124,21 +131,38 @@ def restore(
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
-            state = repository.restore(f"id:{snapshot.id}", keys=keys or None)
-            tensors, dropped = files.write(
-                output, state, metadata=_safetensors_metadata(snapshot), force=force, tensors_only=tensors_only
-            )
+            written = _write(repository, snapshot, output, keys or None, force=force, only=tensors_only)
     size = output.stat().st_size
     if shell.as_json:
-        counts = {"tensors": tensors, "bytes": size, "dropped": dropped}
-        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts})
+        counts = {"tensors": written.tensors, "bytes": size, "dropped": written.dropped}
+        changed = [value._asdict() for value in written.changed]
+        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return
-    from ..text import counted, human_bytes
+    from ..text import counted, human_bytes, some
+    from .safetensors_file import LEAVES_NAMED
 
-    what = f"{counted(tensors, 'tensor')}, {human_bytes(size)}"
+    what = f"{counted(written.tensors, 'tensor')}, {human_bytes(size)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    if dropped:
-        note(f"left out {counted(len(dropped), 'value')}: the file holds tensors only")
+    if written.dropped:
+        note(f"left out {counted(len(written.dropped), 'value')}: the file holds tensors only")
+    if written.changed:
+        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in written.changed]
+        note(f"written as another type for torch.load(weights_only=True): {some(changes, LEAVES_NAMED)}")
+
+
+def _write(
+    repository: Repository, snapshot: Snapshot, output: Path, keys: list[str] | None, *, force: bool, only: bool
+) -> Written:
+    """Write a snapshot to a file; return the contents of the file."""
+    from ..restore.streaming import TensorReader
+    from . import files
+
+    ref = f"id:{snapshot.id}"
+    if output.suffix.lower() != files.SAFETENSORS:
+        return files.write(output, repository.restore(ref, keys=keys), force=force)
+    reader = TensorReader(repository.context, ref, keys=keys)
+    about = _safetensors_metadata(snapshot)
+    return files.write_safetensors(output, reader, metadata=about, force=force, tensors_only=only)
 
 
 def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:

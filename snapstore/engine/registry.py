@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class Engines:
     required: bool = False
     cpu: CpuEngine = field(init=False)
     _cuda: dict[int, CudaEngine] = field(init=False, default_factory=dict)
+    _loaded: set[int] = field(init=False, default_factory=set)  # devices whose kernels are loaded
     _lacking: str | None = field(init=False, default=None)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _pid: int = field(init=False, default_factory=os.getpid)
@@ -67,17 +69,46 @@ class Engines:
         return memory
 
     def on(self, device: torch.device) -> CudaEngine:
-        """Return the engine of a CUDA device.
+        """Return the engine of a CUDA device; wait until its kernels are loaded.
 
         Raises:
             CapabilityError: CuPy or nvCOMP are not installed, or do not fit this machine.
         """
+        engine = self._engine(device.index)
+        if device.index not in self._loaded:
+            from .cuda import wait_loaded
+
+            try:
+                wait_loaded(device.index)
+            except CapabilityError as error:
+                self._cuda.pop(device.index, None)
+                self._note_lack(error)
+                raise
+            self._loaded.add(device.index)
+        return engine
+
+    def _engine(self, device: int) -> CudaEngine:
         from .cuda import engine_for
 
         with self._lock:
-            if device.index not in self._cuda:
-                self._cuda[device.index] = engine_for(device.index, self.codec, self.cpu)
-            return self._cuda[device.index]
+            if device not in self._cuda:
+                self._cuda[device] = engine_for(device, self.codec, self.cpu)
+            return self._cuda[device]
+
+    def _note_lack(self, error: CapabilityError) -> None:
+        """Let CUDA tensors go through host memory from now on; say so once."""
+        if self._lacking is None and not self.required:
+            log.warning("CUDA tensors are compressed on the CPU: %s", error)
+        self._lacking = str(error)
+
+    def start_loading(self) -> None:
+        """Begin to load the kernels of every CUDA device on which torch has memory: the first save need not wait."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            for index in range(torch.cuda.device_count()):
+                if torch.cuda.memory_allocated(index):
+                    with suppress(CapabilityError):  # a save raises it, or goes on without
+                        self.on_device(torch.device("cuda", index))
 
     def for_ans(self) -> CudaEngine:
         """Return an engine that codes in ANS, on the current CUDA device.
@@ -92,6 +123,8 @@ class Engines:
     def on_device(self, device: torch.device) -> bool:
         """Return whether a device has an engine; if not, its tensors go through host memory.
 
+        It does not wait for kernels: `on` may still find that they cannot be loaded.
+
         Raises:
             CapabilityError: it has none, and the caller asked for the GPU.
         """
@@ -101,13 +134,12 @@ class Engines:
             return True
         if self._lacking is None:
             try:
-                self.on(device)
+                self._engine(device.index)
                 return True
             except CapabilityError as error:
+                self._note_lack(error)
                 if self.required:
                     raise
-                self._lacking = str(error)
-                log.warning("CUDA tensors are compressed on the CPU: %s", error)
         if self.required:
             raise CapabilityError(self._lacking)
         return False
@@ -119,6 +151,11 @@ class Engines:
         from .cuda import beside_captures
 
         return beside_captures()
+
+    def lift_limits(self, saver: object) -> None:
+        """Let other work have the device memory that a save was bound to; it may not have begun to encode."""
+        for engine in list(self._cuda.values()):
+            engine.limit(saver, None)
 
     def release_memory(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
         """Release unused device memory after a save (`saved`) or a restore; each buffer goes back to its engine."""

@@ -6,11 +6,12 @@ In: arguments of a save or a tag. Out: the values as records.py stores them, or 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import msgspec
 
 from ..errors import InvalidInputError
+from ..state.metrics import Read, begin_read
 from ..state.tree_encode import encode_plain
 from .keys import NAME
 from .records import MAX_FIELD_BYTES, MAX_STEP
@@ -51,17 +52,19 @@ def check_tags(names: Iterable[str]) -> list[str]:
     return _bounded("tags", sorted({check_tag(name) for name in names}), "remove some, or put them into the metadata")
 
 
-def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return `metrics` as str -> float, else raise InvalidInputError."""
+def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
+    """Return, by name, functions that give the metrics once they are computed, else raise InvalidInputError."""
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
+    names = dict.fromkeys(map(str, metrics), 0.0)  # every number takes as many bytes
+    _bounded("metrics", names, "keep those by which policies or people choose; save the others with the state")
     checked = {}
     for name, value in metrics.items():
         try:
-            checked[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidInputError(f"metric {name!r}: expected a number, got {type(value).__name__}") from error
-    return _bounded("metrics", checked, "keep those by which policies or people choose; save the others with the state")
+            checked[str(name)] = begin_read(value)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"metric {name!r}: {error}") from error
+    return checked
 
 
 def encode_metadata(metadata: Any) -> msgspec.Raw:

@@ -92,7 +92,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         run, step: its lineage, and its position there.
         seq: order of snapshots within the run, since clocks can be wrong.
         state: "committed", "aborted", "forgotten" or "swept".
-        parent: id of the snapshot that this process restored or last committed, in any run.
+        parent: id of the snapshot, of any run, that this one goes on from.
         bases: ids of the snapshots whose packs this one uses.
         created: seconds since the epoch, by the writer's clock.
         generation: 0, or the first base's generation plus one.
@@ -127,6 +127,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float = 0.0
     policy: str = ""
     reason: str = ""
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"
 
     @property
     def key(self) -> str:

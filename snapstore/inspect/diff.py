@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,10 +24,10 @@ from ..format.manifest import Manifest, TensorEntry
 from ..format.records import Snapshot
 from ..restore.pipeline import read_manifests, require_decoding, spec_of
 from ..state.arrays import as_float64
-from ..state.containers import CONTAINERS, Path, children, display
-from ..state.tensors import Slot, StoredPart
-from ..state.tree_decode import decode
+from ..state.containers import Path, display
 from ..state.tree_encode import encode_plain
+from ..text import brief
+from .plain_values import Chained, decode_tree, dotted, plain_values, show_value
 
 #: Two tensors are compared in pieces of this size.
 COMPARED_BYTES = 1024 * 1024
@@ -61,6 +60,8 @@ class DiffResult:
     b: Snapshot
     tensors: list[TensorDiff]
     plain: list[tuple[str, str, str]]
+
+    __repr__ = brief
 
 
 _Located = tuple[Manifest, TensorEntry]
@@ -204,45 +205,17 @@ def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[
 
 def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
-    before, after = dict(_plain(_tree(a), None)), dict(_plain(_tree(b), None))
+    before, after = _packed(a), _packed(b)
     paths = [*before, *(path for path in after if path not in before)]
     gone = (b"", "")
     return [
-        (_dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
+        (dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
         for p in paths
         if before.get(p, gone)[0] != after.get(p, gone)[0]
     ]
 
 
-def _tree(manifests: Sequence[Manifest]) -> Any:
-    return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
-
-
-#: A path as (path of the parent, element), so that the paths of a tree share memory.
-_Chained = tuple[Any, str | int] | None
-
-
-def _plain(tree: Any, path: _Chained) -> Iterator[tuple[_Chained, tuple[bytes, str]]]:
-    """Yield (path, (packed, shown)) of every plain leaf; a long `shown` is cut."""
-    if type(tree) in CONTAINERS and tree:
-        for element, _, child in children(tree):
-            yield from _plain(child, (path, element))
-    elif not isinstance(tree, Slot):
-        try:
-            text = repr(tree)
-        except ValueError:  # an int of more than 4,300 digits
-            text = f"<{type(tree).__name__}>"
-        yield path, (msgspec.msgpack.encode(encode_plain(tree)), _cut(text))
-
-
-def _dotted(path: _Chained) -> str:
-    """Return the dotted path; long keys and long paths are cut."""
-    elements: list[str] = []
-    while path is not None:
-        path, element = path
-        elements.append(_cut(str(element)))
-    return _cut(".".join(reversed(elements)), 1000)
-
-
-def _cut(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _packed(manifests: Sequence[Manifest]) -> dict[Chained, tuple[bytes, str]]:
+    """Return (packed, shown) of every plain value, by path."""
+    values = plain_values(decode_tree(manifests))
+    return {path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for path, value in values}

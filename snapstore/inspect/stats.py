@@ -18,6 +18,7 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..protocol.quarantine import in_quarantine
 from ..restore.pipeline import spec_of
+from ..text import brief
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class StatsResult:
     base_only_bytes: int = 0
     unneeded_bytes: int = 0
     depths: dict[int, int] = field(default_factory=dict)
+
+    __repr__ = brief
 
     @property
     def ratio(self) -> float:

@@ -14,6 +14,7 @@ from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
 from ..format.argument_checks import check_name
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..text import brief
 from . import revisions
 from .quarantine import in_need_of_quarantined
 
@@ -30,6 +31,8 @@ class ForgetResult:
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
+
+    __repr__ = brief
 
 
 def forget(
@@ -84,7 +87,7 @@ def unforget(context: Context, ref: str) -> Snapshot:
     view = context.index.refresh()
     snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
     forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
-    if snapshot.state != FORGOTTEN and forgotten and not ref.startswith("id:"):
+    if snapshot.state != FORGOTTEN and forgotten and "@" in ref:  # an id names one snapshot
         snapshot = forgotten[-1]
     if snapshot.state == COMMITTED:
         raise InvalidInputError(f"{ref}: is not forgotten")

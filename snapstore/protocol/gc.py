@@ -40,7 +40,7 @@ from ..errors import (
 from ..format import records
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
 from ..storage.base import ObjectStore
-from ..text import counted, some, strip_hint
+from ..text import brief, counted, some, strip_hint
 from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
 from .quarantine import in_quarantine, remove_notes_of_swept
@@ -71,6 +71,8 @@ class GcResult:
     waiting_for: list[str] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
     dry_run: bool = False
+
+    __repr__ = brief
 
 
 def collect(

@@ -11,9 +11,11 @@ is random and no record is ever deleted.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..catalog.read_twice import exists
 from ..context import Context
@@ -23,6 +25,29 @@ from ..format.records import Config
 from ..storage.base import ObjectStore
 
 log = logging.getLogger("snapstore")
+
+
+class _Opened(Protocol):
+    """An open repository."""
+
+    context: Context
+
+
+R = TypeVar("R", bound=_Opened)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def pinned(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """Run a verb that writes or deletes only while the store is still the repository that was opened."""
+
+    @functools.wraps(verb)
+    def call(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        context = self.context
+        with context.store.pinned() if context.config_problem else confirmed(context):
+            return verb(self, *args, **kwargs)
+
+    return call
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Session(Claim):
 
     Attributes:
         id: of the snapshot to commit.
-        parent: lineage: the snapshot that this process restored or last committed.
+        parent: id of the snapshot that this one goes on from; None: the newest of the run.
         usable_bases: the snapshots that this save may reference, best first.
     """
 

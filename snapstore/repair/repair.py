@@ -63,7 +63,7 @@ from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quaran
 from ..protocol import gc, liveness, revisions
 from ..text import strip_hint
 from .heal import Healer
-from .report import Action, RepairResult
+from .report import RepairAction, RepairResult
 
 log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)
@@ -174,7 +174,7 @@ class _Repair:
                 self._report.open.append(f"{message}: another process was first, repair again: {strip_hint(error)}")
                 return False
             log.info("repair: %s", message)
-        self._report.actions.append(Action(kind, key, message))
+        self._report.actions.append(RepairAction(kind, key, message))
         return True
 
     def _replace(self, key: str, value: Config) -> None:
@@ -397,14 +397,15 @@ class _Repair:
                 )
                 if done.lost or snapshot.id in lost:
                     message += "; it stays lost, but its intact chunks no longer need the damaged packs"
-                report.actions.append(Action("heal", done.snapshot.key, message))
+                report.actions.append(RepairAction("heal", done.snapshot.key, message))
                 log.info("repair: %s", message)
             if done.lost:
                 lost.setdefault(snapshot.id, (done.snapshot, f"{snapshot.ref}: {done.lost}"))
             self._repaired.add(snapshot.id)
         for name in suffered.keys() & ruling.keys() - self._repaired:  # no step repaired its problem
             lost.setdefault(name, (ruling[name], suffered[name].message))
-        report.lost = [lost[name] for name in sorted(lost)]
+        # A record that cannot be read tells no sequence number, but its key tells the step.
+        report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from ..check.report import CheckResult
 from ..format.records import FORGOTTEN, Snapshot
+from ..text import brief
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class RepairAction:
     """One change that a repair made, or would make.
 
     Attributes:
@@ -41,12 +42,14 @@ class RepairResult:
 
     found: CheckResult
     applied: bool
-    actions: list[Action] = field(default_factory=list)
+    actions: list[RepairAction] = field(default_factory=list)
     healed: list[Snapshot] = field(default_factory=list)
     lost: list[tuple[Snapshot, str]] = field(default_factory=list)
     dropped: list[Snapshot] = field(default_factory=list)
     helps: dict[str, str] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
+
+    __repr__ = brief
 
     @property
     def left(self) -> list[Snapshot]:

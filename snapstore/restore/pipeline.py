@@ -16,12 +16,20 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError, out_of_memory
+from ..errors import (
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    SnapstoreError,
+    UnknownFormatError,
+    out_of_memory,
+)
 from ..format import chunking, manifest
 from ..format.chunk_table import ChunkTable
 from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
+from ..state.restore_buffers import RestoreBuffers
 from ..state.restore_plan import RestorePlan
 from ..state.selection import parts_needed
 from ..state.tensors import StoredPart, TensorSpec
@@ -48,13 +56,22 @@ def read(
             ):
                 return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
         except (IntegrityError, FormatError) as error:
-            view = context.index.refresh()
-            ruling = view.get(snapshot.id)
-            if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
-                raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
-            # It was rewritten while we read, and a gc has deleted its old packs; or it was deleted itself, and the
-            # reference means another snapshot now.
-            snapshot = ruling if ruling.state != SWEPT else view.resolve(ref)
+            ruling = ruling_now(context, snapshot, error)
+            # If it was deleted, the reference means another snapshot now.
+            snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
+
+
+def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> Snapshot:
+    """Return what rules a snapshot whose reading failed: it was rewritten or deleted meanwhile, and a gc has deleted
+    its old packs.
+
+    Raises:
+        The error again, with the snapshot's name: it rules as it was read, so it is damaged.
+    """
+    ruling = context.index.refresh().get(snapshot.id)
+    if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
+        raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
+    return ruling
 
 
 def read_into(context: Context, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
@@ -75,13 +92,13 @@ def restore(
     """Return the state of a snapshot, or `into` filled with it.
 
     Raises:
-        InvalidInputError: `into` does not fit; every difference is listed, and nothing was written.
+        InvalidInputError: `into` does not fit; the differences are named part by part, and nothing was written.
         CapabilityError: `device` is a CUDA device that is not there; or the state does not fit into memory, or takes
             more decoding than its stored bytes explain. Nothing was written.
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
     manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
-    parts = [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
+    parts = stored_parts(manifests)
     target = RestorePlan(parts, into=into, keys=keys, device=device, on_device=context.engines.on_device)
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
         require_device(device)
@@ -90,9 +107,9 @@ def restore(
     require_decoding(context.store, chosen, f"{snapshot.ref}: restoring")
     pending: list[tuple[int, int, int]] = []  # (part, tensor, chunks left), in order
     try:
-        for done in ChunkReader(context).rebuild(_wanted(manifests, parts, target, pending)):
-            _complete(target, pending, done)
-        _complete(target, pending, 0)
+        for done in ChunkReader(context).rebuild(wanted(manifests, target.selected, target, pending)):
+            complete(target, pending, done)
+        complete(target, pending, 0)
     finally:
         context.engines.release_memory()
     return target.finish()
@@ -107,6 +124,11 @@ def read_manifests(
     for m in manifests:
         check_layouts(m, part_name(m.header.part))
     return manifests
+
+
+def stored_parts(manifests: Sequence[Manifest]) -> list[StoredPart]:
+    """Return the parts that manifests store."""
+    return [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
@@ -163,12 +185,20 @@ def decoded_bytes(table: ChunkTable, box: Box) -> int:
     return int((table.lengths[rows].astype(np.int64) * table.ref_counts[rows]).sum())
 
 
-def _wanted(
-    manifests: Sequence[Manifest], parts: Sequence[StoredPart], target: RestorePlan, pending: list[tuple[int, int, int]]
+def wanted(
+    manifests: Sequence[Manifest],
+    selected: Sequence[tuple[int, int]],
+    target: RestorePlan | RestoreBuffers,
+    pending: list[tuple[int, int, int]],
 ) -> Iterator[Wanted]:
-    """Yield every chunk of the selected tensors, in stored order; a tensor's memory is taken when it is reached."""
-    packs = [m.header.pack_names for m in manifests]
-    for part, index in target.selected:
+    """Yield every chunk of the selected tensors, in stored order; a tensor's memory is taken when it is reached.
+
+    Args:
+        selected: (position of the manifest, index) of each tensor.
+        pending: gets (manifest, tensor, chunks) of each tensor that is reached, for `complete`.
+    """
+    packs = {part: manifests[part].header.pack_names for part in {part for part, _ in selected}}
+    for part, index in selected:
         m = manifests[part]
         entry = m.tensors[index]
         buffer = target.buffer(part, index)
@@ -182,7 +212,7 @@ def _wanted(
         yield Wanted(m.table, packs[part], rows, buffer, starts)
 
 
-def _complete(target: RestorePlan, pending: list[tuple[int, int, int]], done: int) -> None:
+def complete(target: RestorePlan | RestoreBuffers, pending: list[tuple[int, int, int]], done: int) -> None:
     """Complete the tensors whose last chunk is among the next `done` chunks."""
     while pending:
         part, index, left = pending[0]

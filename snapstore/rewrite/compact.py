@@ -36,6 +36,7 @@ from ..format.pack import ENTRY
 from ..format.records import COMMITTED, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
+from ..text import brief
 from .base import Part, Target, Work, moved, target_of
 from .blob_rewriting import BlobRewriting
 from .chunk_encoder import Job, Reencoder, kinds_of
@@ -72,6 +73,8 @@ class CompactResult:
     bytes_before: int = 0
     bytes_after: int = 0
     dry_run: bool = False
+
+    __repr__ = brief
 
     @property
     def freed_bytes(self) -> int:

@@ -18,7 +18,7 @@ from ..format.blob import XOR
 from ..format.delta_chain import Chain, chains_of
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
-from ..save.bases import Base, Bases
+from ..save.bases import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import LiveBlobs
 
@@ -85,7 +85,7 @@ class Neighbours:
             return {}
         at = np.full(len(m.table), -1, np.int64)
         for entry in m.tensors:
-            first, _ = bases.first_row((m.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape)))
+            first, _ = bases.first_row(place_of(entry.path, entry.dtype, entry.shape))
             for box in entry.boxes if first >= 0 and len(entry.boxes) == 1 else ():
                 at[box.first_chunk : box.first_chunk + box.chunks] = first + np.arange(box.chunks)
         rows = rows[(at[rows] >= 0) & (at[rows] < len(bases.table))]  # a damaged manifest may hold fewer

@@ -28,6 +28,7 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import Encoded
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+from ..text import brief
 from ..threads import Threads
 from .base import Part, Target, Work, places_of
 from .blob_rewriting import BlobRewriting
@@ -59,6 +60,8 @@ class RecodeResult:
     bytes_before: int = 0
     bytes_after: int = 0
     dry_run: bool = False
+
+    __repr__ = brief
 
 
 def recode(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,17 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.records import MAX_COUNTED, Snapshot
 from ..protocol.session import Session
+from ..state.containers import display
 from ..storage.base import ObjectStore
 
 log = logging.getLogger("snapstore")
 
-Place = tuple[str, tuple[str | int, ...], str, tuple[int, ...]]  # part, path, dtype, shape
+Place = tuple[str, str, tuple[int, ...]]  # dotted path, dtype, shape
+
+
+def place_of(path: Iterable[str | int], dtype: str, shape: Iterable[int]) -> Place:
+    """Return where a tensor lies in its state; a state saved from an iterator has the places of the nested one."""
+    return display(path), dtype, tuple(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,8 +71,8 @@ class Bases:
             for m in base.manifests:
                 tables.append(self._adopt(m, known))
                 for entry in m.tensors:
-                    place = (m.header.part, tuple(entry.path), entry.dtype, tuple(entry.shape))
                     if len(entry.boxes) == 1:
+                        place = place_of(entry.path, entry.dtype, entry.shape)
                         self._places.setdefault(place, (rows + entry.boxes[0].first_chunk, i == 0))
                 rows += len(m.table)
         self.table = ChunkTable.concatenate(tables)

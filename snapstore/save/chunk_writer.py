@@ -27,7 +27,7 @@ from ..format.pack import Encoded
 from ..protocol.session import Session
 from ..state.arrays import Memory
 from ..state.held_array import changed
-from .bases import Bases
+from .bases import Bases, place_of
 from .inputs import TensorInput
 
 #: Packs put at once when an engine fills them faster than one core hashes them.
@@ -165,7 +165,10 @@ class ChunkWriter:
         """
         spec, data = tensor.spec, tensor.data(self._engines.memory_of)
         self._use(self._engines.of(data))
-        place = (tensor.key[0], spec.path, spec.dtype, spec.shape)
+        if self._runs and (self._runs[0].tensor.copy is None) != (tensor.copy is None):  # a batch is of one kind
+            self._flush()
+            self._advance()
+        place = place_of(spec.path, spec.dtype, spec.shape)
         candidate, is_first_base = self.bases.first_row(place) if tensor.may_delta else (-1, False)
         base = tensor.base if is_first_base and candidate >= 0 else None
         if base is not None and (len(base) < spec.nbytes or self._engines.of(base) is not self._engine):
@@ -185,14 +188,14 @@ class ChunkWriter:
                 self._flush()
                 self._advance()
         self.rows += total
+        if tensor.lent:
+            self._finish_batches()
+            self._verifier.finish()  # it may hold the memory
         return total
 
     def end_part(self) -> None:
         """Put everything of the part into its packs."""
-        self._flush()
-        self._advance(hashing=0)
-        while self._encoding:
-            self._drain()
+        self._finish_batches()
         self.packs.seal()
 
     def finish(self) -> None:
@@ -243,6 +246,13 @@ class ChunkWriter:
             depth = self._encoding[-1].engine.depth
             while len(self._encoding) > depth:
                 self._drain()
+
+    def _finish_batches(self) -> None:
+        """Put everything that was added into packs; nothing reads the memory of an input any more."""
+        self._flush()
+        self._advance(hashing=0)
+        while self._encoding:
+            self._drain()
 
     def _encode(self) -> None:
         """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""

@@ -9,9 +9,9 @@ Invariant: a save owns its inputs, and one thread at a time uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ..format.argument_checks import check_metrics, check_name, check_step, chec
 from ..state.arrays import Memory
 from ..state.flatten import Part
 from ..state.held_array import Held
+from ..state.metrics import Read
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
 
@@ -45,24 +46,28 @@ class SaveRequest:
     step: int
     parent: str | None = None
     bases: Sequence[str] = ()
-    metrics: Mapping[str, float] | None = None
+    metrics: InitVar[Mapping[str, SupportsFloat] | None] = None
     metadata: Any = None
     tags: Sequence[str] = ()
     full: bool = False
     started: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
     metadata_node: msgspec.Raw = field(init=False)
+    _metrics: dict[str, Read] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
             if isinstance(given, str):
                 raise InvalidInputError(f"{name} {given!r}: expected a list of str, got one str")
         self.step = check_step(self.step)
         self.tags = check_tags(self.tags)
-        self.metrics = check_metrics(self.metrics or {})
+        self._metrics = check_metrics(metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
-        self.full = self.full or bool(self.tags)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics; wait until devices have computed them."""
+        return {name: read() for name, read in self._metrics.items()}
 
     def resolve(self, context: Context, lineage: Lineage) -> None:
         """Replace the references of parent and bases by ids; without a parent, take the one that the lineage knows.
@@ -87,6 +92,7 @@ class TensorInput:
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
         base: its bytes in the prior snapshot, (nbytes,) uint8, if they are cached.
         keep_in: where its bytes go once `base` is no longer needed, (nbytes,) uint8, or None. It may be `base`.
+        lent: whether the caller may change or free the memory as soon as the chunk writer has added the tensor.
         may_delta: whether deltas are tried.
         bases_tried, deltas_stored: how many of its chunks had a base, and how many became deltas.
     """
@@ -97,6 +103,7 @@ class TensorInput:
     copy: Memory | None = None
     base: Memory | None = None
     keep_in: Bytes | None = None
+    lent: bool = False
     may_delta: bool = True
     bases_tried: int = 0
     deltas_stored: int = 0
@@ -128,11 +135,17 @@ class TensorInput:
 
 @dataclass(slots=True, eq=False)
 class PartInput:
-    """One part of a state on its way to the store; see `state.flatten.Part`."""
+    """One part of a state on its way to the store; see `state.flatten.Part`.
+
+    Attributes:
+        tensors: in order. Those of an iterator (streaming.py) are made one at a time; `tree` is complete after them.
+        once: whether `tensors` can be gone through only once.
+    """
 
     name: str
     tree: Node
-    tensors: list[TensorInput]
+    tensors: Iterable[TensorInput]
+    once: bool = False
 
 
 def inputs_of(parts: Sequence[Part]) -> list[PartInput]:

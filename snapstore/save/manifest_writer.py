@@ -67,6 +67,7 @@ def write(context: Context, session: Session, inputs: Sequence[PartInput], bases
             layouts.append(_Layout(first_row=chunks.rows))
             chunks.begin_part(part.name)
             for number, tensor in enumerate(part.tensors):
+                session.heartbeat()
                 if tensor.spec.nbytes >= INLINE_BYTES:
                     layouts[-1].append(tensor.spec, chunks.add(tensor, number), b"")
                 else:
@@ -84,6 +85,7 @@ class _Layout:
     inline: bytearray = field(default_factory=bytearray)
     first_row: int = 0
     rows: int = 0
+    logical_bytes: int = 0
 
     def append(self, spec: TensorSpec, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor that lies in so many chunks, or inline."""
@@ -92,6 +94,7 @@ class _Layout:
         form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
         self.entries.append(TensorEntry(*form, spec.requires_grad, spec.tie, boxes, place))
         self.rows += chunks
+        self.logical_bytes += spec.nbytes
         self.inline += inline
 
 
@@ -122,7 +125,6 @@ def _write_manifests(
     puts = []
     for sequence, (part, layout) in enumerate(zip(inputs, layouts, strict=True)):
         table, packs, sizes = _table(chunks, rows, layout)
-        logical_bytes = sum(tensor.spec.nbytes for tensor in part.tensors)
         contents = manifest.ManifestContents(
             save_id=bytes.fromhex(session.id),
             rank=0,
@@ -136,7 +138,7 @@ def _write_manifests(
             table=table,
             packs=packs,
             pack_sizes=sizes,
-            logical_bytes=logical_bytes,
+            logical_bytes=layout.logical_bytes,
         )
         data = manifest.encode(contents)
         ref = manifest.ref_of(data)
@@ -145,7 +147,7 @@ def _write_manifests(
         written.manifests.append(ref)
         written.headers[ref.sha256] = manifest.header_bytes(data)
         written.in_memory.append(manifest.decode(data, ref.key))
-        written.logical_bytes += logical_bytes
+        written.logical_bytes += layout.logical_bytes
         written.stored_bytes += len(data)
         written.depth = max(written.depth, int(table.depths.max(initial=0)))
     for wait in puts:

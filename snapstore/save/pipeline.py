@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from ..context import Context
-from ..errors import SnapstoreError, out_of_memory
+from ..errors import IntegrityError, SnapstoreError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import Session
@@ -27,32 +28,37 @@ log = logging.getLogger("snapstore")
 
 
 def save(
-    context: Context, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging
+    context: Context, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging | None
 ) -> Snapshot:
     """Store a state and commit it.
 
     Args:
         lineage: gives the manifests of the run's last save, and takes those of this one.
         inputs: what `staging.copy` gave; or `inputs_of`: then the caller waits, and its own memory is read.
+        staging: None: no bytes are kept as the next base; always so for the inputs of an iterator.
 
     Raises:
         InvalidInputError: an array was changed meanwhile. Nothing was committed; so it is with every error.
         StorageError: the store failed.
         ConflictError: a gc has expired this save; save again.
+        Anything that the iterator raises.
     """
     before = context.index.refresh() if request.tags else None
     advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-    with staging.saving():
+    with staging.saving(inputs) if staging else nullcontext():
         with (
             out_of_memory("save", advice),
             Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
         ):
             bases, written = load_bases(context, session, lineage.cached_manifests()), None
             while written is None:
-                staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
+                if staging:
+                    staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
                 try:
                     written = write(context, session, inputs, bases, full=request.full)
                 except BaseDamagedError as damage:
+                    if any(part.once for part in inputs):
+                        raise _cannot_repeat(damage) from damage
                     log.warning(
                         "run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage
                     )
@@ -60,7 +66,8 @@ def save(
             if context.options.verify_writes == "full":
                 session.confirm(written.sizes)
             snapshot = _commit(session, request, bases, written)
-        staging.keep_as_base(inputs, snapshot.id)
+        if staging:
+            staging.keep_as_base(inputs, snapshot.id)
     context.index.add(snapshot, written.headers)
     lineage.note_saved(snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)})
     log.info(
@@ -81,6 +88,15 @@ def save(
         return snapshot
 
 
+def _cannot_repeat(damage: BaseDamagedError) -> SnapstoreError:
+    """Return the error of a save from an iterator that would have to start again without bases."""
+    cause = damage.__cause__
+    return (type(cause) if isinstance(cause, SnapstoreError) else IntegrityError)(
+        f"a base of this save cannot be read: {damage}; nothing was committed, and the iterator cannot be read again; "
+        "repair the base ('snapstore repair'), or save with full=True; either way pass a new iterator"
+    )
+
+
 def _commit(session: Session, request: SaveRequest, bases: Bases, written: Written) -> Snapshot:
     """Create the record."""
     total_s = time.monotonic() - request.started
@@ -88,7 +104,7 @@ def _commit(session: Session, request: SaveRequest, bases: Bases, written: Writt
         bases=bases.ids,
         manifests=written.manifests,
         tags=request.tags,
-        metrics=request.metrics,
+        metrics=request.read_metrics(),
         metadata_node=request.metadata_node,
         created=time.time(),
         generation=bases.generation,

@@ -11,20 +11,24 @@ Without an engine for the device they are copied through host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..arrays import Bytes
 from ..engine.registry import Engines
-from ..errors import InvalidInputError, out_of_memory
+from ..errors import CapabilityError, InvalidInputError, out_of_memory
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
-from ..state.flatten import Part
+from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
+from ..state.structure import DifferentStructureError
 from .inputs import Key, PartInput, TensorInput, inputs_of
+from .known_state import KnownState
 
 if TYPE_CHECKING:
     from ..engine.cuda.staging import DeviceStaging
@@ -54,9 +58,9 @@ class Buffers(dict[Key, Memory]):
 class Staging:
     """The buffers of one SnapshotManager. One save at a time uses them, in this order:
 
-        inputs = staging.copy(parts)            asynchronous: in the caller's thread, which then goes on;
-        inputs = inputs_of(parts)               or synchronous: the caller waits, and its own memory is read
-        with staging.saving():                  waits until the copies are complete
+        inputs = staging.copy_state(state)()    asynchronous: the call in the caller's thread, the rest behind it;
+        inputs = inputs_of(flatten(state))      or synchronous: the caller waits, and its own memory is read
+        with staging.saving(inputs):            waits until the copies are complete
             staging.use_base(inputs, id)        lends the bytes of snapshot `id`, if they are the ones kept here
             ...                                 the inputs are written, and committed
             staging.keep_as_base(inputs, id)    their bytes are what the next save deltas against
@@ -77,11 +81,38 @@ class Staging:
         self._base_id: str | None = None
         self._delta_rejected: dict[Key, int] = {}  # -> saves until it is tried again
         self._devices: DeviceStaging | None = None
+        self._known: KnownState | None = None  # the structure of the last state
 
     def on_device(self, value: Any) -> bool:
         """Return whether a value is a tensor on a device that has an engine."""
-        device: Any = getattr(value, "device", None)  # NumPy arrays have one as well: the str "cpu"
+        return self._has_engine(getattr(value, "device", None))
+
+    def _has_engine(self, device: Any) -> bool:
+        """Return whether a device has an engine. NumPy arrays have the device "cpu", a str; values may have none."""
         return getattr(device, "type", "cpu") != "cpu" and self._engines.on_device(device)
+
+    def copy_state(self, state: Any) -> Callable[[], list[PartInput]]:
+        """Flatten a state and copy it; a state with the structure of the last one is recognised, which is faster.
+
+        Returns:
+            A function that gives the inputs: it takes time, and can be called in the background.
+
+        Raises:
+            UnsupportedLeafError, InvalidInputError: see `flatten` and `copy`.
+        """
+        known, self._known = self._known, None  # an interrupt leaves none
+        if known is not None:
+            try:
+                inputs = self._copy_known(known, state)
+                self._known = known
+                return inputs
+            except DifferentStructureError:
+                self.release_copies()
+        parts, structure = flatten_and_learn(state)
+        copied = self.copy(parts)
+        if structure is not None:
+            self._known = KnownState(structure, copied, self._has_engine)
+        return lambda: copied
 
     def copy(self, parts: Sequence[Part], inline_below: int = INLINE_BYTES) -> list[PartInput]:
         """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
@@ -95,49 +126,120 @@ class Staging:
         inputs = inputs_of(parts)
         if self._spare:
             self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
+        with self._copying():
+            on_devices: dict[Any, list[tuple[TensorInput, Held]]] = defaultdict(list)
+            for tensor in _tensors(inputs):
+                held = tensor.array
+                assert held is not None
+                if tensor.spec.nbytes and self.on_device(held.value):
+                    on_devices[held.value.device].append((tensor, held))
+                else:
+                    tensor.copy, tensor.array = self._copy_to_host(tensor.key, held, inline_below), None
+            for device, tensors in on_devices.items():
+                self._copy_on_device(device, tensors, inline_below)
+        return inputs
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Let go of copies on devices if the caller's memory cannot be copied."""
         try:
             with out_of_memory("save", "nothing was committed; free memory, or save with async_save=False"):
-                self._copy(inputs, inline_below)
+                yield
         except BaseException:
             self.release_copies()
             raise
-        return inputs
 
-    def _copy(self, inputs: Sequence[PartInput], inline_below: int) -> None:
-        on_devices: list[tuple[TensorInput, Held]] = []
-        for tensor in _tensors(inputs):
-            held, nbytes = tensor.array, tensor.spec.nbytes
-            assert held is not None
-            if nbytes and self.on_device(held.value):
-                on_devices.append((tensor, held))
-                continue
-            room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(tensor.key, nbytes)
-            held.copy_into(room)
-            tensor.copy, tensor.array = room, None
-        if on_devices:
-            self._copy_on_devices(on_devices, inline_below)
+    def _copy_to_host(self, key: Key, held: Held, inline_below: int) -> Bytes:
+        nbytes = held.spec.nbytes
+        room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(key, nbytes)
+        held.copy_into(room)
+        return room
 
-    def _copy_on_devices(self, tensors: Sequence[tuple[TensorInput, Held]], inline_below: int) -> None:
+    def _copy_on_device(self, device: Any, tensors: list[tuple[TensorInput, Held]], inline_below: int) -> None:
+        from ..engine.cuda.staging import Sources
+
+        keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
+        sources = Sources(device, keys, [held.take() for _, held in tensors], np.array(nbytes, np.int64))
+        memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, inline_below)
+        for (tensor, held), memory in zip(tensors, memories(), strict=True):
+            held.confirm()
+            tensor.copy, tensor.array = memory, None
+
+    def _on_devices(self) -> DeviceStaging:
         if self._devices is None:
             from ..engine.cuda.staging import DeviceStaging
 
             self._devices = DeviceStaging(self._engines, self._mode, twice=self._keep_base)
-        items = [(tensor.key, held.take(), tensor.spec.nbytes) for tensor, held in tensors]
-        memories = self._devices.copy(items, self._spare, self._base, self._delta_rejected, inline_below)
-        for (tensor, held), memory in zip(tensors, memories, strict=True):
-            held.confirm()
-            tensor.copy, tensor.array = memory, None
+        return self._devices
+
+    def _copy_known(self, known: KnownState, state: Any) -> Callable[[], list[PartInput]]:
+        """Copy a state that is recognised.
+
+        Raises:
+            DifferentStructureError: it is not; copies may have begun.
+        """
+        match = known.structure.match(state)
+        copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
+        with self._copying():
+            for device, group in known.on_devices.items():
+                sources = group.sources(device, match)
+                memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
+                copies.append((group.rows, memories))
+            copies.append((known.small.rows, known.small.copy_small(match)))
+            match.confirm()
+            specs = [known.structure.specs[row] for row in known.others.rows]
+            others = zip(known.others.rows, map(Held, known.others.tensors(match), specs), strict=True)
+            for row, held in (*others, *match.others):
+                copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
+        return partial(known.inputs, match, copies)
+
+    def prepare(self, inputs: Sequence[PartInput]) -> None:
+        """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
+        on_devices: dict[Any, list[TensorInput]] = defaultdict(list)
+        for tensor in _tensors(inputs):
+            assert tensor.array is not None
+            if tensor.spec.nbytes and self.on_device(tensor.array.value):
+                on_devices[tensor.array.value.device].append(tensor)
+            elif tensor.spec.nbytes >= INLINE_BYTES:
+                self._spare.room(tensor.key, tensor.spec.nbytes).fill(0)
+        for device, tensors in on_devices.items():
+            from ..engine.cuda.staging import Sources
+
+            nbytes = np.array([tensor.spec.nbytes for tensor in tensors], np.int64)
+            sources = Sources(device, [tensor.key for tensor in tensors], (), nbytes)
+            self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
+
+    def prepare_next(self) -> None:
+        """Lock host memory for the next save, after the first ones: it takes longer than the copies."""
+        if self._devices is not None:
+            self._devices.prepare_next(self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, inputs: Sequence[PartInput]) -> Iterator[None]:
         """Wait until the last copies are complete; let go of those on devices if the save fails."""
         try:
             if self._devices is not None:
-                self._devices.wait_copied(self._spare, self._base)
+                try:
+                    self._devices.wait_copied(self._spare, self._base)
+                except CapabilityError:  # its kernels cannot be loaded
+                    if self._engines.required:
+                        raise
+                    self._move_to_host(inputs)
             yield
         except BaseException:
             self.release_copies()
             raise
+
+    def _move_to_host(self, inputs: Sequence[PartInput]) -> None:
+        """Bring copies down from devices that turn out to have no engine."""
+        for tensor in _tensors(inputs):
+            memory = tensor.copy
+            if memory is not None and not isinstance(memory, np.ndarray):
+                on_host = memory.array if hasattr(memory, "array") else memory.cpu().numpy()
+                tensor.copy = on_host[: tensor.spec.nbytes]
+        self.release_copies()
+        self._devices, self._known = None, None
+        self._spare, self._base, self._base_id = Buffers(), Buffers(), None
 
     def use_base(self, inputs: Sequence[PartInput], snapshot_id: str | None) -> None:
         """Lend each tensor its bytes in snapshot `snapshot_id`, if those are kept here, and say where its own go."""
@@ -160,6 +262,12 @@ class Staging:
         self._delta_rejected = {key: left - 1 for key, left in self._delta_rejected.items() if left > 1}
         rejected = [tensor.key for tensor in _tensors(inputs) if tensor.delta_rejected]
         self._delta_rejected.update(dict.fromkeys(rejected, RETRY_AFTER_SAVES))
+        if self._devices is not None and self._delta_rejected:
+            nbytes: dict[Any, dict[Key, int]] = defaultdict(dict)
+            for tensor in _tensors(inputs):
+                if tensor.key in self._delta_rejected and not isinstance(tensor.copy, np.ndarray | None):
+                    nbytes[tensor.copy.device][tensor.key] = tensor.spec.nbytes
+            self._devices.lay_apart(nbytes)
         if self._keep_base and _are_copies(inputs):
             self._base, self._spare = self._spare, self._base
             for key in self._delta_rejected.keys() & self._base.keys():
@@ -174,7 +282,7 @@ class Staging:
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._base, self._spare, self._base_id = Buffers(), Buffers(), None
+        self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
 
 
 def _tensors(inputs: Sequence[PartInput]) -> Iterator[TensorInput]:

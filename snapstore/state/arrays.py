@@ -64,17 +64,14 @@ def _describe_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
 
 
 def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
-    kind, dtype, problem = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
+    kind, dtype, problem, advice = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
     if problem is None:
         if value.is_meta:
             problem = "meta tensor, which has no values,"
         elif not _is_whole(value):
             problem = "tensor whose storage was freed, or cut short,"
     if problem:
-        raise UnsupportedLeafError(
-            f"{problem} has no stored form: convert it to a dense torch.Tensor, or wrap it in an object with "
-            "state_dict/load_state_dict"
-        )
+        raise UnsupportedLeafError(f"{problem} has no stored form: {advice}")
     return kind, dtype
 
 
@@ -86,19 +83,32 @@ def _is_whole(value: torch.Tensor) -> bool:
     return not count or (value.storage_offset() + count) * value.dtype.itemsize <= value.untyped_storage().nbytes()
 
 
+_DTENSOR = (
+    "save tensor.full_tensor() on one rank (for a model: torch.distributed.checkpoint.state_dict.get_model_state_dict "
+    "with StateDictOptions(full_state_dict=True)), or tensor.to_local() in a run of each rank"
+)
+
+
 @cache  # a state has thousands of tensors of a few forms
-def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str, str | None]:
-    """Return (kind, dtype name, problem or None) of tensors of a type, dtype and layout."""
+def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str, str | None, str]:
+    """Return (kind, dtype name, problem or None, advice) of tensors of a type, dtype and layout."""
     import torch
 
     problem, name = None, _torch_name(dtype)
+    advice = "convert it to a dense torch.Tensor, or wrap it in an object with state_dict/load_state_dict"
     if form not in (torch.Tensor, torch.nn.Parameter):
         problem = f"tensor subclass {form.__module__}.{form.__qualname__}"
+        if any(base.__name__ == "DTensor" for base in form.__mro__):
+            problem, advice = "DTensor", _DTENSOR
     elif layout is not torch.strided:
         problem = f"{layout} tensor"
     elif name not in TORCH_DTYPES:
         problem = f"tensor of dtype {dtype}"
-    return "parameter" if form is torch.nn.Parameter else "tensor", name, problem
+        if name.startswith(("qint", "quint")):
+            advice = "pass tensor.dequantize(), or tensor.int_repr() beside its scale and zero point"
+        elif dtype.itemsize == 1:
+            advice = f"pass its bytes, tensor.view(torch.uint8); after a restore, restored.view({dtype}) is the tensor"
+    return "parameter" if form is torch.nn.Parameter else "tensor", name, problem, advice
 
 
 def dtype_name(value: Any) -> str:

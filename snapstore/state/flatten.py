@@ -30,6 +30,7 @@ from .arrays import address_of, describe, memory_key
 from .containers import CONTAINERS, Path, children
 from .held_array import Held
 from .stateful import is_stateful, state_of
+from .structure import DifferentStructureError, Structure
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
 
@@ -62,6 +63,21 @@ def flatten(state: Any) -> list[Part]:
     return _Flattener().parts(state)
 
 
+def flatten_and_learn(state: Any) -> tuple[list[Part], Structure | None]:
+    """Split a state into parts, and learn its structure, by which a later state can be recognised.
+
+    Returns:
+        The parts, as `flatten` gives them, and the structure, or None if the state has one that cannot be recognised.
+    """
+    flattener = _Flattener()
+    parts = flattener.parts(state)
+    names, trees, specs = zip(*((part.name, part.tree, part.specs) for part in parts), strict=True)
+    try:
+        return parts, Structure(state, flattener.states, names, trees, specs)
+    except DifferentStructureError:
+        return parts, None
+
+
 class _Flattener:
     """One walk over a state; `_part` is the part being filled."""
 
@@ -71,6 +87,7 @@ class _Flattener:
         self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory_key -> the same
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
+        self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
         self._encoder = Encoder(self._put, self._expand)
 
     def parts(self, state: Any) -> list[Part]:
@@ -85,6 +102,7 @@ class _Flattener:
             done = [self._fill("", partial(self._root, root, names))]
             done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
         self._encoder.raise_problems()
+        del self._encoder  # else the garbage collector alone would free the state's arrays
         return done
 
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
@@ -100,7 +118,10 @@ class _Flattener:
         return self._encoder.tagged(root, keys, nodes, ())
 
     def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
-        return (state_of(value, path),) if is_stateful(value) else None
+        if not is_stateful(value):
+            return None
+        state = self.states[id(value)] = state_of(value, path)
+        return (state,)
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else value

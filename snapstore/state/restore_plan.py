@@ -20,26 +20,31 @@ state; `buffer` and `complete` of different arrays may run on any threads.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from ..errors import InvalidInputError, SnapstoreError
 from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
+from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .restore_buffers import RestoreBuffers
 from .selection import Selection
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import decode
+from .tree_decode import decode, part_names
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
     import torch
 
-MAX_LINES = 50  # differences that one error lists
+_FILL_DTENSORS = (
+    "to fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
+    "model, state, options=StateDictOptions(full_state_dict=True))"
+)
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class RestorePlan:
     Args:
         parts: All parts, or with `keys` at least `parts_needed`.
         into: The state to fill; None builds a new state.
-        keys: Patterns (fnmatch, case-sensitive) over dotted paths; None selects everything.
+        keys: Names, or patterns (fnmatch, case-sensitive), over dotted paths; None selects everything.
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
@@ -74,8 +79,8 @@ class RestorePlan:
         selected: (position of the part, index) of every array to read, in the order of the manifests.
 
     Raises:
-        InvalidInputError: `into` differs from the snapshot; every difference is listed (up to 50).
-        NotFoundError: A pattern selects nothing.
+        InvalidInputError: `into` differs from the snapshot; the differences are counted by part, and up to 50 listed.
+        NotFoundError: A key selects nothing.
         FormatError: `flatten` cannot have made these trees.
     """
 
@@ -93,13 +98,14 @@ class RestorePlan:
                 "device: has no effect with `into`, whose tensors stay where they are; pass only one"
             )
         self._into = into
-        self._selection = Selection(keys)
+        self._selection, self._all_selected = Selection(keys), keys is None
         self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device)
-        self._differences: list[str] = []
+        self._differences = Differences()
+        self._differ = self._differences.add
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
         stored = decode(parts, partial=keys is not None)
-        self._selection.require_matches(stored)
+        self._selection.resolve(stored, part_names(parts))
         self._stored = self._selection.prune(stored, ()) if into is None else stored
         for path, leaf in leaves(stored, ()):
             if type(leaf) is Slot and self._selection.matches(path):
@@ -115,17 +121,10 @@ class RestorePlan:
         if replaced is not None:
             self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
         if self._differences:
-            more = len(self._differences) - MAX_LINES
-            lines = self._differences[:MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
             raise InvalidInputError(
-                "the snapshot does not fit `into`; nothing was changed:",
-                *(f"  {line}" for line in lines),
-                "restore without `into` to get all of it, or with `keys` to get what fits",
+                *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
             )
         self._buffers.find_overlaps()
-
-    def _differ(self, path: Path, text: str) -> None:
-        self._differences.append(f"{shown(path)}: {text}")
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan one place; return how to make its new value if the parent must replace it."""
@@ -151,7 +150,7 @@ class RestorePlan:
         """Note the leaves of `into` that `keys` selects and the snapshot lacks."""
         for leaf, _ in leaves(target, path):
             if self._selection.matches(leaf):
-                self._differ(leaf, "missing in the snapshot")
+                self._differ(leaf, IN_SNAPSHOT)
 
     def _plan_array(self, slot: Slot, target: Any, path: Path) -> None:
         spec = self._buffers.spec(slot)
@@ -184,16 +183,23 @@ class RestorePlan:
             return None
         present = {key: (element, child) for element, key, child in children(target)}
         replacements: dict[Any, Replace] = {}
+        absent: dict[str | int, Any] = {}
         for element, key, child in children(stored):
             if key in present:
                 replacement = self._plan(child, present.pop(key)[1], (*path, element))
                 if replacement is not None:
                     replacements[key] = replacement
             else:
-                for leaf, _ in leaves(child, (*path, element)):
-                    if self._selection.matches(leaf):
-                        self._differ(leaf, "missing in `into`")
-        for element, child in present.values():
+                absent[element] = child
+        extra = dict(present.values())
+        for element in self._plan_renamed(absent, extra, path, is_module=False):
+            absent.pop(element, None)
+            extra.pop(element, None)
+        for element, child in absent.items():
+            for leaf, _ in leaves(child, (*path, element)):
+                if self._selection.matches(leaf):
+                    self._differ(leaf, IN_INTO)
+        for element, child in extra.items():
             self._plan_missing(child, (*path, element))
         if type(target) is tuple and replacements:
             return lambda: tuple(replacements[i]() if i in replacements else old for i, old in enumerate(target))
@@ -213,10 +219,23 @@ class RestorePlan:
         self._loads.append(_Load(path, target, stored, build))
 
     def _compare_names(self, stored: Any, present: Any, path: Path) -> None:
-        for have, lack, side in ((stored, present, "`into`"), (present, stored, "the snapshot")):
-            for element, key, _ in children(have):
-                if key not in lack and self._selection.matches((*path, element)):
-                    self._differ((*path, element), f"missing in {side}")
+        absent = [element for element, key, _ in children(stored) if key not in present]
+        extra = [element for element, key, _ in children(present) if key not in stored]
+        known = self._plan_renamed(absent, extra, path, is_module=True)
+        for names, text in ((absent, IN_INTO), (extra, IN_SNAPSHOT)):
+            for element in names:
+                if element not in known and self._selection.matches((*path, element)):
+                    self._differ((*path, element), text)
+
+    def _plan_renamed(
+        self, absent: Iterable[str | int], extra: Iterable[str | int], path: Path, *, is_module: bool
+    ) -> set[str]:
+        """Note the names that one side alone has because of a wrapper's prefix; return them."""
+        pairs = renamed(absent, extra)
+        names = {*pairs, *pairs.values()}
+        if any(self._selection.matches((*path, name)) for name in names):
+            self._differences.add_renamed(path, len(pairs), advice(pairs, path, is_module=is_module))
+        return names
 
     def _match(self, stored: Any, present: Any, path: Path) -> None:
         """Find arrays in an object's own state that can be filled directly."""
@@ -303,7 +322,8 @@ class RestorePlan:
         try:
             load.object.load_state_dict(state)
         except Exception as error:
-            raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}") from error
+            advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
+            raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}", *advice) from error
         if _is_plain(load.stored):
             return
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
@@ -320,6 +340,8 @@ class RestorePlan:
                 return
             spec = self._buffers.spec(stored)
             dtype = dtype_name(present)
+            if family(spec.kind) == "tensor" and isinstance(present, np.ndarray):  # a file for torch has no arrays
+                dtype = present.dtype.name
             if dtype != spec.dtype:
                 yield f"{shown(path)}: dtype: expected {spec.dtype}, got {dtype}"
             elif self._buffers.is_overlapping(stored):

@@ -1,47 +1,105 @@
-"""Selection by `keys`: patterns (fnmatch, case-sensitive) over dotted paths of leaves.
+"""Selection by `keys`: names, and patterns (fnmatch, case-sensitive), over dotted paths of leaves.
 
-In: patterns, and decoded trees or names of parts. Out: which leaves match, the selected part of a tree, and the parts
-that must be read for it. Without patterns everything is selected; a pattern that selects nothing is an error.
+In: keys, and decoded trees or names of parts. Out: which leaves match, the selected part of a tree, and the parts that
+must be read for it. Without keys everything is selected; a key that selects nothing is an error. A key that is a name
+in the snapshot selects that name, even with `*`, `?` or `[` in it. Any other key with one of these is a pattern.
 
 Invariants: `parts_needed` includes every part with a match. A `Selection` remembers containers by identity, so it is
-for one decoded tree, which must outlive it, and for one thread.
+for one decoded tree, which must outlive it, and for one thread. A name is looked up: more names cost no more time at a
+leaf. A pattern is tried once at each leaf whose path begins with the text before the pattern's first wildcard, and
+contains its longest text without wildcards.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import translate
 from typing import Any
 
 from ..errors import InvalidInputError, NotFoundError
+from ..text import some
 from .containers import CONTAINERS, Path, children, display, leaves, like, shown
+
+_WILDCARD = re.compile(r"[*?[]")
 
 
 class Selection:
     """The leaves that `keys` selects.
 
-    A pattern is matched against every dotted prefix of a leaf's path, so `model` selects `model.layers.0`.
+    A key is matched against every dotted prefix of a leaf's path, so `model` selects `model.layers.0`. Every key with a
+    wildcard is a pattern until `resolve` has looked it up in a tree.
     """
 
     def __init__(self, keys: str | Sequence[str] | None) -> None:
-        listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
-        if keys is not None and not listed:  # a str is a sequence of str too
-            raise InvalidInputError(f"keys {keys!r}: expected a pattern or a list of patterns")
-        self.patterns = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        if self.patterns is not None and not self.patterns:
-            raise InvalidInputError("keys: no pattern given; leave keys out to restore everything")
+        self._keys = _checked(keys)
+        self._names: set[str] = set()
+        self._by_start: dict[str, list[tuple[str, str]]] = {}  # the text before the first wildcard -> (literal, key)
+        self._lengths: list[int] = []  # of these texts
+        self._sort_keys(())
+        self._expressions: dict[str, re.Pattern[str]] = {}
+        self._selected: dict[Path, bool] = {}
         self._extents: dict[int, str] = {}
+
+    def _sort_keys(self, exact: Collection[str]) -> None:
+        """Tell names from patterns; the keys in `exact` are names whatever they contain."""
+        self._names, self._by_start = set(), {}
+        for key in dict.fromkeys(self._keys or ()):
+            start = key if key in exact else _before_wildcard(key)
+            if start == key:
+                self._names.add(key)
+            self._by_start.setdefault(start, []).append((_longest_literal(key), key))
+        self._lengths = sorted({len(start) for start in self._by_start})
+
+    def resolve(self, tree: Any, part_names: Iterable[str] = ()) -> None:
+        """Look all keys up in a decoded tree, and check that every key selects a leaf.
+
+        Args:
+            part_names: All parts of the snapshot, for the error; the tree may lack some.
+
+        Raises:
+            NotFoundError: A key selects nothing.
+        """
+        if self._keys is None:
+            return
+        paths = [path for path, _ in leaves(tree, ())]
+        wild = {key for key in self._keys if key not in self._names}
+        if wild:
+            lengths = sorted({len(key) for key in wild})
+            self._sort_keys({name for path in paths for name in _prefixes(display(path), lengths) if name in wild})
+        left = dict.fromkeys(self._keys)
+        for path in paths:
+            found = list(self._keys_of(path))
+            self._selected[path] = bool(found)
+            for key in found:
+                left.pop(key, None)
+        if left:
+            raise NotFoundError(_no_match(list(left), paths, part_names))
 
     def matches(self, path: Path) -> bool:
         """Return whether the leaf at `path` is selected."""
-        return self.patterns is None or any(_pattern_matches(pattern, path) for pattern in self.patterns)
+        if self._keys is None:
+            return True
+        if path not in self._selected:  # a path of `into`
+            self._selected[path] = next(self._keys_of(path), None) is not None
+        return self._selected[path]
+
+    def _keys_of(self, path: Path) -> Iterator[str]:
+        """Yield the keys that select the leaf at `path`."""
+        text = display(path)
+        for start in _starts(text, self._lengths):
+            for key in [key for literal, key in self._by_start.get(start, ()) if literal in text]:
+                if _ends_at_dot(text, len(key)) if key in self._names else self._expression(key).match(text):
+                    yield key
+
+    def _expression(self, pattern: str) -> re.Pattern[str]:
+        if pattern not in self._expressions:
+            self._expressions[pattern] = _compiled(pattern)
+        return self._expressions[pattern]
 
     def extent(self, tree: Any, path: Path) -> str:
         """Return whether "all", "some" or "none" of the leaves of a decoded tree are selected."""
-        if self.patterns is None:
+        if self._keys is None:
             return "all"
         if type(tree) not in CONTAINERS or not tree:
             return "all" if self.matches(path) else "none"
@@ -49,22 +107,6 @@ class Selection:
             found = {self.extent(child, (*path, element)) for element, _, child in children(tree)}
             self._extents[id(tree)] = found.pop() if len(found) == 1 else "some"
         return self._extents[id(tree)]
-
-    def require_matches(self, tree: Any) -> None:
-        """Check that every pattern selects a leaf.
-
-        Raises:
-            NotFoundError: A pattern selects nothing.
-        """
-        left = dict.fromkeys(self.patterns or ())
-        for path, _ in leaves(tree, ()) if left else ():
-            for pattern in [pattern for pattern in left if _pattern_matches(pattern, path)]:
-                del left[pattern]
-            if not left:
-                return
-        for pattern in left:
-            some = ", ".join(shown(path) for path, _ in itertools.islice(leaves(tree, ()), 5))
-            raise NotFoundError(f"keys {pattern!r}: matches nothing in this snapshot, which holds e.g. {some}")
 
     def prune(self, tree: Any, path: Path) -> Any:
         """Return the selected part of a decoded tree."""
@@ -78,11 +120,61 @@ class Selection:
         return like(tree, kept)
 
 
-def _pattern_matches(pattern: str, path: Path) -> bool:
-    return _compiled(pattern).match(display(path)) is not None
+def _checked(keys: str | Sequence[str] | None) -> list[str] | None:
+    """Return keys as a list.
+
+    Raises:
+        InvalidInputError: They are no list of str, or none.
+    """
+    listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
+    if keys is not None and not listed:  # a str is a sequence of str too
+        raise InvalidInputError(f"keys {keys!r}: expected a pattern or a list of patterns")
+    if keys is None:
+        return None
+    if not keys and not isinstance(keys, str):
+        raise InvalidInputError("keys: no pattern given; leave keys out to restore everything")
+    return [keys] if isinstance(keys, str) else list(keys)
 
 
-@functools.lru_cache
+def _no_match(keys: Sequence[str], paths: Sequence[Path], part_names: Iterable[str]) -> str:
+    """Return the error for keys that select nothing: it names the parts, or leaves of the part that is meant."""
+    parts = dict.fromkeys([*filter(None, part_names), *(shown(path[:1]) for path in paths)])
+    names = some([repr(key) for key in keys], 5)
+    text = f"keys {names}: {'matches' if len(keys) == 1 else 'match'} nothing in this snapshot; "
+    begun = keys[0].partition(".")[0]
+    inside = [shown(path) for path in paths if shown(path[:1]) == begun]
+    if inside:
+        return text + f"{begun} holds {some(inside, 5)}"
+    return text + (f"its parts are {some(list(parts))}" if parts else "it is empty")
+
+
+def _starts(text: str, lengths: Iterable[int]) -> Iterator[str]:
+    """Yield the beginnings of a text that have one of some lengths, which ascend."""
+    for length in lengths:
+        if length > len(text):
+            return
+        yield text[:length]
+
+
+def _prefixes(text: str, lengths: Iterable[int]) -> Iterator[str]:
+    """Yield those beginnings of a text that end before a dot or with the text."""
+    return (start for start in _starts(text, lengths) if _ends_at_dot(text, len(start)))
+
+
+def _ends_at_dot(text: str, length: int) -> bool:
+    return text[length : length + 1] in ("", ".")
+
+
+def _before_wildcard(key: str) -> str:
+    wildcard = _WILDCARD.search(key)
+    return key[: wildcard.start()] if wildcard else key
+
+
+def _longest_literal(key: str) -> str:
+    """Return a text that every match of a pattern contains: to look for it takes a tenth of the time of a match."""
+    return max(re.split("[*?]", key.partition("[")[0]), key=len)
+
+
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a pattern that matches a dotted path, or a prefix of it that ends before a dot."""
     return re.compile(translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") + r"(?=\.|\Z)")
@@ -90,12 +182,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def parts_needed(part_names: Iterable[str], keys: str | Sequence[str] | None) -> list[str]:
     """Return the parts that may have leaves that `keys` selects; always "", which has the root."""
-    patterns = Selection(keys).patterns
-    return [name for name in part_names if not name or patterns is None or any(_may_match(p, name) for p in patterns)]
+    listed = _checked(keys)
+    return [name for name in part_names if not name or listed is None or any(_may_match(key, name) for key in listed)]
 
 
-def _may_match(pattern: str, name: str) -> bool:
-    literal = pattern[: next((i for i, letter in enumerate(pattern) if letter in "*?["), len(pattern))]
-    if literal == pattern and (name + ".").startswith(pattern + "."):
+def _may_match(key: str, name: str) -> bool:
+    literal = _before_wildcard(key)
+    if literal == key and (name + ".").startswith(key + "."):
         return True
-    return literal.startswith(name + ".") or (literal != pattern and (name + ".").startswith(literal))
+    return literal.startswith(name + ".") or (literal != key and (name + ".").startswith(literal))

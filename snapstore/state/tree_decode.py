@@ -103,6 +103,14 @@ def decode(parts: Sequence[StoredPart], *, partial: bool = False) -> Any:
     return _Decoder(parts, positions.pop(""), positions, partial).root()
 
 
+def part_names(parts: Sequence[StoredPart]) -> list[str]:
+    """Return the parts that the root of a state names, read or not; `decode` has accepted the root."""
+    root = next(part.tree for part in parts if not part.name)
+    if type(root) is not list or root[0] not in ("dict", "odict"):
+        return []
+    return [node[1] for node in root[2] if type(node) is list and node[0] == "part"]
+
+
 class _Decoder:
     """Turns the nodes of one part into values; the decoder of the root makes one for every other part."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import msgspec
@@ -65,7 +65,7 @@ class Encoder:
             node = self.node(state[0], path)
             self.leave(value)
             return node
-        return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_NO_FORM}")
+        return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_advice(value)}")
 
     def key(self, key: Any, path: Path) -> Node:
         """Return the node of a dict key."""
@@ -148,6 +148,10 @@ class Encoder:
 
 
 _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
+
+
+def _advice(value: Any) -> str:
+    return "is read only as a whole state: save an iterator alone" if isinstance(value, Iterator) else _NO_FORM
 
 
 _CROWDED = f"has more than {MAX_ALIKE} keys of one hash, which would take too long to read: use str as keys"

@@ -43,7 +43,7 @@ def cache_folder() -> Path:
     import platformdirs
 
     chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
-    if chosen is not None and not Path(chosen).is_absolute():
+    if chosen is not None and not Path(chosen := os.path.expanduser(chosen)).is_absolute():  # noqa: PTH111
         raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
     return Path(chosen or platformdirs.user_cache_dir("snapstore"))
 

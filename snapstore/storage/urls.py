@@ -22,7 +22,7 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
     """Return the store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
 
     Args:
-        url: Anything without `scheme://` is a path. A store is returned as it is.
+        url: Anything without `scheme://` is a path; `~` at its start is the home folder. A store is returned as it is.
         create: Make a missing local directory.
 
     Raises:
@@ -38,7 +38,7 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
     url = str(url)
     match = _SCHEME.fullmatch(url)
     if match is None:
-        return _open_local(url, create=create)
+        return _open_local(expand_home(url), create=create)
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return _open_local(_path_of_file_url(rest), create=create)
@@ -48,6 +48,18 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
         return _open_s3(url)
     # Repeat only the scheme: the URL may carry a password.
     raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
+
+
+def expand_home(path: str | Path) -> str:
+    """Return a local path with `~` or `~user` at its start replaced by the home folder.
+
+    Raises:
+        InvalidInputError: the home folder is unknown.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # Path.expanduser raises RuntimeError
+    if expanded.startswith("~"):
+        raise InvalidInputError(f"{expanded}: no such home folder; write ./{expanded} if the name begins with ~")
+    return expanded
 
 
 def _path_of_file_url(rest: str) -> str:

@@ -370,7 +370,7 @@ def test_errors_of_saves_and_restores(root, tmp_path):
             lambda: repository.save({}, run="r", step=9, parent=HOSTILE),
             lambda: repository.save({}, run="r", step=9, bases=[HOSTILE]),
             lambda: repository.restore(HOSTILE),
-            lambda: repository.restore("r@1", keys=HOSTILE),
+            lambda: repository.restore("r@1", keys=f"{HOSTILE}9"),
             lambda: repository.restore("r@1", keys=[f"{HOSTILE}*x"]),
             lambda: repository.restore("r@1", device=HOSTILE),
             lambda: repository.restore_into("r@1", {HOSTILE: {"w": zeros, f"{HOSTILE}3": 1}, "plain": 5}),

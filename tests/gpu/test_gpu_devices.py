@@ -130,7 +130,7 @@ with SnapshotManager(sys.argv[1], run="r", staging=sys.argv[2]) as snapshots:
     for step in range(3):
         snapshots.save(step, state)
         state["w"] *= 1.001
-    snapshots.restore(1, into=state)
+    snapshots.restore_into(state, 1)
 print(json.dumps(torch._C._cuda_hasPrimaryContext(0)))
 """
 

@@ -1,5 +1,7 @@
 """Each engine restores to the bit what the other one saved, in one process and in two."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from kit.gpu_states import facts
+sys.path.insert(0, sys.argv[3])
 from test_gpu_directions import CHUNKS, save_all
 from snapstore import Repository
 assert not torch.cuda.is_available()
@@ -83,7 +86,7 @@ def exchanged(tmp_path_factory):
     """(folder saved from CUDA, what a process without a GPU restores of it, folder that this process has saved)."""
     here, there = tmp_path_factory.mktemp("cuda"), tmp_path_factory.mktemp("cpu")
     save_all(here, "cuda")
-    return here, python(ELSEWHERE, here, there, gpu=False), there
+    return here, python(ELSEWHERE, here, there, Path(__file__).parent, gpu=False), there
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -274,3 +277,26 @@ def test_large_chunks():
             repo.save(state, run="r", step=step)
             drift(state, step)
         assert differing(facts(repo.restore("r@latest")), facts(repo.restore("r@1", device="cuda"))) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tensors_one_by_one(device):
+    """An iterator of tensors on the device, all of them in one buffer; read onto the device and into host memory."""
+    buffer = torch.empty(3 * MIB // 4, device="cuda")
+
+    def pairs(version):
+        for i, count in enumerate((100, 5000, MIB // 4, 3 * MIB // 4, 7)):
+            part = buffer[:count]
+            part.copy_(torch.arange(count, device="cuda") % 1000 + i + version)
+            yield f"t{i}", part
+            buffer.fill_(-1)
+
+    with repository() as made:
+        for version in (0, 1):
+            made.save(pairs(version), run="r", step=version)
+        found = 0
+        for i, (path, value) in enumerate(made.named_tensors("r@1", device=device)):
+            assert (path, value.device.type) == (f"t{i}", device)
+            assert torch.equal(value.cpu(), torch.arange(len(value)) % 1000 + i + 1.0)
+            found += 1
+        assert found == 5

@@ -12,7 +12,7 @@ from snapstore.engine.cuda import graph_capture
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # it imports CuPy
-    from snapstore.engine.cuda import streams
+    from snapstore.engine.cuda import pinned as pinned_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -112,7 +112,7 @@ def test_graphs_are_captured_again_and_again_while_saves_run(mode):
 
 def test_page_locked_memory_may_be_let_go_by_who_captures():
     """As when Python collects garbage there."""
-    step, held = Step(), [streams.pinned(MIB)]
+    step, held = Step(), [pinned_memory.pinned(MIB)]
     graph = step.capture(held.clear)
     step.check(graph)
 

@@ -37,6 +37,7 @@ if torch.cuda.is_available():  # they import CuPy
 
     from snapstore.engine.cuda import engine as cuda_engine
     from snapstore.engine.cuda import kernels, staging, streams
+    from snapstore.engine.cuda import pinned as pinned_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -331,15 +332,18 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
 
     monkeypatch.setattr(cupy, "RawKernel", Kernel)
     kernels._kernel.cache_clear()
+    kernels._loads.clear()
     try:
         with repository(chunk_bytes=65_536) as repo:
             repo.context.engines.on(torch.device("cuda", 0))
-            assert ready == {(path.stem, threading.get_ident()) for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert {name for name, _ in ready} == {path.stem for path in Path(kernels.__file__).parent.glob("*.cu")}
+            assert len({thread for _, thread in ready} | {threading.get_ident()}) == 2, "one thread, not the caller's"
             assert not launched
             check_saves(repo)
             assert launched <= {name for name, _ in ready}
     finally:
         kernels._kernel.cache_clear()
+        kernels._loads.clear()
 
 
 def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
@@ -402,7 +406,7 @@ def test_memory_from_an_engine_may_be_used_at_once():
 
 def test_buffers_belong_to_one_engine():
     """Page-locked memory that one engine let go may come to another one at the same address: it is that one's alone."""
-    first, second = streams.PinnedBuffers(MIB), streams.PinnedBuffers(MIB)
+    first, second = pinned_memory.PinnedBuffers(MIB), pinned_memory.PinnedBuffers(MIB)
     buffer = first.take(4096)
     if hasattr(second, "_addresses"):
         second._addresses.add(buffer.ctypes.data)  # as after it has had a buffer there
@@ -417,14 +421,14 @@ def test_buffers_belong_to_one_engine():
 @pytest.fixture
 def arenas(monkeypatch):
     """Page-locked memory that copies have asked for, as long as it lives."""
-    asked, real = [], staging.pinned
+    asked, real = [], pinned_memory.pinned
 
     def pinned(nbytes):
         arena = real(nbytes)
         asked.append(weakref.ref(arena))
         return arena
 
-    monkeypatch.setattr(staging, "pinned", pinned)
+    monkeypatch.setattr(pinned_memory, "pinned", pinned)
     return asked
 
 
@@ -440,7 +444,7 @@ class Saves:
         whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         inputs = self.staging.copy(flatten(state))
-        with self.staging.saving():
+        with self.staging.saving(inputs):
             tensors = {tensor.spec.path[-1]: tensor for part in inputs for tensor in part.tensors}
             got = np.concatenate([tensors[name].copy.array for name in sizes])
             assert (got == moved(whole, "cpu").numpy()).all()
@@ -484,7 +488,7 @@ def test_page_locked_memory_of_tensors_without_a_base(arenas):
 
 
 def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatch):
-    monkeypatch.setattr(staging, "ARENA_BYTES", 100_000)
+    monkeypatch.setattr(pinned_memory, "ARENA_BYTES", 100_000)
     saves, rng = Saves(), np.random.default_rng(3)
     sizes = {f"{i:03}": int(n) for i, n in enumerate(rng.integers(4096, 9000, 60))}
     nbytes = 0
@@ -508,14 +512,13 @@ def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatc
 @pytest.fixture
 def pinned_bytes(monkeypatch):
     """How much page-locked memory is asked for."""
-    asked, real = [], streams.pinned
+    asked, real = [], pinned_memory.pinned
 
     def pinned(nbytes):
         asked.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(streams, "pinned", pinned)
-    monkeypatch.setattr(staging, "pinned", pinned)
+    monkeypatch.setattr(pinned_memory, "pinned", pinned)
     return asked
 
 

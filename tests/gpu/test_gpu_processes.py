@@ -19,7 +19,7 @@ with SnapshotManager(sys.argv[1], run="r") as snapshots:
     for step in range(3):
         snapshots.save(step, state)
         state["w"] += 1
-    snapshots.restore(1, into=state)
+    snapshots.restore_into(state, 1)
     assert state["w"][5] == 6
 with Repository.open(sys.argv[1]) as repository:
     assert repository.restore("r@2")["w"][5] == 7
@@ -32,11 +32,12 @@ FIRST_TENSOR = """
 import json, sys
 import torch
 from snapstore import SnapshotManager
+with SnapshotManager(sys.argv[1], run="host") as snapshots:
+    assert "cupy" not in sys.modules, "there is no tensor on a device yet"
 state = {"w": torch.arange(100_000.0, device="cuda")}
 with SnapshotManager(sys.argv[1], run="r") as snapshots:
-    assert "cupy" not in sys.modules
+    assert "cupy" in sys.modules, "it loads the kernels in the background"
     snapshots.save(0, state)
-    assert "cupy" in sys.modules
     state["w"].zero_()
     got = snapshots.restore(0, device="cuda")["w"]
     assert torch.equal(got, torch.arange(100_000.0, device="cuda"))
@@ -63,7 +64,7 @@ FORKED = """
 import gc, json, os
 import numpy as np
 import torch
-from snapstore.engine.cuda.streams import PinnedBuffers
+from snapstore.engine.cuda.pinned import PinnedBuffers
 torch.zeros(1, device="cuda")
 SIZE = 64 * 1024 * 1024
 buffers = PinnedBuffers(8 * SIZE)

@@ -226,9 +226,9 @@ def test_bases_across_changes_of_mode(monkeypatch):
     """Copies on the device, then in host memory, then on the device again: every delta is against the right bytes."""
     modes = ["device", "device", "host", "host", "device", "host", "device", "device"]
 
-    def mode(self, items, device, spare, base):
-        self._state_bytes[device] = sum(nbytes for _, _, nbytes in items)
-        self._modes[device] = modes[step]
+    def mode(self, sources, layout, spare, base):
+        self._state_bytes[sources.device] = int(sources.nbytes.sum())
+        self._modes[sources.device] = modes[step]
         return modes[step]
 
     monkeypatch.setattr(staging.DeviceStaging, "_mode", mode)
@@ -378,3 +378,43 @@ def test_streams_are_not_used_up():
             made.save(step, state).result(60)
             drift(state, step)
         assert torch.cuda.Stream().cuda_stream == before, "the saves took streams of the pool"
+
+
+@MODES
+def test_metrics_on_the_device(mode):
+    """They are those of the call, whatever is enqueued before and after; a save does not wait for them."""
+    w, loss = floats(MIB, 1, "cuda"), torch.zeros(1, device="cuda", requires_grad=True)
+    with manager(mode) as made:
+        for step, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.int64]):
+            value = (loss * 2).detach().to(dtype)
+            torch.cuda._sleep(SECOND // 20)
+            value.add_(step)
+            made.save(step, {"w": w}, metrics={"loss": value, "graph": (loss + step).sum(), "plain": 0.5})
+            value.fill_(99)
+        made.wait_until_finished()
+        for step in range(4):
+            found = made.repository.snapshot(f"{made.run}@{step}").metrics
+            assert found == {"loss": step, "graph": step, "plain": 0.5}
+        packed = torch.ones(1, device="cuda", dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # two numbers
+        for wrong in (torch.ones(2, device="cuda"), torch.ones(1, device="cuda", dtype=torch.complex64), packed):
+            with pytest.raises(InvalidInputError, match="metric 'loss': expected"):
+                made.save(9, {"w": w}, metrics={"loss": wrong})
+
+
+def test_a_metric_does_not_stall_a_save():
+    w, loss = floats(10 * MIB, 1, "cuda"), torch.zeros(1, device="cuda")
+    with manager("device") as made:
+        for step in range(3):
+            made.save(step, {"w": w}, metrics={"loss": loss})
+            made.wait_until_finished()
+        torch.cuda.synchronize()
+        computed = torch.cuda.Event()
+        torch.cuda._sleep(SECOND)
+        loss.fill_(5)
+        computed.record()
+        began = time.monotonic()
+        handle = made.save(3, {"w": w}, metrics={"loss": loss})
+        stall_s = time.monotonic() - began
+        assert not computed.query()
+        assert stall_s < 0.5
+        assert handle.result().metrics == {"loss": 5}

@@ -23,6 +23,7 @@ from snapstore import (
     NotFoundError,
     Repository,
     SaveOptions,
+    SnapshotManager,
     SnapstoreError,
     UnsupportedLeafError,
 )
@@ -97,6 +98,25 @@ def test_references(repository, ref, error, message):
     for call in calls:
         with pytest.raises(error, match=message):
             call(ref)
+
+
+def test_ids_are_taken_as_they_are_printed(root):
+    """With and without `id:`; fewer than 8 bare digits may be meant as a step, and name nothing."""
+    with opened(root) as repository:
+        first = repository.snapshot("a@0")
+        for ref in (f"id:{first.id[:12]}", first.id[:8], first.id[:12].upper(), first.id):
+            assert repository.snapshot(ref).id == first.id
+            assert repository.diff(ref, "a@1").a.id == first.id
+        assert save(repository, "b", 1, 9, parent=first.id[:8]).parent == first.id
+        with pytest.raises(InvalidInputError, match="or an id"):
+            repository.snapshot(first.id[:7])
+        with pytest.raises(NotFoundError, match="no snapshot whose id starts with"):
+            repository.snapshot(("0" if first.id[0] != "0" else "1") * 8)
+        repository.forget_snapshots([first.id[:8]])
+        again = save(repository, "a", 0, 8)
+        with pytest.raises(InvalidInputError, match="is not forgotten"):
+            repository.unforget(again.id[:8])
+        assert repository.unforget(first.id[:8]).id == first.id
 
 
 def test_an_ambiguous_id(repository):
@@ -234,7 +254,16 @@ def test_a_policy_that_keeps_nothing(repository, keep):
     assert len(repository.forget(keep, run="a", dry_run=True, force=True).kept) == 2  # the tagged one and the newest
 
 
-@pytest.mark.parametrize("keep", [KeepLast(1), ["KeepLast(1)"], [3], "KeepLast", [KeepLast]])
+def test_one_policy_is_a_list_of_one(root):
+    with opened(root) as repository:
+        repository.set_policies("a", KeepLast(2))
+        assert repository.policies("a") == [KeepLast(2)]
+        assert len(repository.forget(KeepLast(1), run="a").kept) == 2  # the tagged one as well
+        with SnapshotManager(repository, run="a", keep=KeepLast(3)) as snapshots:
+            assert snapshots.keep == repository.policies("a") == [KeepLast(3)]
+
+
+@pytest.mark.parametrize("keep", [3, ["KeepLast(1)"], [3], "KeepLast", KeepLast, [KeepLast]])
 def test_policies_that_are_none(repository, keep):
     with pytest.raises(InvalidInputError, match="expected"):
         repository.forget(keep, run="a")
@@ -582,7 +611,22 @@ def test_arguments_of_other_types(tmp_path):
                 call()
 
 
-@pytest.mark.parametrize("folder", ["", "relative"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "~/cache")
+    Repository.create(kind("~/repo")).close()
+    with Repository.open(kind("~/repo")) as repository:
+        assert repository.url == str(tmp_path / "repo")
+        assert repository.context.index.folder.is_relative_to(tmp_path / "cache")
+    with SnapshotManager(kind("~/made"), run="a") as snapshots:
+        snapshots.save(0, {"n": 1})
+    assert (tmp_path / "made" / "config").exists()
+    with pytest.raises(InvalidInputError, match=r"~nobody-here.*no such home"):
+        Repository.create(kind("~nobody-here/repo"))
+
+
+@pytest.mark.parametrize("folder", ["", "relative", "~nobody-here/cache"])
 def test_a_cache_folder_that_is_no_absolute_path(tmp_path, monkeypatch, folder):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", folder)
     with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,8 @@ from typer.testing import CliRunner
 from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
-from snapstore import KeepLast, NotFoundError, Repository, cli
-from snapstore.cli import files, maintenance, output
+from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
+from snapstore.cli import files, inspect, maintenance, output, safetensors_file
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.errors import ConflictError, StorageError
@@ -30,6 +31,7 @@ from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.protocol import tags
 from snapstore.protocol.this_process import this_session
+from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage import cache_dir as cache_module
 from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore
@@ -131,7 +133,7 @@ def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)
     for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
-        assert json.loads(series(*args).stdout) == {"snapshots": [], "damaged": [], "made_up": []}
+        assert json.loads(series(*args).stdout) == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
     # after the verb wins, and both win over the environment
     assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
 
@@ -224,13 +226,52 @@ def test_save_and_restore_pt(sh):
     assert saved["created"].endswith("Z")
     out = sh.folder / "out.pt"
     restored = sh.json("restore", "exp@good", "-o", out)
-    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped"}
-    assert (restored["tensors"], restored["dropped"]) == (2, [])
+    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped", "changed"}
+    assert (restored["tensors"], restored["dropped"], restored["changed"]) == (2, [], [])
     assert restored["bytes"] == out.stat().st_size
     loaded = torch.load(out, weights_only=True)
     assert torch.equal(loaded["model"]["w"], state(3)["model"]["w"])
     assert loaded["extra"] == {"step": 3, "name": "x"}
     assert sorted(p.name for p in sh.folder.iterdir()) == ["out.pt", "repo", "state.pt"]
+
+
+def test_the_readmes_state_is_read_with_weights_only(sh):
+    """The state goes to a file, into the objects, and back into a repository."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Repository.open(sh.url) as repository:
+        repository.save({"model": model, "optimizer": optimizer, "rng": RngState()}, run="exp", step=1)
+    wanted = torch.rand(3)
+    result = sh("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert result.stderr == (
+        "written as another type for torch.load(weights_only=True): rng.python.words (numpy.ndarray as Tensor), "
+        "rng.numpy.state.key (numpy.ndarray as Tensor)\n"
+    )
+    assert sh.json("restore", "exp@1", "-o", sh.folder / "o.pt", "--force")["changed"] == [
+        {"path": path, "was": "numpy.ndarray", "written_as": "Tensor"}
+        for path in ("rng.python.words", "rng.numpy.state.key")
+    ]
+    loaded = torch.load(sh.folder / "o.pt", weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    RngState().load_state_dict(loaded["rng"])
+    assert torch.equal(torch.rand(3), wanted)
+    sh("save", sh.folder / "o.pt", "--run", "exp", "--step", 2)
+    with Repository.open(sh.url) as repository:
+        repository.restore_into("exp@2", {"model": model, "optimizer": optimizer, "rng": RngState()})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_state_that_weights_only_cannot_hold(sh):
+    with Repository.open(sh.url) as repository:
+        repository.save({"a": {(1,): 1, frozenset({1}): 2}, "b": torch.ones(2)}, run="exp", step=1)
+    message = sh.fails("restore", "exp@1", "-o", sh.folder / "o.pt")
+    assert "torch.load(weights_only=True) would refuse a.frozenset({1}) (a key that would equal another" in message
+    assert "--keys" in message
+    assert not (sh.folder / "o.pt").exists()
+    sh("restore", "exp@1", "-o", sh.folder / "o.pt", "--keys", "b")
 
 
 def test_save_says_what_it_did(sh):
@@ -273,7 +314,7 @@ def test_the_same_step_twice(sh):
 def test_bad_names_and_steps_save_nothing(sh, options, word):
     torch.save(state(), sh.folder / "s.pt")
     assert word in sh.fails("save", sh.folder / "s.pt", *options)
-    assert sh.json("log", "--all") == {"snapshots": [], "damaged": [], "made_up": []}
+    assert sh.json("log", "--all") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
     assert not list(Path(sh.url).rglob("packs/*/*"))
 
 
@@ -322,7 +363,7 @@ def test_damaged_and_foreign_files(sh):
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     (sh.folder / "d.pt").mkdir()
     assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
-    assert sh.json("log") == {"snapshots": [], "damaged": [], "made_up": []}
+    assert sh.json("log") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
 
 
 def test_safetensors_keep_their_names_and_metadata(sh):
@@ -343,6 +384,37 @@ def test_safetensors_keep_their_names_and_metadata(sh):
     plain = sh.folder / "plain"
     plain.touch()
     assert out.stat().st_mode == plain.stat().st_mode
+
+
+def test_safetensors_of_every_dtype_are_the_librarys(sh):
+    import numpy as np
+    import safetensors.torch
+
+    dtypes = [getattr(torch, name) for name in TORCH_DTYPES if not name.startswith(("bits", "complex32", "complex128"))]
+    numbers = torch.tensor([0, 1] * 24, dtype=torch.uint8)
+    source, out, ours = (sh.folder / f"{name}.safetensors" for name in ("source", "out", "ours"))
+    for step, dtype in enumerate(dtypes):
+        size = torch.empty(0, dtype=dtype).element_size()
+        tensors = {
+            "x": numbers.view(dtype).reshape(-1, 1),
+            "a": numbers.clone().view(dtype),
+            "tiny": numbers[:size].clone().view(dtype),
+        }
+        tensors |= {"empty": torch.empty((0, 4), dtype=dtype), "é": torch.ones(3, dtype=torch.bool)}
+        safetensors.torch.save_file(tensors, source, metadata={"é": "1"})
+        sh("save", source, "--run", "r", "--step", step)
+        sh("restore", f"r@{step}", "-o", out, "--force")
+        assert out.read_bytes() == source.read_bytes(), dtype
+    arrays = {
+        name: np.arange(8).astype(name) for name in ("<f8", "<f4", "<f2", "<i8", "<u4", "<i2", "|u1", "|b1", "<c8")
+    }
+    with Repository.open(sh.url) as repository:
+        repository.save(arrays, run="r", step=99)
+        repository.save({"__metadata__": numbers}, run="r", step=100)
+    sh("restore", "r@99", "-o", ours)
+    with safetensors.safe_open(ours, "np") as file:
+        assert all((file.get_tensor(name) == array).all() for name, array in arrays.items())
+    assert "of the name '__metadata__'" in sh.fails("restore", "r@100", "-o", sh.folder / "x.safetensors")
 
 
 def test_safetensors_of_a_training_state(sh):
@@ -376,7 +448,7 @@ def test_states_that_safetensors_cannot_hold(sh):
         repository.save({"q": torch.zeros(4, dtype=torch.complex128)}, run="r", step=6)
     assert "both be named 'a.b'" in sh.fails("restore", "r@1", "-o", out)
     assert "without a name" in sh.fails("restore", "r@2", "-o", out)
-    assert "no tensor form" in sh.fails("restore", "r@3", "-o", out)
+    assert "cannot hold an array of <U1" in sh.fails("restore", "r@3", "-o", out)
     sh("restore", "r@4", "-o", out)
     assert "0, 1, 2, 3, 4 and 4 more would be lost" in sh.fails("restore", "r@5", "-o", sh.folder / "x.safetensors")
     assert "cannot hold" in sh.fails("restore", "r@6", "-o", sh.folder / "x.safetensors")
@@ -407,11 +479,11 @@ def test_restore_to_places_that_cannot_be(series):
     assert "ends in .pt" in series.fails("restore", "exp@1", "-o", folder / "o.npz")
     (folder / "d.pt").mkdir()
     assert "is a folder" in series.fails("restore", "exp@1", "-o", folder / "d.pt")
-    assert "nothing" in series.fails("restore", "exp@1", "-o", folder / "o.pt", "--keys", "nothing*")
+    refused = series.fails("restore", "exp@1", "-o", folder / "o.pt", "--keys", "nothing*")
+    assert "keys 'nothing*': matches nothing in this snapshot; its parts are model, " in refused
 
 
 def test_a_full_disk_under_the_output(series, monkeypatch):
-    import safetensors.torch
 
     def failing(error):
         def write(*_, **__):
@@ -425,10 +497,9 @@ def test_a_full_disk_under_the_output(series, monkeypatch):
     assert "cannot be written: unexpected pos" in series.fails("restore", "exp@1", "-o", out / "o.pt")
     monkeypatch.setattr(torch, "save", failing(OSError(28, "No space left on device")))
     assert "cannot be written: No space left" in series.fails("restore", "exp@1", "-o", out / "o.pt")
-    error = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr(safetensors.torch, "save_file", failing(error))
+    monkeypatch.setattr(safetensors_file, "as_bytes", failing(OSError(28, "No space left on device")))
     tensors = ["--keys", "model.*"]
-    assert "I/O error" in series.fails("restore", "exp@1", "-o", out / "o.safetensors", *tensors)
+    assert "cannot be written: No space left" in series.fails("restore", "exp@1", "-o", out / "o.safetensors", *tensors)
     assert not list(out.iterdir())
 
 
@@ -447,14 +518,14 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_write_torch", racing)
     with pytest.raises(files.AlreadyExistsError):
-        files.write(tmp_path / "o.pt", {}, metadata={})
+        files.write(tmp_path / "o.pt", {})
     monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError()))
     with pytest.raises(files.AlreadyExistsError):
-        files.write(tmp_path / "o.pt", {}, metadata={})
+        files.write(tmp_path / "o.pt", {})
     assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
     (tmp_path / "o.pt").unlink()
     monkeypatch.setattr(files, "_write_torch", lambda temp, state: None)
-    files.write(tmp_path / "o.pt", {}, metadata={})
+    files.write(tmp_path / "o.pt", {})
     assert [p.name for p in tmp_path.iterdir()] == ["o.pt"]
 
 
@@ -463,7 +534,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
 def test_log(series):
     document = series.json("log")
-    assert set(document) == {"snapshots", "damaged", "made_up"}
+    assert set(document) == {"snapshots", "superseded", "damaged", "made_up"}
     assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
     assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
     assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]
@@ -482,7 +553,46 @@ def test_log_of_forgotten_snapshots(series):
     assert [s["step"] for s in series.json("log")["snapshots"]] == [0, 2, 3]
     assert {s["step"]: s["state"] for s in series.json("log", "--all")["snapshots"]}[1] == "forgotten"
     assert "forgotten" in series("log", "--all").stdout
-    assert "id:" in series("log").stdout  # the parent of step 2, no longer in the list
+    parent = series.json("show", "exp@1")["snapshot"]["id"]
+    (orphan,) = [line for line in series("log").stdout.splitlines() if line.startswith("exp@2")]
+    assert f"from {parent[:8]}" in orphan  # the parent of step 2 is no longer in the list
+    assert "from" not in series("log", "--all").stdout  # it is the row above
+    assert series.json("show", parent[:8])["snapshot"]["id"] == parent  # an id is taken as it is printed
+
+
+def test_log_fits_80_columns(sh):
+    """With tags, forks and several metrics; metrics that do not fit are counted. Also on a terminal."""
+    names = ("val_loss", "train_loss", "accuracy", "grad_norm")
+    metrics = [word for name in names for word in ("--metric", f"{name}=0.123456")]
+    for step in (100_000, 101_000, 102_000):
+        sh.save(state(step), step, "--tag", f"t{step}", *metrics, run="llama-sft")
+    sh.save(state(9), 1, "--parent", "llama-sft@100000", *metrics, run="exp")
+    sh.save(state(10), 2, *metrics, run="exp")
+    sh("forget", "exp@1")
+    text = sh("log", "--all").stdout
+    assert "val_loss=0.1235 +3" in text
+    assert "@t100000" in text
+    assert "forgotten from " in text
+    assert max(map(len, text.splitlines())) <= 80
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("COLUMNS", "80")
+        with Repository.open(sh.url) as repository:
+            inspect._print_log(repository.snapshots(), {})
+    assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in terminal.text.splitlines()) <= 80
+
+
+def test_superseded_saves_are_marked(sh):
+    """Two saves of one step in one run; a step of another run is none of it."""
+    first, second = sh.save(state(1), 5), sh.save(state(2), 5)
+    sh.save(state(1), 5, run="other")
+    assert sh.json("log")["superseded"] == [first["id"]]
+    marked = [line.split()[1] for line in sh("log").stdout.splitlines() if "superseded" in line]
+    assert marked == [first["id"][:8]]
+    assert sh.json("show", first["id"])["superseded"] is True
+    assert sh.json("show", second["id"])["superseded"] is False
+    assert "superseded: exp@5 means a newer save" in sh("show", first["id"][:8]).stdout
 
 
 def test_log_of_nothing(sh):
@@ -569,7 +679,7 @@ def test_reconstructed_records_are_marked(series):
     assert series.json("log", "--all")["made_up"] == [name]
     assert f"-{name}." in record.name
     result = series("log")
-    assert [line.endswith("  reconstructed") for line in result.stdout.splitlines()] == [
+    assert ["  reconstructed" in line for line in result.stdout.splitlines()] == [
         False,
         False,
         True,
@@ -597,7 +707,7 @@ def test_show(series):
     document = series.json("show", "exp@1")
     assert set(document) == {
         "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
-        "manifests", "tensors", "damaged", "made_up",
+        "manifests", "tensors", "plain", "superseded", "damaged", "made_up",
     }  # fmt: skip
     assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
     assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)
@@ -612,6 +722,27 @@ def test_show(series):
     assert "children  exp@2" in text
     assert "[40, 50]" in text
     assert "parent    none" in series("show", "exp@0").stdout
+
+
+def test_show_prints_plain_values(sh):
+    """Short paths first; a list of plain values is one value; a tensor is none."""
+    groups = [{"lr": 0.25, "betas": (0.9, 0.999), "params": list(range(300))}]
+    sh.save({"optimizer": {"param_groups": groups, "w": torch.zeros(4)}, "epoch": 3, "nan": float("nan")}, 1)
+    plain = {entry["path"]: entry["value"] for entry in sh.json("show", "exp@1")["plain"]}
+    assert plain == {
+        "optimizer.param_groups.0.lr": 0.25,
+        "optimizer.param_groups.0.betas": [0.9, 0.999],
+        "optimizer.param_groups.0.params": list(range(300)),
+        "epoch": 3,
+        "nan": "NaN",
+    }
+    lines = [line.split(maxsplit=1) for line in sh("show", "exp@1").stdout.split("value  ")[1].splitlines()[1:]]
+    assert lines[:3] == [["epoch", "3"], ["nan", "nan"], ["optimizer.param_groups.0.lr", "0.25"]]
+    assert lines[4][1].startswith("0, 1, 2, 3,")
+    assert lines[4][1].endswith("... (300 in all)")
+    sh.save({str(i): i for i in range(70)}, 2)
+    assert "and 20 more" in sh("show", "exp@2").stdout
+    assert len(sh.json("show", "exp@2")["plain"]) == 70
 
 
 def test_show_reasons_of_stored_policies_and_of_forgotten(series):
@@ -717,6 +848,23 @@ def test_forget_by_policy(series):
         {"id": ids[3], "reasons": ["last 1", "newest"]},
     ]
     assert done["forgotten"] == ids[1:3]
+
+
+def test_the_help_of_forget_explains_every_policy():
+    """Each with its own sentence."""
+    text = " ".join(CliRunner().invoke(cli.commands, ["forget", "-h"]).stdout.split())
+    for words in (
+        "--keep-last N Keep the N newest steps",
+        "--keep-every STEPS Keep all multiples of STEPS",
+        "Keep the N best steps (default 1) by a metric",
+        "at most this much older than the newest",
+        "--keep-steps STEP,... Keep these",
+        *(f"--keep-{each} N Keep the newest of each of the last N {unit} (UTC)" for each, unit in PERIODS.items()),
+    ):
+        assert words in text
+
+
+PERIODS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
 
 
 def test_forget_says_why(series):
@@ -831,6 +979,29 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 # --- check, index, doctor, demo
 
 
+@pytest.mark.parametrize("options", [[], ["--apply"], ["--level", "restore"]])
+def test_repair_of_a_healthy_repository_says_that_all_is_well(series, options):
+    result = series("repair", *options)
+    level = options[-1] if "--level" in options else "data"
+    assert result.stdout == (
+        f"no problems: 4 snapshots can be restored, as far as level '{level}' shows; nothing to repair\n"
+    )
+    assert result.stderr == ""
+
+
+def test_a_tilde_in_the_paths_of_the_shell(sh, monkeypatch):
+    """As in --repo=~/repo, which a shell does not expand."""
+    home = {"HOME": str(sh.folder)}
+    monkeypatch.setenv("HOME", str(sh.folder))
+    torch.save(state(), sh.folder / "state.pt")
+    sh("save", "~/state.pt", "--run", "a", "--step", 1, "--repo=~/repo", **home)
+    sh("restore", "a@1", "--output=~/out.pt", SNAPSTORE_REPO="~/repo", **home)
+    assert (sh.folder / "out.pt").exists()
+    sh("init", "~/second", **home)
+    assert (sh.folder / "second" / "config").exists()
+    assert f"{sh.folder}/third: does not exist yet" in sh("doctor", "~/third", **home).stdout
+
+
 def test_check(series):
     for options in ([], ["--read-data"], ["--read-data=50%"], ["--read-data", "--restore"], ["--restore"]):
         document = series.json("check", *options)
@@ -854,8 +1025,25 @@ def test_check(series):
     assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
     assert "no problems" in text
     assert "packs read" not in series("check").stdout
-    for bad in ("0%", "101%", "4/3", "0/3", "x", "5"):
+    for bad in ("0%", "101%", "4/3", "0/3", "x", "5", "5 5%", "%"):
         assert "--read-data" in series.fails("check", f"--read-data={bad}", code=2)
+    assert "--read-data=5: expected a share" in series.fails("check", "--read-data", "5", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        (["--read-data=50 %"], 2),
+        (["--read-data", "50%"], 2),
+        (["--read-data", "50 %"], 2),
+        (["--read-data", "50", "%"], 2),
+        (["--read-data=50", "%"], 2),
+        (["--restore", "--read-data", "100%"], 4),
+        (["--read-data", "--restore"], 4),
+    ],
+)
+def test_the_share_of_a_check_may_have_blanks(series, options, read):
+    assert series.json("check", *options)["packs_read"] == read
 
 
 def test_check_of_damage_is_20(series):
@@ -1057,6 +1245,18 @@ def test_doctor(series):
     assert "torch" in series("doctor").stdout
 
 
+def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):
+    """The index is a temporary one then."""
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    found = {f["name"]: f for f in series.json("doctor", SNAPSTORE_CACHE_DIR=str(cache))["findings"]}
+    assert found["repository"]["message"].endswith("; index: temporary")
+    assert not list(temporary.iterdir())
+
+
 def test_doctor_of_other_places(sh, tmp_path):
     (tmp_path / "empty").mkdir()
     places = {tmp_path / "empty": "no repository here", tmp_path / "a" / "b": "does not exist yet"}
@@ -1168,6 +1368,17 @@ def test_demo(sh, monkeypatch, tmp_path):
     sh("demo", code=1)
     monkeypatch.setattr(maintenance, "__file__", str(tmp_path / "site" / "snapstore" / "cli" / "maintenance.py"))
     assert "clone" in sh.fails("demo")
+
+
+def test_an_installed_package_does_not_list_the_demo(tmp_path):
+    """The demo needs files of a checkout that a wheel does not hold."""
+    package = Path(cli.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "snapstore", ignore=shutil.ignore_patterns("__pycache__"))
+    for root, listed in ((tmp_path, False), (package.parent, True)):
+        command = [sys.executable, "-m", "snapstore", "--help"]
+        result = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+        assert "  doctor " in result.stdout
+        assert ("  demo " in result.stdout) is listed
 
 
 # --- output

@@ -15,6 +15,7 @@ from kit.repositories import OPTIONS, opened, values, version_of
 from kit.samples import sampled
 from snapstore import Repository, cli
 from snapstore.check.report import LEVELS
+from snapstore.errors import IntegrityError, SnapstoreError, StorageError
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ SILENT = {
 }
 #: Known, and harmful to nobody.
 NOTED = {"record, an old revision", "policy, an old revision"}
+NONE_WHOLE = "no older snapshot of run 'a' is whole"
 COMMANDS = {"policy": "snapstore forget --run a --keep-...", "manifest": "snapstore repair --drop"}
 
 
@@ -70,6 +72,31 @@ def test_check_tells_the_truth(name, how):
         assert {p.command for p in found} == {"" if name in NOTED else COMMANDS.get(kind, "snapstore repair")}, about
         suffering = {name for p in result.problems for name in p.snapshots}
         assert suffering == {wanted[ref].id for ref in wanted.keys() - whole}, about
+
+
+def error_of(store, snapshot):
+    with opened(store, damaged=True) as found:
+        try:
+            found.restore(f"id:{snapshot.id}")
+        except SnapstoreError as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize(("name", "how"), damage.cases())
+def test_the_error_of_a_damaged_newest_snapshot_names_the_newest_whole_one(name, how):
+    wanted = everyone(repository())
+    _, store, _ = damage.damaged(name, how)
+    whole = restoring(store, wanted)
+    for ref in ("a@2", "a@1", "a@0"):
+        assert "whole" not in str(error_of(store, wanted[ref]))
+    error = error_of(store, wanted["a@3"])
+    if error is None or name == "record of the newest":  # nothing says that it is the newest
+        return
+    assert isinstance(error, StorageError if how == "unreadable" else IntegrityError)
+    older = next((wanted[ref] for ref in ("a@1", "a@0") if ref in whole), None)  # a@2 is forgotten
+    end = f"the newest whole snapshot of run 'a' is {older.ref} (id:{older.id[:12]})" if older else ""
+    assert str(error).endswith(f"; {end or NONE_WHOLE}")
 
 
 @pytest.mark.parametrize(("name", "how"), damage.cases())

@@ -340,11 +340,73 @@ def test_the_save_after_a_restore_goes_on_from_it(store):
         assert [s.id for s in snapshots.repository.children(f"id:{restored.id}")] != []
 
 
+def test_latest_is_the_newest_save_and_not_the_highest_step(store):
+    """Everywhere: a run that went back to step 1 and saved step 2 again goes on from there."""
+    with manager(store) as snapshots:
+        assert snapshots.highest_step() is None
+        for step in (1, 2, 3):
+            snapshots.save(step, big(step))
+        snapshots.restore(1)
+        again = snapshots.save(2, big(12)).result(30)
+        assert (snapshots.latest_step(), snapshots.highest_step()) == (2, 3)
+        assert same(snapshots.restore(), big(12))
+        repository = snapshots.repository
+        assert repository.snapshot("a@latest").id == repository.snapshots("a")[-1].id == again.id
+        kept = repository.forget(KeepLast(1), run="a", dry_run=True).kept
+        assert [s.id for s, _ in kept] == [again.id]
+        with pytest.raises(InvalidInputError, match="newest"):
+            repository.forget_snapshots(["a@2"])
+        assert snapshots.save(4, big(4)).result(30).parent == again.id
+        assert (snapshots.latest_step(), snapshots.highest_step()) == (4, 4)
+
+
+def test_the_error_of_a_damaged_newest_snapshot_names_the_one_to_go_on_from(store, monkeypatch):
+    with manager(store) as snapshots:
+        whole = snapshots.save(0, big(0)).result(30)
+        before = set(keys_of(store, "packs/"))
+        snapshots.save(1, big(1)).result(30)
+        pack = min(set(keys_of(store, "packs/")) - before)
+        flip_in_place(store, pack, 200)
+        named = rf"a@1 \(id:.*; the newest whole snapshot of run 'a' is a@0 \(id:{whole.id[:12]}\)$"
+        for restore in (snapshots.restore, lambda: snapshots.restore(1), lambda: snapshots.restore_into(big(9))):
+            with pytest.raises(IntegrityError, match=named):
+                restore()
+        flip_in_place(store, pack, 200)
+        get_range, failed = store.get_range, []
+
+        def fail_once(key, *args):
+            if key == pack and not failed:
+                failed.append(key)
+                raise StorageError("not now")
+            return get_range(key, *args)
+
+        monkeypatch.setattr(store, "get_range", fail_once)
+        with pytest.raises(StorageError, match=r"^not now$"):  # one failed read is no damage
+            snapshots.restore()
+        assert same(snapshots.restore(), big(1))
+
+
+def test_the_search_for_a_whole_snapshot_reads_each_blob_a_few_times(store, monkeypatch):
+    """A chunk that all snapshots share is lost, and they share most of the others."""
+    read, get_range = [], store.get_range
+    shared = big(0, elements=65536)
+    with manager(store) as snapshots:
+        snapshots.save(0, shared).result(30)
+        flip_in_place(store, keys_of(store, "packs/")[0], 200)
+        for step in range(1, 20):
+            snapshots.save(step, shared | {"new": big(step)}).result(30)
+        stored = sum(len(store._objects[key][0]) for key in keys_of(store, "packs/"))
+        monkeypatch.setattr(store, "get_range", lambda *args: read.append(args[2]) or get_range(*args))
+        with pytest.raises(IntegrityError, match="no older snapshot of run 'a' is whole"):
+            snapshots.restore()
+    assert sum(read) < 4 * stored
+
+
 def test_fork_from_another_run(store):
     with manager(store) as snapshots:
         snapshots.save(0, big(0))
         snapshots.save(1, big(1))
-    with manager(store, run="fork") as snapshots:
+    with manager(store, run="fork", parent="a@0") as snapshots:
         state = snapshots.repository.restore("a@0")
         assert same(state, big(0))
         first = snapshots.save(0, big(5)).result(30)
@@ -353,6 +415,29 @@ def test_fork_from_another_run(store):
         assert first.bases == [parent.id]
         assert first.stored_bytes < 0.6 * parent.stored_bytes
         assert same(snapshots.restore(0), big(5))
+    with manager(store, run="fork", parent="a@7") as snapshots:  # it resumes: the run is there, the parent may be gone
+        assert snapshots.save(1, big(6)).result(30).parent == first.id
+    with pytest.raises(NotFoundError, match="a@7"):
+        manager(store, run="other", parent="a@7")
+
+
+def test_a_look_at_another_snapshot_does_not_change_the_parent(store):
+    """`Repository.restore` only looks; the manager's restore sets the parent of its own run's next save."""
+    with opened(store) as repository:
+        other = repository.save(big(50), run="b", step=0)
+        with manager(repository) as snapshots:
+            first = snapshots.save(0, big(0)).result(30)
+            second = snapshots.save(1, big(1)).result(30)
+            repository.restore("b@0")
+            repository.restore_into("a@0", big(99))
+            assert snapshots.save(2, big(2)).result(30).parent == second.id
+            assert repository.save(big(3), run="a", step=3).parent == snapshots.repository.snapshot("a@2").id
+            snapshots.restore(0)
+            assert snapshots.save(4, big(4)).result(30).parent == first.id
+        repository.restore("a@1")
+        assert repository.save(big(51), run="b", step=1).parent == other.id
+        assert repository.save(big(60), run="c", step=0).parent is None
+        assert repository.save(big(61), run="c", step=1, parent="a@1").parent == second.id
 
 
 def test_two_managers_of_two_runs_on_one_repository(store):
@@ -447,14 +532,23 @@ def test_nothing_is_forgotten_for_a_save_that_failed(store):
         assert snapshots.all_steps() == [0]
 
 
-def test_snapshots_kept_for_long_are_written_full(store):
+def test_snapshots_that_stay_without_neighbours_are_written_full(store):
     with manager(store, keep=[KeepLast(2), KeepEvery(3), KeepSteps([4])]) as snapshots:
         depths = {step: snapshots.save(step, big(step)).result(30).depth for step in range(8)}
-        tagged = snapshots.save(8, big(8), tags=["release"]).result(30).depth
     assert {step: depth == 0 for step, depth in depths.items()} == {
         0: True, 1: False, 2: False, 3: True, 4: True, 5: False, 6: True, 7: False
     }  # fmt: skip
-    assert tagged == 0
+
+
+def test_tags_and_dense_policies_leave_deltas_on(store):
+    """A tag may move, and every snapshot may have one; if every second save stays, deltas cost less than full ones."""
+    with manager(store, keep=KeepEvery(1)) as snapshots:
+        saved = [snapshots.save(step, big(step), tags=["best"]).result(30) for step in range(4)]
+    assert all(snapshot.depth > 0 for snapshot in saved[1:])
+    assert all(snapshot.stored_bytes < 0.6 * saved[0].stored_bytes for snapshot in saved[1:])
+    with opened(store) as repository:
+        assert repository.save(big(9), run="a", step=9, tags=["good"]).depth > 0
+        assert repository.save(big(10), run="a", step=10, tags=["good"], full=True).depth == 0
 
 
 def test_chains_are_bounded_and_keyframes_staggered(store):

@@ -83,7 +83,7 @@ def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
     with opened(url) as repository:
         assert same(repository.restore("a@5"), hosts.values("a", 5))
-        own = hosts.save(repository, "b", 12)
+        own = hosts.save(repository, "b", 12, parent="a@5")
         assert own.parent == repository.snapshot("a@5").id
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "there"))
     with opened(url) as repository:

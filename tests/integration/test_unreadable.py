@@ -497,6 +497,19 @@ def test_latest_with_a_damaged_newest_record(store):
         print("latest is", found.snapshot("a@latest").ref)
 
 
+def test_highest_step_with_a_damaged_record(store):
+    """A damaged record of a higher step is an error; that of a lower step is not."""
+    with opened(store) as found:
+        low = found.snapshot("a@1").key
+        high = found.snapshot("a@2").key
+    flip(store, low, 60)
+    with opened(store) as found:
+        assert SnapshotManager(found, run="a").highest_step() == 2
+    flip(store, high, 60)
+    with opened(store) as found, pytest.raises(IntegrityError, match="highest step of a"):
+        SnapshotManager(found, run="a").highest_step()
+
+
 # --- 10: cost --------------------------------------------------------------------------------------------------------
 
 

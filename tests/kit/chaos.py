@@ -362,7 +362,7 @@ class Chaos:
 
         state, about = files.read(file)
         run, _, version = about.get("origin", "").partition(":")
-        if about and not same(state, chaos_worker.expected(run, int(version))):
+        if about and not same(dict(state), chaos_worker.expected(run, int(version))):
             self.wrong.append(f"{file}: other bytes")
 
     def _count(self, what: str, count: int = 1) -> None:

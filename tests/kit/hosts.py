@@ -26,9 +26,9 @@ def values(run: str, version: int) -> dict[str, Any]:
     return {"model": {"drift": drift, "bias": np.arange(5) + version}, "noise": noise, "version": version}
 
 
-def save(repository: Repository, run: str, version: int) -> Snapshot:
+def save(repository: Repository, run: str, version: int, parent: str | None = None) -> Snapshot:
     """Save a version at its step."""
-    return repository.save(values(run, version), run=run, step=version, metadata=[run, version])
+    return repository.save(values(run, version), run=run, step=version, parent=parent, metadata=[run, version])
 
 
 def writer(url: str, run: str) -> None:

@@ -74,9 +74,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return same(
-            a.detach().contiguous().view(torch.uint8).numpy(), b.detach().contiguous().view(torch.uint8).numpy()
-        )
+        return same(*(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for t in (a, b)))
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):

@@ -206,14 +206,12 @@ class Machine(RuleBasedStateMachine):
         repository = self.at(process)
         self.count += 1
         lineage = self.lineage[process]
-        parent = lineage.get(run, lineage.get("*")) or self.newest(run)
+        parent = lineage.get(run) or self.newest(run)
         with foreign.written() if abroad else nullcontext():
             snapshot = save(repository, run, step, self.count, tags=tags)
         assert snapshot.parent == parent
         assert all(snapshot.seq > known.seq for known in self.of(run, *STATES).values())
         assert snapshot.depth <= OPTIONS.max_depth
-        if tags:
-            assert snapshot.depth == 0
         for known in self.known.values():
             if known.run == run and known.state == "committed":
                 known.tags -= set(tags)  # a tag names one snapshot of a run
@@ -274,7 +272,6 @@ class Machine(RuleBasedStateMachine):
         if chosen is None:  # all forgotten by name, and swept
             return
         assert same(self.at(process).restore(f"id:{chosen}"), values(*self.known[chosen].version))
-        self.lineage[process] = {"*": chosen}
 
     @rule(process=PROCESSES, run=RUNS, step=STEPS)
     def resolve(self, process, run, step) -> None:
@@ -595,7 +592,6 @@ class Machine(RuleBasedStateMachine):
             for i, known in self.known.items():
                 with suppress(SnapstoreError):
                     assert same(repository.restore(f"id:{i}"), values(*known.version))
-                    self.lineage[process] = {"*": i}
             return None
         with suppress(SnapstoreError):
             done = VERBS[verb](repository, run)

@@ -85,7 +85,7 @@ def test_no_bases():
     assert bases.find(np.zeros((3, 16), np.uint8)).tolist() == [-1, -1, -1]
     assert bases.find(np.zeros((0, 16), np.uint8)).tolist() == []
     assert (bases.snapshot, bases.generation, bases.packs) == (None, 0, [])
-    assert bases.first_row(("model", ("w",), "float32", (16,))) == (-1, False)
+    assert bases.first_row(("w", "float32", (16,))) == (-1, False)
 
 
 def test_packs_are_renumbered_into_one_list():
@@ -112,22 +112,21 @@ def test_places_come_from_the_first_base_that_has_them():
     first = a_base(a_manifest([1, 2, 3], entries=[entry("a", 0, 1), entry("b", 1, 2)]), a_manifest([4], part="opt"))
     second = a_base(a_manifest([5, 6, 7], entries=[entry("b", 0, 2), entry("c", 2, 1)]))
     bases = Bases([first, second])
-    assert bases.first_row(("model", ("a",), "float32", (16,))) == (0, True)
-    assert bases.first_row(("model", ("b",), "float32", (16,))) == (1, True)
-    assert bases.first_row(("model", ("c",), "float32", (16,))) == (6, False)
+    assert bases.first_row(("a", "float32", (16,))) == (0, True)
+    assert bases.first_row(("b", "float32", (16,))) == (1, True)
+    assert bases.first_row(("c", "float32", (16,))) == (6, False)
     for place in [
-        ("opt", ("a",), "float32", (16,)),
-        ("model", ("d",), "float32", (16,)),
-        ("model", ("a",), "int32", (16,)),
-        ("model", ("a",), "float32", (4, 4)),
+        ("d", "float32", (16,)),
+        ("a", "int32", (16,)),
+        ("a", "float32", (4, 4)),
     ]:
         assert bases.first_row(place) == (-1, False)
 
 
 def test_inline_and_sharded_tensors_have_no_place():
     bases = Bases([a_base(a_manifest([1], entries=[entry("a", 0, 1, boxes=2), entry("b", 0, 1, boxes=0)]))])
-    assert bases.first_row(("model", ("a",), "float32", (16,))) == (-1, False)
-    assert bases.first_row(("model", ("b",), "float32", (16,))) == (-1, False)
+    assert bases.first_row(("a", "float32", (16,))) == (-1, False)
+    assert bases.first_row(("b", "float32", (16,))) == (-1, False)
 
 
 @pytest.mark.parametrize("max_depth", [0, 1, 3, 8])

@@ -73,8 +73,10 @@ def test_the_readme_code_runs(tmp_path):
     def train(model, optimizer):
         steps.append(1)
         optimizer.zero_grad()
-        model(torch.randn(2, 4)).sum().backward()
+        loss = model(torch.randn(2, 4)).square().sum()
+        loss.backward()
         optimizer.step()
+        return loss
 
     names = {"model": model, "optimizer": optimizer, "train": train}
     exec(code, {**names, "total": 101})
@@ -83,6 +85,7 @@ def test_the_readme_code_runs(tmp_path):
     assert len(steps) == 201
     with snapstore.Repository.open(tmp_path / "snapshots") as repository:
         assert [snapshot.step for snapshot in repository.snapshots("exp1")] == [0, 100, 200]
+        assert all(snapshot.metrics["loss"] > 0 for snapshot in repository.snapshots("exp1"))
 
 
 def test_the_script_of_the_saving_guide_runs(tmp_path, monkeypatch, capsys):

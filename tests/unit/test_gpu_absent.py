@@ -90,6 +90,14 @@ def test_packages_that_are_missing(a_gpu, monkeypatch, lacks, version, extra):
         cuda.require()
 
 
+@pytest.mark.parametrize(("version", "major"), [("11.8", "11"), ("14.0", "14"), (None, "unknown")])
+def test_a_cuda_without_an_extra(a_gpu, monkeypatch, version, major):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CapabilityError, match=f"for CUDA {major}: install a torch for CUDA 12 or 13$"):
+        cuda.require()
+
+
 @pytest.mark.parametrize("version", ["5.2.0", "7.0.0.1"])
 def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
     nvidia, libnvcomp = ModuleType("nvidia"), ModuleType("nvidia.libnvcomp")
@@ -115,7 +123,7 @@ def a_cupy(a_gpu, monkeypatch):
         name: ModuleType(f"snapstore.engine.cuda.{name}") for name in ("nvcomp_host", "kernels", "nvcomp", "engine")
     }
     modules["nvcomp"].check_rooms = lambda: None
-    modules["kernels"].prepare = lambda device: None
+    modules["kernels"].start_loading = modules["kernels"].wait_loaded = lambda device: None
     modules["engine"].CudaEngine = lambda *args: CpuEngine(0, 1)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -130,8 +138,8 @@ class CompileError(Exception):
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [
-        ("kernels", "prepare", RuntimeError("CuPy failed to load libnvrtc.so.13: cannot open shared object file")),
-        ("kernels", "prepare", CompileError("gather.cu(3): error: identifier is undefined")),
+        ("kernels", "wait_loaded", RuntimeError("CuPy failed to load libnvrtc.so.13: cannot open shared object file")),
+        ("kernels", "wait_loaded", CompileError("gather.cu(3): error: identifier is undefined")),
         ("nvcomp", "check_rooms", AttributeError("undefined symbol: nvcompBatchedZstdCompressGetMaxOutputChunkSize")),
         ("engine", "CudaEngine", OSError("libcuda.so.1: cannot open")),
     ],
@@ -144,10 +152,14 @@ def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, modul
         raise error
 
     monkeypatch.setattr(a_cupy[module], name, fails)
+    if name == "wait_loaded":  # it is found out later, in the background
+        assert engines.on_device(CUDA)
+        with pytest.raises(CapabilityError, match="cuda:0: the GPU engine cannot start"):
+            engines.on(CUDA)
     assert [engines.on_device(CUDA) for _ in range(3)] == [False] * 3
     (said,) = warnings_of(caplog)
     assert str(error) in said
-    assert "pip install 'cupy-cuda13x[ctk]'" in said
+    assert "pip install 'cupy-cuda13x[ctk]>=14'" in said
     engines.required = True
     with pytest.raises(CapabilityError, match="cuda:0: the GPU engine cannot start"):
         engines.on_device(CUDA)

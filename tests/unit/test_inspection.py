@@ -1,4 +1,4 @@
-"""diff gives exact numbers on known tensors, and the figures of stats add up."""
+"""diff gives exact numbers on known tensors, the figures of stats add up, and every result prints as one line."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kit.packs import scan
+from snapstore import KeepLast, SaveHandle, SnapshotManager
 from snapstore.format import blob, pack
 from snapstore.inspect.diff import TensorDiff
 from snapstore.inspect.stats import group_of
@@ -292,3 +293,32 @@ def test_every_blob_belongs_to_one_group(repo):
 def test_stats_of_nothing(repo):
     stats = repo.stats()
     assert (stats.snapshots, stats.ratio, stats.groups, stats.codecs, stats.depths) == (0, 0.0, {}, {}, {})
+
+
+def test_objects_and_results_print_as_one_line(repo):
+    """In a notebook or a debugger: no pages of snapshots, problems or tensors."""
+    for step in range(12):
+        state = {str(i): torch.full((2000,), step + i) for i in range(12)} | {"plain": list(range(step, step + 50))}
+        repo.save(state, run="r", step=step, metrics={f"m{i}": i for i in range(12)})
+    first = repo.snapshot("r@0")
+    assert repr(first) == f"Snapshot('r@0', id='{first.id[:12]}', state='committed')"
+    results = [repo.stats(), repo.diff("r@0", "r@11"), repo.forget(KeepLast(11), run="r"), repo.gc(dry_run=True)]
+    results += [repo.recode(), repo.compact()]
+    for key in [info.key for info in repo.store.list("packs/")]:
+        repo.store.delete([key])
+    checked = repo.check("data")
+    results += [checked, checked.problems[0], repo.repair()]
+    with SnapshotManager(repo, run="r") as snapshots:
+        assert repr(snapshots) == f"SnapshotManager({repo.url!r}, run='r')"
+        handle = snapshots.save(12, {"n": 1})
+        assert "(Snapshot('r@12'" in repr((handle, handle.result())[0])
+        assert repr(SaveHandle(skipped=True)) == "SaveHandle('skipped')"
+        assert repr(SaveHandle()) == "SaveHandle('running')"
+    assert {type(result).__name__ for result in results} > {"CheckResult", "RepairResult", "Problem", "StatsResult"}
+    for result in results:
+        text = repr(result)
+        assert text.startswith(type(result).__name__)
+        assert len(text) < 600, text
+        assert "\n" not in text
+    assert "restorable=<0 items>" in repr(checked)
+    assert f"problems=<{len(checked.problems)} items>" in repr(checked)

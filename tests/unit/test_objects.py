@@ -249,6 +249,26 @@ def test_an_optimizer_that_casts_is_an_error():
         saved.restore(into={"optimizer": torch.optim.AdamW(net(torch.bfloat16).parameters())})
 
 
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.uint32, True), (torch.int32, False)])
+def test_an_object_may_turn_stored_tensors_into_arrays(dtype, fits):
+    """As RngState does with the state from a file for torch, which has no arrays."""
+
+    class Words:
+        def state_dict(self):
+            return {"words": np.zeros(3, np.uint32)}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    saved, words = Saved({"w": {"words": torch.ones(3, dtype=dtype)}}), Words()
+    if fits:
+        saved.restore(into={"w": words})
+        assert words.loaded["words"].dtype == dtype
+    else:
+        with pytest.raises(InvalidInputError, match=r"w\.words: dtype: expected int32, got uint32"):
+            saved.restore(into={"w": words})
+
+
 def test_part_of_an_object():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)

@@ -25,7 +25,7 @@ from snapstore.retention import (
     apply,
     describe,
     from_dict,
-    keeps_for_long,
+    stays_without_neighbours,
     to_dict,
 )
 
@@ -314,21 +314,30 @@ def test_every_duration_survives_its_text(duration):
     assert KeepWithin(policy.duration) == policy
 
 
-@pytest.mark.parametrize("policies", [None, 3, KeepLast(3), "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
+@pytest.mark.parametrize("policies", [None, 3, "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
 def test_values_that_are_no_policy(policies):
     with pytest.raises(InvalidInputError, match="keep: expected"):
         apply(policies, series(1))
     with pytest.raises(InvalidInputError, match="keep: expected"):
-        keeps_for_long(policies, 1)
+        stays_without_neighbours(policies, 1, 1)
+
+
+def test_one_policy_is_a_list_of_one():
+    snapshots = series(5)
+    assert apply(KeepLast(3), snapshots) == apply([KeepLast(3)], snapshots)
+    assert stays_without_neighbours(KeepEvery(3), 6, 1)
 
 
 # --- known at save, stored, described ---------------------------------------------------------------------------------
 
 
-def test_keeps_for_long():
+def test_stays_without_neighbours():
     policies = [KeepLast(3), KeepBest("loss"), KeepDaily(7), KeepWithin("7d"), KeepEvery(steps=1000), KeepSteps([7])]
-    assert [step for step in (0, 7, 8, 999, 1000, 3000) if keeps_for_long(policies, step)] == [0, 7, 1000, 3000]
-    assert not keeps_for_long([], 1000)
+    steps = (0, 7, 8, 999, 1000, 3000)
+    assert [step for step in steps if stays_without_neighbours(policies, step, 1)] == [0, 7, 1000, 3000]
+    assert [step for step in steps if stays_without_neighbours(policies, step, 333)] == [0, 7, 1000, 3000]
+    assert [step for step in steps if stays_without_neighbours(policies, step, 500)] == [7]  # every second save stays
+    assert not stays_without_neighbours([], 1000, 1)
 
 
 ALL = [
@@ -478,7 +487,7 @@ def test_forgetting_again_forgets_nothing(policies, snapshots):
 def test_snapshots_kept_for_long_stay(policies, snapshots):
     current = {snapshot.step: snapshot.id for snapshot in snapshots}
     stays = kept(policies, snapshots, force=True)
-    assert {id_ for step, id_ in current.items() if keeps_for_long(policies, step)} <= stays
+    assert {id_ for step, id_ in current.items() if stays_without_neighbours(policies, step, 1)} <= stays
 
 
 @given(policies)

@@ -1,5 +1,8 @@
 """`keys` selects what its pattern says, with and without `into`, and reads only the parts it needs."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 
 from kit.states import Saved, same
 from snapstore.errors import InvalidInputError, NotFoundError
+from snapstore.state import selection
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.selection import parts_needed
 
@@ -34,12 +38,86 @@ def test_keys_select_leaves_and_all_below():
 
 def test_keys_that_match_nothing():
     saved = Saved(state_for_keys())
-    with pytest.raises(NotFoundError, match=r"keys 'modle\.\*': matches nothing .* step"):
+    with pytest.raises(NotFoundError) as caught:
         saved.restore(keys=["step", "modle.*"])
+    assert str(caught.value) == "keys 'modle.*': matches nothing in this snapshot; its parts are model, opt, step"
+    with pytest.raises(
+        NotFoundError, match=r"keys 'model.layer', 'x': match nothing .* model holds model.layers.0.w, "
+    ):
+        saved.restore(keys=["model.layer", "x", "step"])
     with pytest.raises(NotFoundError):
         saved.restore(keys="MODEL.*")
     with pytest.raises(InvalidInputError, match="no pattern"):
         saved.restore(keys=[])
+
+
+def test_a_name_with_wildcards_in_it_is_a_name_where_it_exists():
+    leaves = {"a[0]": torch.ones(1), "a0": torch.zeros(1), "w*": 1, "w1": 2, "x?": {"y": 3}, "xy": {"y": 4}}
+    saved = Saved({"m": leaves, "p[1]": {"q": 5}, "p1": {"q": 6}})
+    for keys, want in {
+        "m.a[0]": {"m": {"a[0]": torch.ones(1)}},
+        "m.w*": {"m": {"w*": 1}},
+        "m.x?": {"m": {"x?": {"y": 3}}},
+        "m.x?.y": {"m": {"x?": {"y": 3}}},
+        "m.?[0]": {"m": {"a0": torch.zeros(1)}},  # no such name: a pattern
+        "p[1].q": {"p[1]": {"q": 5}},
+        "p[1]": {"p[1]": {"q": 5}},
+        "p[[]1]": {"p[1]": {"q": 5}},
+        "p?": {"p1": {"q": 6}},
+    }.items():
+        same(saved.restore(keys=keys), want)
+    into = {"m": {"a[0]": torch.zeros(1), "a0": torch.full((1,), 7.0)}}
+    saved.restore(into=into, keys=["m.a[0]"])
+    same(into, {"m": {"a[0]": torch.ones(1), "a0": torch.full((1,), 7.0)}})
+
+
+class Work:
+    """Counts paths that are written out, and expressions that are tried."""
+
+    def __init__(self, monkeypatch):
+        self.paths = self.tries = 0
+        display, compiled = selection.display, selection._compiled
+
+        def counted_display(path):
+            self.paths += 1
+            return display(path)
+
+        def counted_match(expression, text):
+            self.tries += 1
+            return expression.match(text)
+
+        monkeypatch.setattr(selection, "display", counted_display)
+        monkeypatch.setattr(
+            selection, "_compiled", lambda pattern: SimpleNamespace(match=partial(counted_match, compiled(pattern)))
+        )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "tries"),
+    [
+        ("", 0),
+        ("[0]", 0),
+        (".*", 2000),
+        ("*", 10 * 1 + 90 * 2 + 900 * 3 + 1000 * 4),  # m.layer1234 begins as four of the patterns do
+    ],
+)
+def test_two_thousand_keys_take_two_looks_at_every_leaf(monkeypatch, suffix, tries):
+    inside = "[0]" if suffix == "[0]" else ".w"
+    state = {"m": {f"layer{i}{inside}": i for i in range(2000)}, "o": {f"layer{i}{inside}": i for i in range(2000)}}
+    saved, work = Saved(state), Work(monkeypatch)
+    keys = [f"m.layer{i}{suffix}" for i in range(2000)]
+    same(saved.restore(keys=keys), {"m": state["m"]})
+    assert work.paths <= 2 * 2000
+    assert work.tries == tries
+
+
+def test_a_pattern_is_tried_where_its_text_is(monkeypatch):
+    state = {"m": {f"layers.{i}.{name}": i for i in range(100) for name in ("weight", "bias")}}
+    saved, work = Saved(state), Work(monkeypatch)
+    same(
+        saved.restore(keys=[f"*.{i}.w*" for i in range(100)]), {"m": {k: v for k, v in state["m"].items() if "w" in k}}
+    )
+    assert work.tries == 100
 
 
 def test_parts_needed():
@@ -59,7 +137,7 @@ def test_parts_needed():
         assert parts_needed(names, keys) == want, keys
 
 
-@given(st.text("ab.*?", max_size=5), st.sampled_from(["a", "b", "ab", "a.b"]))
+@given(st.text("ab.*?[]", max_size=5), st.sampled_from(["a", "b", "ab", "a.b", "a*", "[b]", "a[b]"]))
 def test_parts_needed_never_leaves_out_a_match(pattern, name):
     saved = Saved({name: {"a": 1, "b": {"a": 2}}, "aa": {"x": 1}})
     try:

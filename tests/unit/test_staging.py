@@ -112,7 +112,7 @@ def saved(made, state, name, *, rejected):
     tensors = [tensor for part in inputs for tensor in part.tensors]
     for tensor in tensors:
         tensor.bases_tried, tensor.deltas_stored = 1, int(tensor.spec.path[-1] not in rejected)
-    with made.saving():
+    with made.saving(inputs):
         made.keep_as_base(inputs, name)
     return tensors
 

@@ -1,11 +1,13 @@
 """flatten cuts a state into the right parts, finds tied arrays, and refuses what cannot be stored."""
 
 import random
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kit.states import Saved, again, same
@@ -148,6 +150,51 @@ def test_unsupported_leaves_are_named_all_at_once():
     assert [line.split(":")[0] for line in lines] == [f"a.deep.{name}" for name in bad]
     with pytest.raises(UnsupportedLeafError, match=r"and 80 more"):
         flatten([object() for _ in range(100)])
+
+
+def test_the_advice_for_a_sub_byte_dtype_works():
+    for name in ("int4", "uint1", "uint7", "bits1x8", "bits4x2"):
+        tensor = torch.tensor([1, 255, 7], dtype=torch.uint8).view(getattr(torch, name))
+        with pytest.raises(UnsupportedLeafError) as caught:
+            flatten({"t": tensor})
+        save, load = re.search(r"pass its bytes, (.*); after a restore, (.*) is the tensor", str(caught.value)).groups()
+        restored = again({"t": eval(save, {"tensor": tensor, "torch": torch})})["t"]
+        loaded = eval(load, {"restored": restored, "torch": torch})
+        assert (loaded.dtype, loaded.view(torch.uint8).tolist()) == (tensor.dtype, [1, 255, 7])
+        with pytest.raises(InvalidInputError, match=r"t: type: .* pass its bytes, tensor.view\(torch.uint8\)"):
+            again({"t": restored}, into={"t": tensor})
+        filled = torch.zeros(3, dtype=torch.uint8).view(tensor.dtype)
+        again({"t": restored}, into={"t": eval(save, {"tensor": filled, "torch": torch})})
+        assert filled.view(torch.uint8).tolist() == [1, 255, 7]
+
+
+@pytest.fixture
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_the_advice_for_dtensors_works(mesh):
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    sharded, other, plain = fully_shard(nn.Linear(2, 3), mesh=mesh), nn.Linear(2, 3), nn.Linear(2, 3)
+    with pytest.raises(UnsupportedLeafError) as caught:
+        flatten({"m": sharded})
+    advice = "DTensor has no stored form: save tensor.full_tensor() on one rank (for a model: "
+    assert f"m.weight: {advice}torch.distributed.checkpoint.state_dict.get_model_state_dict with " in str(caught.value)
+    saved = again({"m": state_dict.get_model_state_dict(sharded, options=options)})["m"]
+    assert torch.equal(saved["weight"], sharded.weight.full_tensor())
+    assert torch.equal(again([sharded.weight.to_local()])[0], sharded.weight.to_local())
+
+    with pytest.raises(InvalidInputError, match=r"m: FSDPLinear.load_state_dict failed: [^/]*set_model_state_dict\("):
+        again({"m": plain}, into={"m": sharded})
+    state_dict.set_model_state_dict(sharded, again({"m": other})["m"], options=options)
+    assert torch.equal(sharded.weight.full_tensor(), other.weight)
 
 
 def test_nested_tensors_are_refused():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 import re
 import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from mypy import api
@@ -18,21 +20,19 @@ import snapstore
 ROOT = Path(__file__).parents[2]
 
 RIGHT = """
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_type
 
 import snapstore
 from snapstore import (
-    AlreadyExistsError, CapabilityError, CheckResult, CompactResult, ConflictError, DiffResult, ForgetResult,
-    FormatError, GcResult, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly, KeepLast,
-    KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, NotFoundError, Policy, RecodeResult, RepairResult,
-    Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotManager, SnapstoreError, StatsResult,
-    StorageError, StorageFullError, UnknownFormatError, UnsupportedLeafError,
+    AlreadyExistsError, CapabilityError, CheckResult, CompactResult, Config, ConflictError, DiffResult, ForgetResult,
+    FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly,
+    KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, ManifestRef, NotFoundError, ObjectInfo,
+    ObjectStore, Policy, Problem, RecodeResult, RepairAction, RepairResult, Repository, RngState, SaveHandle,
+    SaveOptions, Snapshot, SnapshotLike, SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError,
+    TensorDiff, UnknownFormatError, UnsupportedLeafError, View,
 )
-from snapstore.check.report import Problem
-from snapstore.inspect.diff import TensorDiff
-from snapstore.inspect.stats import GroupStats
 
 
 def training(path: Path, state: dict[str, Any]) -> None:
@@ -52,6 +52,7 @@ def training(path: Path, state: dict[str, Any]) -> None:
         assert_type(handle.result(), Snapshot | None)
         assert_type(handle.result(timeout=1.5), Snapshot | None)
         assert_type(snapshots.latest_step(), int | None)
+        assert_type(snapshots.highest_step(), int | None)
         assert_type(snapshots.best_step(), int | None)
         assert_type(snapshots.all_steps(), list[int])
         assert_type(snapshots.restore(), Any)
@@ -69,12 +70,14 @@ def repositories(state: dict[str, Any]) -> None:
     with Repository.open("/data/snaps") as opened:
         assert_type(opened, Repository)
     assert_type(repository.url, str)
-    assert_type(SnapshotManager(repository, run="a").repository, Repository)
+    assert_type(SnapshotManager(repository, run="a", parent="b@3", keep=KeepLast(3)).repository, Repository)
     saved = repository.save(
         state, run="a", step=1, parent="b@3", bases=("b@latest",), metrics={"loss": 1}, tags=("t",), full=True
     )
     assert_type(saved, Snapshot)
     assert_type(repository.restore("a@1"), Any)
+    assert_type(repository.named_tensors("a@1", keys="model.*", device="cpu"), Iterator[tuple[str, Any]])
+    assert_type(repository.save(repository.named_tensors("a@1"), run="b", step=1), Snapshot)
     assert_type(repository.restore_into("a@1", state, keys="model.*"), Snapshot)
     assert_type(repository.snapshots(), list[Snapshot])
     assert_type(repository.snapshots("a"), list[Snapshot])
@@ -85,6 +88,7 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(repository.unforget("a@1"), Snapshot)
     assert_type(repository.policies("a"), list[Policy])
     repository.set_policies("a", [KeepLast(1)])
+    repository.set_policies("a", KeepLast(1))
     assert_type(repository.rebuild_index(), int)
 
     forgotten = repository.forget([KeepLast(1), KeepEvery(10)], run="a", dry_run=True, force=False)
@@ -107,6 +111,11 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(repository.recode(["a@1"], codec="portable"), RecodeResult)
     assert_type(repository.compact(max_repack_bytes=1 << 20), CompactResult)
     assert_type(repository.repair(apply=True), RepairResult)
+    assert_type(repository.repair().actions, list[RepairAction])
+    assert_type(repository.view(), View)
+    assert_type(repository.config, Config)
+    store: ObjectStore = repository.store
+    assert_type([info for info in store.list("packs/")], list[ObjectInfo])
 
     stats = repository.stats()
     assert_type(stats, StatsResult)
@@ -131,6 +140,8 @@ def snapshot(s: Snapshot) -> None:
         assert_type(seconds, float)
     assert_type(s.parent, str | None)
     assert_type(s.bases, list[str])
+    assert_type(s.manifests, list[ManifestRef])
+    like: SnapshotLike = s
     assert_type(s.tags, list[str])
     assert_type(s.metrics, dict[str, float])
     assert_type(s.metadata, Any)
@@ -176,7 +187,6 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     SnapshotManager("/data/snaps")  # error: call-arg
     SnapshotManager("/data/snaps", run=3)  # error: arg-type
     SnapshotManager("/data/snaps", run="a", on_busy="drop")  # error: arg-type
-    SnapshotManager("/data/snaps", run="a", keep=KeepLast(3))  # error: arg-type
     SnapshotManager("/data/snaps", run="a", keep=["last 3"])  # error: list-item
     SnapshotManager("/data/snaps", run="a", interval=10)  # error: call-arg
     snapshots.save(1)  # error: call-arg
@@ -193,6 +203,8 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     Repository.create("/data/snaps", 4096)  # error: call-arg
     repository.save({}, "a", 1)  # error: call-arg
     repository.restore("a@1", "w")  # error: call-arg
+    repository.restore("a@1", into={})  # error: call-arg
+    repository.restore_into("a@1", {})["w"]  # error: index
     repository.forget([KeepLast(1)])  # error: call-arg
     repository.gc(True)  # error: call-arg
     repository.check("data").okay  # error: attr-defined
@@ -224,6 +236,73 @@ def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[di
             assert Path(match[1]).name == file.name, line
             errors.setdefault(int(match[2]), set()).add(match[3])
     return errors, report
+
+
+#: Names that the code of README and docs takes from the reader's script.
+THEIRS = {
+    "TOTAL": "TOTAL: int",
+    "model": "model: torch.nn.Module",
+    "optimizer": "optimizer: torch.optim.Optimizer",
+    "rank": "rank: int",
+    "signal": "import signal",
+    "snapshots": "snapshots: snapstore.SnapshotManager",
+    "snapstore": "",
+    "start": "start: int",
+    "state": "state: dict[str, typing.Any]",
+    "step": "step: int",
+    "total": "total: int",
+    "train": "train: typing.Callable[[torch.nn.Module, torch.optim.Optimizer], torch.Tensor]",
+}
+
+
+def code_of_pages() -> Iterator[str]:
+    """Each python block of README and docs as a module, with the reader's names before it."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            nodes = list(ast.walk(ast.parse(block)))
+            names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
+            bound = {name for name, context in names if context is ast.Store} | {*dir(builtins)}
+            bound |= {a.asname or a.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+            taken = sorted({name for name, context in names if context is ast.Load} - bound)
+            yield "\n".join(
+                ["import typing", "import torch", "import snapstore", *map(THEIRS.__getitem__, taken), block]
+            )
+
+
+def test_the_code_of_the_pages_passes(tmp_path, monkeypatch):
+    blocks = list(code_of_pages())
+    assert 'metrics={"loss": loss}' in blocks[0]
+    functions = []
+    for number, block in enumerate(blocks):
+        functions += [f"def block_{number}() -> None:", textwrap.indent(block, "    ")]
+    assert mypy(tmp_path, "\n".join(functions), monkeypatch) == ({}, "")
+
+
+METRICS = """
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import torch
+from snapstore import SnapshotManager
+
+def uses(snapshots: SnapshotManager, loss: torch.Tensor, row: dict[str, float], own: dict[str, torch.Tensor]) -> None:
+    snapshots.save(1, {}, metrics={"loss": loss, "epoch": 3, "lr": 1e-3, "acc": np.float32(0.5), "d": Decimal(1)})
+    snapshots.save(1, {}, metrics={"f": Fraction(1, 3), "mean": np.mean(np.ones(3)), "flag": True})
+    snapshots.save(1, {}, metrics=row)
+    snapshots.save(1, {}, metrics=own)
+    snapshots.repository.save({}, run="a", step=1, metrics={"loss": loss, "lr": 1e-3})
+    snapshots.save(1, {}, metrics={"loss": "0.5"})  # error: dict-item
+    snapshots.save(1, {}, metrics={"loss": None})  # error: dict-item
+    snapshots.save(1, {}, metrics={"loss": 1j})  # error: dict-item
+    snapshots.save(1, {}, metrics=[("loss", 0.5)])  # error: arg-type
+"""
+
+
+def test_metrics_are_all_that_float_takes(tmp_path, monkeypatch):
+    marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(METRICS.splitlines(), 1) if "# error: " in line}
+    errors, report = mypy(tmp_path, METRICS, monkeypatch)
+    assert errors == marks, report
 
 
 def test_right_uses_have_the_documented_types(tmp_path, monkeypatch):
@@ -284,11 +363,7 @@ def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_classes() -> list[type]:
-    from snapstore.check.report import Problem
-    from snapstore.inspect.diff import TensorDiff
-    from snapstore.inspect.stats import GroupStats
-
-    return [*(getattr(snapstore, name) for name in snapstore.__all__), Problem, TensorDiff, GroupStats]
+    return [getattr(snapstore, name) for name in snapstore.__all__]
 
 
 def test_every_public_method_is_annotated_and_explained():
@@ -302,6 +377,28 @@ def test_every_public_method_is_annotated_and_explained():
     assert seen > 60
     assert bare == []
     assert unexplained == []
+
+
+def named_in(annotation: Any) -> Iterator[str]:
+    """Names of the classes of this package in an annotation."""
+    if inspect.isclass(annotation) and annotation.__module__.startswith("snapstore"):
+        yield annotation.__name__
+    for part in get_args(annotation):
+        yield from named_in(part)
+
+
+def test_every_type_in_a_public_signature_is_public():
+    """Parameters, results, and the fields of results: who annotates a variable imports its type from `snapstore`."""
+    public = {name: getattr(snapstore, name) for name in snapstore.__all__}
+    annotated = [*public_classes(), *(function for cls in public_classes() for _, function in functions_of(cls))]
+    named = {
+        name
+        for thing in annotated
+        for annotation in get_type_hints(thing, localns=public).values()  # a name that is not public may raise here
+        for name in named_in(annotation)
+    }
+    assert len(named) > 20
+    assert named - public.keys() == set()
 
 
 def test_the_types_are_shipped():

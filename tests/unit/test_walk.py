@@ -72,7 +72,7 @@ def stacks(monkeypatch, tmp_path):
     return found
 
 
-WRAPPERS = ("repository._pinned.<locals>.call", "threads._work", "threads.Pending.compute")
+WRAPPERS = ("protocol.same_repository.pinned.<locals>.call", "threads._work", "threads.Pending.compute")
 
 
 def steps(stacks):

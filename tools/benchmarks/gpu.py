@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import snapstore
-from benchmarks import gpu_engine
+from benchmarks import gpu_engine, gpu_llama
 from benchmarks import gpu_limits as limits
 from benchmarks import gpu_page as page
 from benchmarks import gpu_peers as peers
@@ -544,10 +544,49 @@ def _marked_save(
     return handle, lambda: float(before.elapsed_time(after)) / 1e3
 
 
+def section_llamas(bench: Bench) -> dict[str, Any]:
+    """Stalls and memory on states that nothing here was made for: Llamas, and a mixture of experts."""
+    found: dict[str, Any] = {}
+    shapes = gpu_llama.TINY if bench.tiny else gpu_llama.LLAMAS | {"mixture of experts": gpu_llama.EXPERTS}
+    for name, shape in shapes.items():
+        saves = 10 if name == "12 GB, few tensors" else gpu_llama.SAVES
+        with bench.scratch() as folder:
+            run = gpu_llama.Run(shape, bench.device, experts=name == "mixture of experts")
+            found[name] = gpu_llama.device_stalls(run, folder, bench.say, saves)
+        del run
+        gc.collect()
+    worst = max(found, key=lambda name: found[name]["stall_over_goal"])
+    how = f"stall without state_dict() / (1.5 x copy floor + 2 ms + 1 us a tensor), medians; the worst state: {worst}"
+    bench.figure("stall_over_goal", found[worst]["stall_over_goal"], how)
+    most = {name: max(one["memory_x"]) for name, one in found.items()}
+    worst = max(most, key=lambda name: most[name])
+    bench.figure("memory_every_save_x", most[worst], f"the most of any save of any of these states: {worst}")
+    return found
+
+
+def section_cold(bench: Bench) -> dict[str, Any]:
+    """The first saves: kernels that were never compiled, host memory that was never locked."""
+    if bench.device.type != "cuda":
+        raise SkippedError("no CUDA device")
+    found: dict[str, Any] = gpu_llama.first_stall(gpu_llama.LLAMAS["12 GB, few tensors"])
+    bench.figure("first_stall_ms", found["first_stall_ms"], "a process of its own with an empty cache of kernels")
+    run = gpu_llama.Run(gpu_llama.LLAMAS["12 GB, few tensors"], bench.device)
+    run.train(2)
+    for prepare in (False, True):
+        with bench.scratch() as folder:
+            name = "prepared" if prepare else "not_prepared"
+            found[name] = gpu_llama.host_stalls(run, folder, bench.say, prepare=prepare)
+    raw_s = found["prepared"]["state_bytes"] / bench.pinned_rates[0]
+    second, first = found["not_prepared"]["stalls_s"][1] / raw_s, found["prepared"]["stalls_s"][0] / raw_s
+    bench.figure("second_host_stall_ratio", second, "the second save with host staging / a raw pinned copy")
+    bench.figure("prepared_host_stall_ratio", first, "the first save after prepare() / a raw pinned copy")
+    return found
+
+
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "limits": section_limits, "train": section_train, "engine": section_engine, "stall_device": section_stall_device,
     "stall_host": section_stall_host, "restore": section_restore, "memory": section_memory, "steps": section_steps,
-    "sizes": section_sizes, "peers": section_peers,
+    "sizes": section_sizes, "peers": section_peers, "llamas": section_llamas, "cold": section_cold,
 }  # fmt: skip
 
 

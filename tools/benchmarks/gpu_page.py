@@ -57,6 +57,13 @@ GOALS: dict[str, Goal] = {
     "train_step_sustained_ratio": Goal("the same, the wait for the save before within", 1, "x"),
     "extra_memory_device_x": Goal("device memory, staging on the device, by the driver's count", 1, "x the state",
                                   "<= 2.1 x the state", "<=", 2.1),
+    "stall_over_goal": Goal("Llamas, experts: stall / (1.5 x copy + 2 ms + 1 us a tensor), worst", 1, "x",
+                            "<= 1", "<=", 1),
+    "memory_every_save_x": Goal("Llamas, experts: device memory, the most of any save", 1, "x the state",
+                                "<= 2.1 x the state", "<=", 2.1),
+    "first_stall_ms": Goal("the first save of the first process on a machine", 1, "ms", "<= 150 ms", "<=", 150),
+    "second_host_stall_ratio": Goal("second save staged on the host / a raw pinned copy", 1, "x", "<= 1.2", "<=", 1.2),
+    "prepared_host_stall_ratio": Goal("first one after prepare() / a raw pinned copy", 1, "x", "<= 1.2", "<=", 1.2),
     "extra_memory_host_GiB": Goal("device memory, staging on the host", 1, "GiB", "<= 1 GiB", "<=", 1),
 }  # fmt: skip
 

@@ -14,7 +14,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...catalog.index import folder_for
 from ...engine.cpu import default_threads
 from ...errors import InvalidInputError, NotFoundError, SnapstoreError
 from ...format import records
@@ -22,7 +21,7 @@ from ...repository import Repository
 from ...storage.base import ObjectStore
 from ...storage.cache_dir import cache_folder, mount_of, on_network, refusal
 from ...storage.local import LocalStore
-from ...storage.urls import open_store
+from ...storage.urls import expand_home, open_store
 from ...text import counted, human_bytes
 from .probes import PROBES, Unfit
 
@@ -92,7 +91,7 @@ def place(url: str) -> list[Finding]:
     try:
         store = open_store(url)
     except NotFoundError:
-        return _missing(Path(url.removeprefix("file://")))
+        return _missing(Path(expand_home(url.removeprefix("file://"))))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
     about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]
@@ -135,7 +134,8 @@ def _repository(store: ObjectStore) -> Finding:
         with Repository.open(store) as repository:
             count = counted(len(repository.snapshots()), "snapshot")
             about = f"{store.url}: a repository of {count}, format version {repository.config.version}"
-            return Finding("repository", True, f"{about}; index: {folder_for(store, repository.config.uuid)[0]}")
+            index = repository.context.index  # a temporary one goes when the repository is closed
+            return Finding("repository", True, f"{about}; index: {'temporary' if index.temporary else index.folder}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
     except SnapstoreError as error:

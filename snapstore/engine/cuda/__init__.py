@@ -5,17 +5,20 @@
 engine.py         CudaEngine: the calls of engine.base.Engine on one device
 encoding.py       the stages of a batch of chunks to blobs
 decoding.py       the stages of a batch of blobs to chunks
-streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one; pinned host memory
+streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one
+pinned.py         page-locked host memory
 huffman.py        skewed noise planes to zstd frames and back, by kernels of this package
 nvcomp.py         nvCOMP's codecs, whole batches of blocks
 nvcomp_host.py    nvCOMP's codecs for readers in host memory
-kernels.py        CUDA C++ kernels, one operation per .cu file, compiled by CuPy when an engine is made
+kernels.py        CUDA C++ kernels, one operation per .cu file, which CuPy compiles in the background
 staging.py        copies of the state in device or pinned memory
 graph_capture.py  calls that do not break a CUDA graph which the training captures meanwhile
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CapabilityError, InvalidInputError
@@ -26,40 +29,66 @@ if TYPE_CHECKING:
     from .engine import CudaEngine
 
 NVCOMP_MAJOR = 6
+#: The extras are cuda12 and cuda13.
+CUDA_MAJORS = ("12", "13")
 NO_DEVICE = "no CUDA device: torch sees none; run where there is a GPU and a CUDA build of torch"
 
 
 def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of CUDA device number `device`; `cpu` does what does not fit there.
+    """Return the engine of CUDA device number `device`, and begin to load its kernels; `wait_loaded` ends that.
+
+    Args:
+        cpu: does what does not fit on the device.
 
     Raises:
-        CapabilityError: there is no CUDA device, CuPy or nvCOMP are not installed or do not fit, or kernels do not
-            compile.
+        CapabilityError: there is no CUDA device, or CuPy or nvCOMP are not installed or do not fit.
     """
     require()
-    try:
+    with _starting(device):
         from . import kernels, nvcomp, nvcomp_host  # noqa: F401  # nvcomp_host: before there are threads (threads.py)
         from .engine import CudaEngine
 
         nvcomp.check_rooms()
-        kernels.prepare(device)
+        kernels.start_loading(device)
         return CudaEngine(device, codec, cpu)
+
+
+def wait_loaded(device: int) -> None:
+    """Wait until the kernels of a device are loaded: seconds on a machine that has not compiled them yet.
+
+    Raises:
+        CapabilityError: they do not compile.
+    """
+    from . import kernels
+
+    with _starting(device):
+        kernels.wait_loaded(device)
+
+
+@contextmanager
+def _starting(device: int) -> Iterator[None]:
+    """Turn every error into a CapabilityError: CuPy without NVRTC, its compiler, or a library that lacks a function."""
+    try:
+        yield
     except CapabilityError:
         raise
-    except Exception as error:  # CuPy without NVRTC, its compiler, or a library that lacks a function
-        major, _ = _wanted()
+    except Exception as error:
+        major = _cuda_major()
+        cupy = f"pip install 'cupy-cuda{major}x[ctk]>=14'" if major in CUDA_MAJORS else _advice()
         raise CapabilityError(
             f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; it needs a "
-            f"driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: pip install 'cupy-cuda{major}x[ctk]'"
+            f"driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: {cupy}"
         ) from error
 
 
 def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of the current CUDA device; raises as `engine_for` does."""
+    """Return the engine of the current CUDA device; raises as `engine_for` and `wait_loaded` do."""
     require()
     import torch
 
-    return engine_for(torch.cuda.current_device(), codec, cpu)
+    engine = engine_for(torch.cuda.current_device(), codec, cpu)
+    wait_loaded(engine.device.index)
+    return engine
 
 
 def require() -> None:
@@ -68,7 +97,7 @@ def require() -> None:
 
     if not torch.cuda.is_available():
         raise CapabilityError(NO_DEVICE)
-    _, extra = _wanted()
+    advice = _advice()
     try:
         import cupy  # noqa: F401
         from nvidia import libnvcomp
@@ -76,17 +105,24 @@ def require() -> None:
         if libnvcomp.load_library() is None:
             raise ImportError("libnvcomp cannot be loaded")
     except Exception as error:  # ImportError, or what a build for another CUDA raises
-        raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {extra}") from error
+        raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {advice}") from error
     if int(libnvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
-        raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {extra}")
+        raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {advice}")
 
 
-def _wanted() -> tuple[str, str]:
-    """Return the major version of torch's CUDA, and the command that installs what fits it."""
+def _cuda_major() -> str:
+    """Return the major version of torch's CUDA."""
     import torch
 
-    major = (torch.version.cuda or "12").split(".")[0]
-    return major, f"pip install 'snapstore[cuda{major}]'"
+    return (torch.version.cuda or "unknown").split(".")[0]
+
+
+def _advice() -> str:
+    """Return the command that installs the packages for torch's CUDA, or which torch is needed."""
+    major = _cuda_major()
+    if major in CUDA_MAJORS:
+        return f"pip install 'snapstore[cuda{major}]'"
+    return f"torch is built for CUDA {major}: install a torch for CUDA {' or '.join(CUDA_MAJORS)}"
 
 
 def require_device(device: Any) -> None:

@@ -20,7 +20,8 @@ from ..batches import DecodeBatch
 from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN
 from .nvcomp import ANS_BLOCK_BYTES
-from .streams import ALIGNMENT, WorkStream, addresses_of, copy_async, ragged
+from .pinned import ALIGNMENT
+from .streams import WorkStream, addresses_of, copy_async, ragged
 
 
 @dataclass(frozen=True, slots=True)

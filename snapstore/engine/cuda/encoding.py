@@ -20,7 +20,8 @@ from . import huffman, kernels, nvcomp
 from .graph_capture import beside_captures
 from .huffman import HUFFMAN
 from .nvcomp import ANS, Coder
-from .streams import ALIGNMENT, WorkStream, addresses_of, copy_async, copy_stream, ragged, round_up
+from .pinned import ALIGNMENT
+from .streams import WorkStream, addresses_of, copy_async, copy_stream, ragged, round_up
 
 #: The device searches a plane of mostly one value for matches only if that saves this share of the blob.
 MATCHES_SAVE = 1 / 16

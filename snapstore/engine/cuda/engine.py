@@ -26,10 +26,8 @@ from .decoding import Decoding
 from .encoding import Encoding
 from .huffman import HUFFMAN
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
-from .staging import Pinned
+from .pinned import ALIGNMENT, Pinned, PinnedBuffers
 from .streams import (
-    ALIGNMENT,
-    PinnedBuffers,
     StreamPool,
     WorkStream,
     addresses_of,

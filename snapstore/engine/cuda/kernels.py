@@ -1,10 +1,12 @@
 """Kernels: CUDA C++, one operation per .cu file of this folder, compiled by CuPy for each device that has an engine.
 
-In: columns of addresses, in device memory. A launch returns at once; the stream orders it.
+In: columns of addresses, in device memory. A launch returns at once; the stream orders it. A thread of its own compiles
+the kernels of a device, which takes seconds on a new machine; a launch before that waits.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -13,6 +15,10 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
+
+from ...errors import SnapstoreError
+from ...threads import Pending, no_threads
+from .graph_capture import beside_captures
 
 THREADS = {
     "digest": 544,
@@ -50,12 +56,49 @@ def _stream(pointer: int, device: int) -> Any:
     return cupy.cuda.ExternalStream(pointer, device)
 
 
-def prepare(device: int) -> None:
-    """Compile all kernels and make the driver load them: later the device may have no memory for that.
+def start_loading(device: int) -> Pending[None]:
+    """Begin to compile all kernels of a device and to make the driver load them; the result waits for that.
 
-    It runs in the caller's thread: no other thread may import what compiling imports (threads.py).
+    All of them, at once: later the device may have no memory for it. Whatever compiling imports is imported by now.
     """
-    with cupy.cuda.Device(device):
+    with _lock:
+        if device not in _loads:
+            loading = Pending(_load, [device])
+            try:
+                threading.Thread(target=loading.compute, args=[0], name="snapstore-kernels").start()
+            except RuntimeError as error:
+                raise no_threads() from error
+            _loads[device] = loading
+        return _loads[device]
+
+
+def loaded(device: int) -> bool:
+    """Return whether the kernels of a device can be launched without a wait."""
+    return device in _loads and _loads[device].ready(0)
+
+
+def wait_loaded(device: int) -> None:
+    """Wait until the kernels of a device are loaded.
+
+    Raises:
+        Exception: the one that ended the loading; the next `start_loading` tries again.
+    """
+    try:
+        start_loading(device)()
+    except SnapstoreError:
+        raise
+    except Exception:
+        with _lock:
+            _loads.pop(device, None)
+        raise
+
+
+_loads: dict[int, Pending[None]] = {}  # device -> the loading of its kernels
+_lock = threading.Lock()
+
+
+def _load(device: int) -> None:
+    with beside_captures(), cupy.cuda.Device(device):
         for name in THREADS:
             _kernel(name).compile()
             _kernel(name).num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
@@ -69,5 +112,7 @@ def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, argument
         arguments: addresses or numbers, in the order of the kernel's parameters.
     """
     device = stream.device.index
+    if not loaded(device):
+        wait_loaded(device)
     with cupy.cuda.Device(device), _stream(stream.cuda_stream, device):
         _kernel(name)(grid, (THREADS[name],), tuple(np.uint64(argument) for argument in arguments))

@@ -8,11 +8,10 @@ and `wait_copied` waits in the background.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
 from ...state.arrays import Memory, as_memory, copy_into
 from . import kernels
-from .streams import ALIGNMENT, copy_async, out_of_memory, pinned, ragged, release_cached_memory
+from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms
+from .streams import copy_async, out_of_memory, ragged, release_cached_memory
 
 if TYPE_CHECKING:
     from ..registry import Engines
@@ -34,28 +34,53 @@ WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 MAX_OF_STATE = 2.05
 #: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
-#: Copies in host memory share allocations of about this size.
-ARENA_BYTES = 1024 * 1024 * 1024
-#: Copies are laid out again once this share of the state should lie apart, or of an allocation is unused.
+#: Copies are laid out again once this share of the state should lie apart.
 APART_SHARE = 0.1
 #: The share of free memory that `auto` may take.
 AUTO_SHARE = 0.9
 
 TensorKey = Any
-Item = tuple[TensorKey, Any, int]  # key, tensor, bytes
-Buffers = dict[TensorKey, Memory]
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
-    """Page-locked host memory that belongs to a device."""
+class Sources:
+    """Tensors of one device that a save copies.
 
-    array: Bytes
+    Attributes:
+        keys: of the tensors. While it is the same list, the keys and sizes are the same.
+        nbytes: (n,) their sizes.
+        addresses: (n,) where they lie; None: each is asked, and a strided one is copied first.
+        storages: keep the memory at the addresses.
+    """
+
     device: torch.device
-    arena: Bytes  # the allocation that contains it
+    keys: Sequence[TensorKey]
+    tensors: Sequence[torch.Tensor]
+    nbytes: Column
+    addresses: Column | None = None
+    storages: Sequence[Any] = ()
 
-    def __len__(self) -> int:
-        return len(self.array)
+    def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
+        """Yield key, tensor and size of some of them."""
+        for row in rows.tolist():
+            yield self.keys[row], self.tensors[row], int(self.nbytes[row])
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How copies of some sources lie together.
+
+    Attributes:
+        version: of the set of keys whose copies lie apart.
+        small, large: rows of the sources.
+        groups: rows of `large` that share an allocation, their offsets in it, and its size.
+    """
+
+    keys: Sequence[TensorKey]
+    version: int
+    small: Column
+    large: Column
+    groups: list[tuple[Column, Column, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,75 +105,100 @@ class DeviceStaging:
         self._copying: list[tuple[torch.device, torch.cuda.Event]] = []
         self._keep: list[Any] = []  # memory that copies under way read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._layouts: dict[torch.device, _Layout] = {}
+        self._sources: dict[torch.device, Sources] = {}  # of the last copies, without tensors
         self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart: they become no bases
-        self._moved = True  # whether copies lie elsewhere than at the last save
+        self._apart_version = 0
+        self._releases = 1  # after so many saves, copies lie elsewhere: the memory of the old ones fits no later save
 
     def copy(
-        self,
-        items: Sequence[Item],
-        spare: Buffers,
-        base: Buffers,
-        delta_rejected: Container[TensorKey],
-        inline_below: int,
-    ) -> list[Memory]:
+        self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
+    ) -> Callable[[], list[Memory]]:
         """Begin to copy tensors, those below `inline_below` bytes to host memory, others to their spare buffers.
 
         Args:
             delta_rejected: keys of tensors that will keep no base.
 
         Returns:
-            The memories, in order. Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
+            A function that gives the memories, in order, and notes them in `spare`: it takes time, and can be called
+            in the background. Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
 
         Raises:
             InvalidInputError: a CUDA graph is being captured.
         """
         if torch.cuda.is_current_stream_capturing():
             raise InvalidInputError("save was called while a CUDA graph is being captured; call it between replays")
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for i, (_, value, _) in enumerate(items):
-            by_device[value.device].append(i)
-        memories: list[Memory] = [None] * len(items)
-        for device, own in by_device.items():
-            with torch.cuda.device(device), torch.no_grad():
-                small = [i for i in own if items[i][2] < inline_below]
-                large = [i for i in own if items[i][2] >= inline_below]
-                rooms = self._rooms([items[i] for i in large], device, spare, base, delta_rejected)
-                try:
-                    with out_of_memory():
-                        hosted = self._begin(device, [items[i] for i in small], [items[i] for i in large], rooms)
-                        copies = rooms.memories()
-                except torch.OutOfMemoryError:
-                    copies = self._without_memory([items[i] for i in large], device, spare, base, delta_rejected)
-                    hosted = [_copy_to_host(items[i][1], np.empty(items[i][2], np.uint8)) for i in small]
-                for i, memory in zip(large, copies, strict=True):
-                    memories[i] = spare[items[i][0]] = memory
-                for i, memory in zip(small, hosted, strict=True):
-                    memories[i] = memory
+        with torch.cuda.device(sources.device), torch.no_grad():
+            layout = self._layout(sources, inline_below)
+            rooms = self._rooms(sources, layout, spare, base, delta_rejected)
+            try:
+                with out_of_memory():
+                    hosted = self._begin(sources, layout, rooms)
+            except torch.OutOfMemoryError:
+                rooms = self._without_memory(sources, layout, spare, base, delta_rejected)
+                small = [_copy_to_host(value, np.empty(n, np.uint8)) for _, value, n in sources.all_of(layout.small)]
+                hosted = partial(list, small)
+        self._sources[sources.device] = replace(sources, tensors=(), addresses=None, storages=())
+        keys = sources.keys
+
+        def memories() -> list[Memory]:
+            found: list[Memory] = [None] * len(keys)
+            for row, memory in zip(layout.large.tolist(), rooms.memories(), strict=True):
+                found[row] = spare[keys[row]] = memory
+            for row, memory in zip(layout.small.tolist(), hosted(), strict=True):
+                found[row] = memory
+            return found
+
         return memories
 
-    def _begin(self, device: torch.device, small: Sequence[Item], large: Sequence[Item], rooms: _Rooms) -> list[Bytes]:
+    def _begin(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
         """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
+        device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append([value for _, value, _ in (*small, *large)])  # their owner may free them at once
+        self._keep.append((sources.tensors, sources.storages))  # their owner may free them at once
         if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
             self._keep.append(rooms)
-        sources = np.array([self._address(value) for _, value, _ in (*small, *large)], np.int64)
-        lengths = np.array([nbytes for _, _, nbytes in (*small, *large)], np.int64)
+        by_torch = not kernels.loaded(device.index)
+        addresses = sources.addresses
+        if addresses is None and not by_torch:
+            addresses = np.array([self._address(value) for value in sources.tensors], np.int64)
         stream.wait_stream(training)
         with torch.cuda.stream(stream):
-            n = len(small)
-            hosted = self._copy_small(sources[:n], lengths[:n], device, stream)
-            if rooms.on_device:
-                _gather(sources[n:], rooms.addresses, lengths[n:], device, stream)
+            if by_torch or addresses is None:
+                hosted = self._copy_by_torch(sources, layout, rooms)
             else:
-                columns = (rooms.addresses, sources[n:], lengths[n:])
-                for place, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-                    copy_async(place, source, nbytes, stream)
+                hosted = self._copy_by_address(sources, layout, rooms, addresses, stream)
             done = torch.cuda.Event()
             done.record(stream)
         training.wait_event(done)
         self._copying.append((device, done))
         return hosted
+
+    def _copy_by_address(
+        self, sources: Sources, layout: _Layout, rooms: _Rooms, addresses: Column, stream: torch.cuda.Stream
+    ) -> Callable[[], list[Bytes]]:
+        small, large, nbytes = layout.small, layout.large, sources.nbytes
+        hosted = self._copy_small(addresses[small], nbytes[small], sources.device, stream)
+        if rooms.on_device:
+            _gather(addresses[large], rooms.addresses, nbytes[large], sources.device, stream)
+        else:
+            columns = (rooms.addresses, addresses[large], nbytes[large])
+            for place, source, size in zip(*(column.tolist() for column in columns), strict=True):
+                copy_async(place, source, size, stream)
+        return hosted
+
+    def _copy_by_torch(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
+        """Begin the copies without kernels of our own, which are not loaded yet: a call per tensor."""
+        small, places = _small_places(sources.nbytes[layout.small])
+        host = torch.empty(small, dtype=torch.uint8, pin_memory=True)
+        into = [host[at : at + n] for at, n in zip(places.tolist(), sources.nbytes[layout.small].tolist(), strict=True)]
+        for memory in rooms.memories():
+            into.append(torch.from_numpy(memory.array) if isinstance(memory, Pinned) else memory)
+        rows = np.concatenate([layout.small, layout.large])
+        for target, (_, value, size) in zip(into, sources.all_of(rows), strict=True):
+            self._keep.append(as_memory(value, lambda _: True))
+            target[:size].copy_(self._keep[-1], non_blocking=True)
+        return partial(list, [view.numpy() for view in into[: len(layout.small)]])
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -161,6 +211,22 @@ class DeviceStaging:
             return value.data_ptr()
         self._keep.append(as_memory(value, lambda _: True))
         return int(self._keep[-1].data_ptr())
+
+    def prepare(
+        self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
+    ) -> None:
+        """Page-lock host memory for the copies of tensors ahead, if that is where they will lie."""
+        with torch.cuda.device(sources.device):
+            layout = self._layout(sources, inline_below)
+            if len(layout.large) and self._mode(sources, layout, spare, base) == "host":
+                _host_rooms(sources, layout, spare, base, delta_rejected)
+
+    def prepare_next(
+        self, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
+    ) -> None:
+        """Page-lock host memory for the next save, which will copy the same tensors."""
+        for sources in list(self._sources.values()):
+            self.prepare(sources, spare, base, delta_rejected, inline_below)
 
     def wait_copied(self, spare: Buffers, base: Buffers) -> None:
         """Wait for all copies, then let the save work in the device memory that they leave free."""
@@ -179,22 +245,21 @@ class DeviceStaging:
 
     def release_memory(self, spare: Buffers) -> None:
         """Release spare device memory after a save, committed or not: the next save would only overwrite it."""
-        for device in self._modes:
-            self._engines.on(device).limit(self, None)
+        self._engines.lift_limits(self)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
             del spare[key]
-        if self._moved:  # memory that this save took, for copies and its large first batches, fits no later save
-            self._moved = False
+        if self._releases:
+            self._releases -= 1
             for device in self._apart:
                 release_cached_memory(device)
 
     # -- where
 
-    def _mode(self, items: Sequence[Item], device: torch.device, spare: Buffers, base: Buffers) -> str:
+    def _mode(self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers) -> str:
         """Decide where this device's copies go, when the device is first seen, and again when the state grows."""
-        needed = sum(nbytes for _, _, nbytes in items)
+        device, needed = sources.device, int(sources.nbytes[layout.large].sum())
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
             return self._modes[device]
         self._state_bytes[device] = needed
@@ -214,24 +279,52 @@ class DeviceStaging:
         self._modes[device] = mode
         return mode
 
+    def _layout(self, sources: Sources, inline_below: int) -> _Layout:
+        """Return how the copies lie together; nearly always the same, so that the same memory fits them again."""
+        device = sources.device
+        known = self._layouts.get(device)
+        if known is not None and known.keys is sources.keys and known.version == self._apart_version:
+            return known
+        small = np.flatnonzero(sources.nbytes < inline_below)
+        large = np.flatnonzero(sources.nbytes >= inline_below)
+        apart = self._apart.setdefault(device, set())
+        is_apart = np.array([sources.keys[row] in apart for row in large.tolist()], bool)
+        sizes = sources.nbytes[large] + -sources.nbytes[large] % ALIGNMENT
+        groups = [
+            (rows, np.cumsum(sizes[rows]) - sizes[rows], int(sizes[rows].sum()))
+            for rows in (np.flatnonzero(~is_apart), np.flatnonzero(is_apart))
+        ]
+        self._layouts[device] = _Layout(sources.keys, self._apart_version, small, large, groups)
+        return self._layouts[device]
+
+    def lay_apart(self, rejected: Mapping[torch.device, Mapping[TensorKey, int]]) -> None:
+        """Lay the copies of tensors apart whose deltas were rejected: key -> bytes, by device; few wait for more."""
+        for device, nbytes in rejected.items():
+            before = self._apart.setdefault(device, set())
+            more = nbytes.keys() - before
+            if sum(nbytes[key] for key in more) > APART_SHARE * self._state_bytes.get(device, 0):
+                before |= more
+                self._apart_version += 1
+                self._releases = 2
+
     # -- copies
 
     def _rooms(
         self,
-        items: Sequence[Item],
-        device: torch.device,
+        sources: Sources,
+        layout: _Layout,
         spare: Buffers,
         base: Buffers,
         delta_rejected: Container[TensorKey],
     ) -> _Rooms:
         """Return memory for the copies: on the device, or else on the host."""
-        if items and self._mode(items, device, spare, base) == "device":
+        if len(layout.large) and self._mode(sources, layout, spare, base) == "device":
             try:
                 with out_of_memory():
-                    return self._device_rooms(items, device, spare, delta_rejected)
+                    return self._device_rooms(sources, layout, spare)
             except torch.OutOfMemoryError:
-                self._stage_on_host(device, spare, base)
-        rooms = _host_rooms(items, device, spare, base, delta_rejected)
+                self._stage_on_host(sources.device, spare, base)
+        rooms = _host_rooms(sources, layout, spare, base, delta_rejected)
         return _Rooms(np.array([room.array.ctypes.data for room in rooms], np.int64), lambda: list(rooms), False)
 
     def _stage_on_host(self, device: torch.device, spare: Buffers, base: Buffers) -> None:
@@ -245,130 +338,73 @@ class DeviceStaging:
 
     def _without_memory(
         self,
-        items: Sequence[Item],
-        device: torch.device,
+        sources: Sources,
+        layout: _Layout,
         spare: Buffers,
         base: Buffers,
         delta_rejected: Container[TensorKey],
-    ) -> list[Memory]:
-        """Copy to the host while the caller waits: the device has no room even for tables."""
-        self._stage_on_host(device, spare, base)
-        if device in self._streams:  # copies that have begun write into the same memory
-            self._streams[device].synchronize()
-        rooms = _host_rooms(items, device, spare, base, delta_rejected)
-        for (_, value, _), room in zip(items, rooms, strict=True):
-            _copy_to_host(value, room.array)
-        return list(rooms)
-
-    def _device_rooms(
-        self, items: Sequence[Item], device: torch.device, spare: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
+        """Copy to the host while the caller waits: the device has no room even for tables."""
+        self._stage_on_host(sources.device, spare, base)
+        if sources.device in self._streams:  # copies that have begun write into the same memory
+            self._streams[sources.device].synchronize()
+        rooms = _host_rooms(sources, layout, spare, base, delta_rejected)
+        for (_, value, _), room in zip(sources.all_of(layout.large), rooms, strict=True):
+            _copy_to_host(value, room.array)
+        return _Rooms(np.zeros(0, np.int64), lambda: list(rooms), False)
+
+    def _device_rooms(self, sources: Sources, layout: _Layout, spare: Buffers) -> _Rooms:
         """Make two allocations: for copies that become bases, and for others. One per tensor would take a millisecond.
 
         The spare buffers of the device are released first: torch returns the same memory. It belongs to the copy
         stream: from memory of the training stream, the training would take small pieces between saves, and the rest
         would fit no copy again.
         """
-        lie_apart = self._lie_apart(items, device, delta_rejected)
+        device = sources.device
         for key in [k for k, m in spare.items() if isinstance(m, torch.Tensor) and m.device == device]:
             del spare[key]
-        sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
-        is_apart = np.array([key in lie_apart for key, _, _ in items], bool)
-        addresses = np.empty(len(items), np.int64)
-        groups: list[tuple[Column, torch.Tensor]] = []  # rows, and the memory that they share
-        for rows in (np.flatnonzero(~is_apart), np.flatnonzero(is_apart)):
+        addresses = np.empty(len(layout.large), np.int64)
+        together: list[torch.Tensor] = []  # of each group
+        for rows, offsets, nbytes in layout.groups:
             with torch.cuda.stream(self._stream(device)):
-                together = torch.empty(int(sizes[rows].sum()), dtype=torch.uint8, device=device)
-            addresses[rows] = together.data_ptr() + np.cumsum(sizes[rows]) - sizes[rows]
-            groups.append((rows, together))
+                together.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            addresses[rows] = together[-1].data_ptr() + offsets
 
         def memories() -> list[Memory]:
-            views: list[Memory] = [None] * len(items)
-            for rows, together in groups:
-                pieces = together.split_with_sizes(sizes[rows].tolist())
-                for row, piece in zip(rows.tolist(), pieces, strict=True):
+            views: list[Memory] = [None] * len(addresses)
+            for (rows, offsets, nbytes), memory in zip(layout.groups, together, strict=True):
+                sizes = np.diff(np.append(offsets, nbytes))
+                for row, piece in zip(rows.tolist(), memory.split_with_sizes(sizes.tolist()), strict=True):
                     views[row] = piece
             return views
 
         return _Rooms(addresses, memories, True)
 
-    def _lie_apart(
-        self, items: Sequence[Item], device: torch.device, delta_rejected: Container[TensorKey]
-    ) -> set[TensorKey]:
-        """Return which copies to lay apart: nearly always the same, so that the same memory fits them again."""
-        before = self._apart.setdefault(device, set())
-        more = {key: nbytes for key, _, nbytes in items if key in delta_rejected and key not in before}
-        if sum(more.values()) > APART_SHARE * sum(nbytes for _, _, nbytes in items):
-            if before:  # else the memory of the first copies fits
-                release_cached_memory(device)
-            before.update(more)
-            self._moved = True
-        return before
-
     def _copy_small(
         self, sources: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
-    ) -> list[Bytes]:
+    ) -> Callable[[], list[Bytes]]:
         """Begin to copy all small tensors: gathered on the device, then one copy into pinned memory."""
         if not len(sources):
-            return []
-        rooms = (lengths + 15) // 16 * 16
-        places = np.cumsum(rooms) - rooms
-        together = torch.empty(int(rooms.sum()), dtype=torch.uint8, device=device)
+            return list
+        nbytes, places = _small_places(lengths)
+        together = torch.empty(nbytes, dtype=torch.uint8, device=device)
         _gather(sources, together.data_ptr() + places, lengths, device, stream)
-        host = torch.empty(len(together), dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         view = host.copy_(together, non_blocking=True).numpy()
-        return [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
+        return lambda: [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
+
+
+def _small_places(lengths: Column) -> tuple[int, Column]:
+    """Return the size of memory for all small tensors, and the place of each in it."""
+    rooms = (lengths + 15) // 16 * 16
+    return int(rooms.sum()), np.cumsum(rooms) - rooms
 
 
 def _host_rooms(
-    items: Sequence[Item],
-    device: torch.device,
-    spare: Buffers,
-    base: Buffers,
-    delta_rejected: Container[TensorKey],
+    sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
 ) -> list[Pinned]:
-    """Return page-locked memory for every tensor: its spare buffer if that fits, else part of a few new allocations.
-
-    An allocation takes huge pages, a driver call and threads: too much for every small tensor. It lives as long as any
-    part of it, so an allocation of which little is used is released. Tensors that will keep no base lie apart: no base
-    would use their place.
-    """
-    rooms: list[Pinned | None] = []
-    for key, _, nbytes in items:
-        room = spare.pop(key, None)
-        fits = isinstance(room, Pinned) and len(room) == nbytes and room.device == device
-        rooms.append(room if fits else None)
-    room = None
-    if little := _little_used(rooms):
-        little = _little_used([*rooms, *base.values()])
-    rooms = [None if room is None or id(room.arena) in little else room for room in rooms]
-    sizes = np.array([nbytes + -nbytes % ALIGNMENT for _, _, nbytes in items], np.int64)
-    lacking = np.array([room is None for room in rooms], bool)
-    is_apart = np.array([key in delta_rejected for key, _, _ in items], bool)
-    for rows in (np.flatnonzero(lacking & ~is_apart), np.flatnonzero(lacking & is_apart)):
-        ends = np.cumsum(sizes[rows])
-        for own in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(ends // ARENA_BYTES)) + 1):
-            if not len(own):
-                continue
-            places = ends[own] - sizes[rows[own]] - (ends[own[0]] - sizes[rows[own[0]]])
-            arena = pinned(int(sizes[rows[own]].sum()))
-            for row, at in zip(rows[own].tolist(), places.tolist(), strict=True):
-                rooms[row] = Pinned(arena[at : at + items[row][2]], device, arena)
-    found = [room for room in rooms if room is not None]
-    spare.update(zip((key for key, _, _ in items), found, strict=True))  # now, as the copies may fail
-    return found
-
-
-def _little_used(memories: Iterable[Memory]) -> set[int]:
-    """Return the allocations, by id, of which these memories leave more than APART_SHARE unused."""
-    used: dict[int, int] = defaultdict(int)
-    whole: dict[int, int] = {}
-    for memory in memories:
-        if isinstance(memory, Pinned):
-            arena, nbytes = memory.arena, memory.array.size
-            used[id(arena)] += nbytes + -nbytes % ALIGNMENT
-            whole[id(arena)] = arena.size
-    return {number for number, nbytes in used.items() if nbytes < (1 - APART_SHARE) * whole[number]}
+    keys = [sources.keys[row] for row in layout.large.tolist()]
+    return host_rooms(sources.device, (keys, sources.nbytes[layout.large]), spare, base, delta_rejected)
 
 
 def _copy_to_host(value: torch.Tensor, out: Bytes) -> Bytes:

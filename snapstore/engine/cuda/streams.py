@@ -1,4 +1,4 @@
-"""Streams: CUDA streams with the memory that batches work in, a pool of them, and page-locked host memory.
+"""Streams: CUDA streams with the memory that batches work in, and a pool of them.
 
 A WorkStream belongs to one thread at a time. Its launches run in order; memory that it takes is reused on its own
 stream only.
@@ -6,13 +6,9 @@ stream only.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -23,17 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...arrays import Bytes, Column
-from ...threads import Threads
+from ...arrays import Column
 from ..batches import Chunks
 from . import kernels
-from .graph_capture import beside_captures
 
 log = logging.getLogger("snapstore")
-ALIGNMENT = 256
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
-#: Before host memory is page-locked, so many threads touch it, in pieces of this size.
-TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
 #: Sizes of large device memory are multiples of this, or of an eighth to a sixteenth of themselves if that is more.
 STEP_BYTES = 2 * 1024 * 1024
 #: How often a waiting thread polls the device [s].
@@ -253,95 +243,9 @@ class StreamPool:
                 work.release_memory()
 
 
-class PinnedBuffers:
-    """Page-locked host memory for reuse; the device copies into and out of it at the speed of the bus."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._free: list[Bytes] = []
-        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: takes back only its own buffers, each once
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> Bytes:
-        """Return (n,) uint8, n at least `nbytes`."""
-        with self._lock:
-            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.size]
-            buffer = self._free.pop(min(fits, key=lambda i: self._free[i].size)) if fits else pinned(nbytes)
-            self._lent = {number: lent for number, lent in self._lent.items() if lent() is not None}
-            self._lent[id(buffer)] = weakref.ref(buffer)
-            return buffer
-
-    def give(self, buffer: Bytes) -> None:
-        """Take back a buffer that came from here; above the limit, release the buffers unused for longest."""
-        with self._lock:
-            lent = self._lent.pop(id(buffer), None)
-            if lent is None or lent() is not buffer:
-                return
-            self._free.append(buffer)
-            while sum(free.size for free in self._free) > self._max_bytes:
-                self._free.pop(0)
-
-    def clear(self) -> None:
-        """Release all free buffers."""
-        with self._lock:
-            self._free.clear()
-
-
 def round_up(nbytes: int) -> int:
     """Round a size up to one of few sizes for long-lived memory, so that freed memory fits the next request."""
     return nbytes if nbytes < STEP_BYTES else nbytes + -nbytes % max(STEP_BYTES, 1 << (nbytes.bit_length() - 4))
-
-
-def pinned(nbytes: int) -> Bytes:
-    """Return (nbytes,) uint8 of host memory, page-locked while the array lives; ordinary memory if locking fails.
-
-    It takes huge pages where the system has them: the driver's own allocation locks small pages, at 3 GB/s.
-    """
-    try:
-        return _locked(max(nbytes, 1))[:nbytes]
-    except (cupy.cuda.runtime.CUDARuntimeError, OSError) as error:
-        log.warning("%d bytes of host memory cannot be page-locked, copies will be slow: %s", nbytes, error)
-        return np.empty(nbytes, np.uint8)
-
-
-def _locked(nbytes: int) -> Bytes:
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % HUGE_PAGE_BYTES
-    array = whole[start : start + nbytes]
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages away from under the device
-    _mapped.add(memory)
-    pieces = [array[i : i + TOUCH_BYTES] for i in range(0, nbytes, TOUCH_BYTES)]
-    with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s a thread
-        threads.start(_touch, pieces)()
-    address = array.ctypes.data
-    cupy.cuda.runtime.hostRegister(address, nbytes, 0)
-    weakref.finalize(memory, _unlock, address, torch.cuda.current_device()).atexit = False
-    return array
-
-
-_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-
-def _never_unmap() -> None:
-    """Keep a forked child, which inherits none of these pages, from unmapping its own pages at their addresses."""
-    for memory in _mapped:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-os.register_at_fork(after_in_child=_never_unmap)
-
-
-def _touch(piece: Bytes) -> None:
-    piece[:: mmap.PAGESIZE] = 0
-
-
-def _unlock(address: int, device: int) -> None:
-    # the device may have failed; this may be a forked child; the thread that collects garbage may capture a graph
-    with suppress(Exception), beside_captures(), torch.cuda.device(device):
-        cupy.cuda.runtime.hostUnregister(address)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

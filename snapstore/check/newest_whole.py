@@ -1,0 +1,78 @@
+"""Newest whole: name the snapshot to go on from if the newest one of a run cannot be restored.
+
+In: the error of a restore. Out: the same error, which names the newest older snapshot whose every chunk can be rebuilt.
+The search reads snapshots from the newest to the oldest and each blob about once. Nothing is kept of the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..catalog.read_twice import answers
+from ..context import Context
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, SnapstoreError, StorageError
+from ..format.records import Snapshot
+from ..restore.pipeline import read_manifests
+from .damaged_packs import DamagedPacks, check_tree
+from .verify_chunks import ChunkRebuilder
+
+log = logging.getLogger("snapstore")
+
+
+@contextmanager
+def newest_whole_named(context: Context, ref: str) -> Iterator[None]:
+    """Name the newest whole snapshot if the restore of the newest one of a run fails because it is damaged.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: the error of the restore, with the name.
+    """
+    try:
+        yield
+    except (IntegrityError, FormatError, StorageError) as error:
+        if isinstance(error, CapabilityError):  # another release or machine can read it
+            raise
+        try:
+            advice = _advice(context, ref, maybe_whole=isinstance(error, StorageError))
+        except SnapstoreError as failure:  # the error of the restore is the one to see
+            log.info("found no whole snapshot to name: %s", failure)
+            advice = ""
+        if not advice:
+            raise
+        raise type(error)(f"{error}{advice}") from error
+
+
+def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
+    """Return the end of the error; empty if the reference does not name a damaged snapshot, the newest of its run.
+
+    Args:
+        maybe_whole: The store failed, which is damage only if it answers and fails again.
+    """
+    answers(context.store)
+    view = context.index.refresh()
+    damaged = view.resolve(ref)
+    newest = view.newest(damaged.run)
+    if newest is None or newest.id != damaged.id:
+        return ""
+    log.warning("%s cannot be restored; reading older snapshots to find the newest whole one", damaged.ref)
+    packs, rebuilder = DamagedPacks(context.store), ChunkRebuilder(context, None)
+    if maybe_whole and _is_whole(context, damaged, packs, rebuilder):
+        return ""
+    older = (snapshot for snapshot in reversed(view.snapshots(damaged.run)) if snapshot.id != damaged.id)
+    found = next((snapshot for snapshot in older if _is_whole(context, snapshot, packs, rebuilder)), None)
+    if found is None:
+        return f"; no older snapshot of run {damaged.run!r} is whole"
+    return f"; the newest whole snapshot of run {damaged.run!r} is {found.ref} (id:{found.id[:12]})"
+
+
+def _is_whole(context: Context, snapshot: Snapshot, packs: DamagedPacks, rebuilder: ChunkRebuilder) -> bool:
+    try:
+        manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
+        check_tree(manifests)
+    except (*DAMAGE, StorageError):
+        answers(context.store)
+        return False
+    for m in manifests:
+        rebuilder.failures(snapshot.ref, m, packs, prove=True)  # also proves chains of older snapshots
+    return not any(rebuilder.failures(snapshot.ref, m, packs) for m in manifests)

@@ -1,0 +1,68 @@
+"""Plain values of a snapshot: the leaves of its state that are no tensors, such as an epoch or a learning rate.
+
+In: the manifests of a snapshot. Out: paths and values. Reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..format.manifest import Manifest
+from ..restore.pipeline import spec_of
+from ..state.containers import CONTAINERS, children, is_mapping
+from ..state.tensors import Slot, StoredPart
+from ..state.tree_decode import decode
+
+#: A path as (path of the parent, element), so that the paths of a tree share memory.
+Chained = tuple[Any, str | int] | None
+
+
+def decode_tree(manifests: Sequence[Manifest]) -> Any:
+    """Return the state of a snapshot with a Slot for each tensor.
+
+    Raises:
+        FormatError: a tree is not one that snapstore writes, or a newer snapstore wrote it.
+    """
+    return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
+
+
+def plain_values(tree: Any, path: Chained = None, *, whole_lists: bool = False) -> Iterator[tuple[Chained, Any]]:
+    """Yield (path, value) of every plain leaf; an empty container is a leaf.
+
+    Args:
+        whole_lists: a list, tuple or deque of leaves that are no tensors is one value.
+    """
+    if type(tree) in CONTAINERS and tree and not (whole_lists and _is_flat_list(tree)):
+        for element, _, child in children(tree):
+            yield from plain_values(child, (path, element), whole_lists=whole_lists)
+    elif not isinstance(tree, Slot):
+        yield path, tree
+
+
+def _is_flat_list(tree: Any) -> bool:
+    return not is_mapping(tree) and not any(isinstance(child, Slot) or type(child) in CONTAINERS for child in tree)
+
+
+def show_value(value: Any, most: int = 200) -> str:
+    """Return the repr of a value; a long one is cut."""
+    if type(value) in CONTAINERS and len(value) > most:  # by `whole_lists`: its repr may take megabytes
+        return f"{cut(', '.join(show_value(child, most) for child in list(value)[:most]), most)} ({len(value)} in all)"
+    try:
+        return cut(repr(value), most)
+    except ValueError:  # an int of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+
+
+def dotted(path: Chained) -> str:
+    """Return the dotted path; long keys and long paths are cut."""
+    elements: list[str] = []
+    while path is not None:
+        path, element = path
+        elements.append(cut(str(element)))
+    return cut(".".join(reversed(elements)), 1000)
+
+
+def cut(text: str, most: int = 200) -> str:
+    """Return at most so many characters of a text."""
+    return text if len(text) <= most else text[: most - 3] + "..."

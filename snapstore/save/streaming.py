@@ -1,0 +1,112 @@
+"""Streaming: the pairs of an iterator as the inputs of a save, so a state larger than memory passes through.
+
+In: an iterator of (dotted path, tensor). Out: one part, a dict of the paths in their order, whose tensors are made one
+at a time. The next pair is asked for when nothing reads the memory of the tensor before, and nothing here refers to it.
+
+Tensors smaller than a batch are copied, so that they share batches. Larger ones are written before the next is asked
+for. Nothing remembers the memory of earlier tensors, so ties are not found; equal chunks are stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..engine.registry import Engines
+from ..errors import InvalidInputError, UnsupportedLeafError
+from ..state.arrays import describe, device_of
+from ..state.flatten import flatten
+from ..state.held_array import Held
+from ..state.stateful import is_stateful
+from ..state.tensors import TensorSpec, is_array
+from ..state.tree_encode import encode_plain
+from .inputs import PartInput, TensorInput, inputs_of
+
+_END = object()
+
+
+def is_stream(state: Any) -> bool:
+    """Return whether a state is an iterator of (path, tensor), or the items of a dict."""
+    return isinstance(state, Iterator | ItemsView) and not is_stateful(state)
+
+
+def inputs_of_state(state: Any, engines: Engines) -> list[PartInput]:
+    """Return a state as inputs that are read from the caller's memory; those of an iterator as they are written."""
+    return [inputs_of_stream(state, engines)] if is_stream(state) else inputs_of(flatten(state))
+
+
+def inputs_of_stream(pairs: Iterable[Any], engines: Engines) -> PartInput:
+    """Return the pairs of an iterator as the one part of a state; going through its tensors asks for the pairs.
+
+    The tensors raise InvalidInputError for a pair that cannot be saved, and for an iterator without any.
+    """
+    keys: list[Any] = []
+    nodes: list[Any] = []
+    return PartInput("", ["dict", keys, nodes], _tensors(iter(pairs), keys, nodes, engines), once=True)
+
+
+def _tensors(pairs: Iterator[Any], keys: list[Any], nodes: list[Any], engines: Engines) -> Iterator[TensorInput]:
+    positions: dict[str, int] = {}
+    while (pair := next(pairs, _END)) is not _END:
+        number = len(positions)
+        path, value = _checked(pair, number)
+        if positions.setdefault(path, number) != number:
+            raise InvalidInputError(
+                f"{path}: the iterator gave this path twice, as pairs {positions[path]} and {number}; "
+                "each path may come once; nothing was committed"
+            )
+        tensor = _input(path, value, number, engines)
+        del pair, value
+        grad = [tensor.spec.requires_grad] if tensor.spec.kind != "array" else []
+        keys.append(encode_plain(path))
+        nodes.append([tensor.spec.kind, number, *grad])
+        yield tensor
+        if tensor.lent:
+            tensor.array = None  # else the tensor would stay in memory while the next one is made
+    if not positions:
+        raise InvalidInputError(
+            "state: the iterator gave no tensor; it may have been used before: pass a new one; nothing was committed"
+        )
+
+
+def _checked(pair: Any, number: int) -> tuple[str, Any]:
+    """Return the path and the tensor of a pair.
+
+    Raises:
+        InvalidInputError: it is no such pair.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InvalidInputError(
+            f"state: pair {number} of the iterator: expected (path, tensor), got {type(pair).__name__}"
+            f"{f' of {len(pair)}' if isinstance(pair, tuple | list) else ''}; nothing was committed"
+        )
+    path, value = pair
+    if type(path) is not str or not path:
+        raise InvalidInputError(
+            f"state: pair {number} of the iterator: path {str(path)[:80]!r}: expected a str such as "
+            f"'model.weight', got {type(path).__name__}; nothing was committed"
+        )
+    if not is_array(value):
+        raise InvalidInputError(
+            f"{path}: expected a tensor or NumPy array from the iterator, got {type(value).__name__}; pass plain "
+            "values as metadata; nothing was committed"
+        )
+    return path, value
+
+
+def _input(path: str, value: Any, number: int, engines: Engines) -> TensorInput:
+    """Return a tensor as an input: a small one as a copy, a large one or one on a device lent by the caller."""
+    try:
+        kind, dtype, shape = describe(value)
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"{path}: {error}; nothing was committed") from error
+    spec = TensorSpec((path,), kind, dtype, shape, kind != "array" and value.requires_grad, None)
+    held = Held(value, spec)
+    key = ("", spec.path, 0)
+    if spec.nbytes >= engines.cpu.batch_bytes or device_of(value, engines.on_device) is not None:
+        return TensorInput(key, spec, held, lent=True)
+    copy = np.empty(spec.nbytes, np.uint8)
+    held.copy_into(copy)
+    return TensorInput(key, spec, None, copy)

@@ -1,0 +1,181 @@
+"""Differences between a snapshot and `into`: count them by part, and write the error with the line of code that helps.
+
+In: the path of every difference, and what differs there; names that only one side has. Out: the text of one error. A
+wrapper such as torch.compile puts a prefix on all names of a module: names that differ by it alone are one difference.
+Stateless but for `Differences`, which one restore fills; torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import takewhile
+from typing import Any
+
+from ..text import counted
+from .containers import CONTAINERS, Path, children, is_mapping, shown
+
+MAX_LINES = 50  # differences that one error lists
+MIN_LINES = 4  # differences that it lists of each part, if the part has so many
+MAX_KEYS = 30  # names that a line of code in it lists
+
+#: The attribute in which a wrapper holds its module, and so the prefix of its names.
+WRAPPERS = {"_orig_mod": "torch.compile", "module": "DDP"}
+
+IN_INTO, IN_SNAPSHOT = "missing in `into`", "missing in the snapshot"
+#: How a count names the differences whose text begins so.
+_COUNTED = {IN_INTO: IN_INTO, IN_SNAPSHOT: IN_SNAPSHOT}
+_COUNTED |= {kind: f"of another {kind}" for kind in ("shape", "dtype", "type")}
+
+
+class Differences:
+    """The differences of one restore."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Path, list[tuple[Path, str]]] = {}  # in the order in which they were found
+        self._renamed: dict[Path, list[tuple[int, str]]] = {}  # names under another prefix, and the advice
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, path: Path, text: str) -> None:
+        """Add a difference; the text begins with its kind and a colon, or is one of `IN_INTO` and `IN_SNAPSHOT`."""
+        self._parts.setdefault(path[:1], []).append((path, text))
+
+    def add_renamed(self, path: Path, names: int, advice: str) -> None:
+        """Add names below a path that differ by a wrapper's prefix alone."""
+        self._parts.setdefault(path[:1], [])
+        self._renamed.setdefault(path[:1], []).append((names, advice))
+
+    def message(self, stored: Any, into: Any, *, all_selected: bool) -> list[str]:
+        """Return the lines of the error.
+
+        Args:
+            stored, into: The roots of both sides.
+            all_selected: Whether the restore is without `keys`, so that the text can recommend some.
+        """
+        each = max(MIN_LINES, MAX_LINES // len(self._parts))
+        lines: list[str] = []
+        for part in list(self._parts)[:MAX_LINES]:
+            lines += self._lines(part, _names(stored), _names(into), each)
+        if len(self._parts) > MAX_LINES:
+            lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
+        fitting = self._fitting(stored) if all_selected else []
+        only = f"only the parts that fit: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
+        return [
+            "the snapshot does not fit `into`; nothing was changed:",
+            *(f"  {line}" for line in lines),
+            f"restore without `into` to get all of it, or {only}",
+        ]
+
+    def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
+        """Return the lines of one part: its counts, some of its differences, and what helps."""
+        found, renamed = self._parts[part], self._renamed.get(part, [])
+        kinds = Counter(_kind(text) for _, text in found)
+        for kind, there in ((IN_INTO, into), (IN_SNAPSHOT, stored)):
+            if part and kinds.keys() == {kind} and part[0] not in there and found[0][0] != part:
+                return [f"{shown(part)}: {kind} ({counted(len(found), 'name')})"]
+        if len(found) == 1 and not renamed:
+            path, text = found[0]
+            return [f"{shown(path)}: {text}"]
+        counts = [f"{count} {kind}" for kind, count in kinds.items()]
+        if renamed:
+            counts.insert(0, f"{counted(sum(count for count, _ in renamed), 'name')} with another prefix")
+        lines = [f"{shown(part)}: {', '.join(counts)}", *(f"  {advice}" for _, advice in renamed[:each])]
+        lines += [f"  {shown(path)}: {text}" for path, text in found[:each]]
+        return [*lines, f"  ... and {len(found) - each} more"] if len(found) > each else lines
+
+    def _fitting(self, stored: Any) -> list[str]:
+        """Return `keys` for the parts without a difference; empty if no short list selects just these."""
+        if not is_mapping(stored) or () in self._parts:
+            return []
+        keys = [str(name) for name in _names(stored) if (name,) not in self._parts]
+        others = [shown(part) for part in self._parts]
+        if len(keys) > MAX_KEYS or any(other.startswith(f"{key}.") for key in keys for other in others):
+            return []
+        return keys
+
+
+def _names(tree: Any) -> dict[Any, None]:
+    """Return the path elements of a tree's children; none for a leaf."""
+    return {element: None for element, _, _ in children(tree)} if type(tree) in CONTAINERS else {}
+
+
+def _kind(text: str) -> str:
+    return _COUNTED.get(text.partition(":")[0], "that cannot be filled")
+
+
+def renamed(stored: Iterable[Any], into: Iterable[Any]) -> dict[str, str]:
+    """Return the names of the snapshot, each with its name in `into`, that differ by wrappers' prefixes alone.
+
+    Args:
+        stored, into: The names of one module that only this side has.
+    """
+    there = {_unwrapped(name): name for name in into if isinstance(name, str)}
+    names = {name: _unwrapped(name) for name in stored if isinstance(name, str)} if there else {}
+    return {name: there.pop(bare) for name, bare in names.items() if bare and bare in there}
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(element for element in name.split(".") if element not in WRAPPERS)
+
+
+def advice(pairs: dict[str, str], path: Path, *, is_module: bool) -> str:
+    """Return how the names of the snapshot and of `into` differ, and the line of code that helps.
+
+    Args:
+        pairs: As `renamed` returns them.
+        path: The place of the module, or of its state_dict, in `into`.
+        is_module: Whether `into` has the module there.
+    """
+    stored, into = list(pairs), list(pairs.values())
+    here = "into" + "".join(f"[{element!r}]" for element in path)
+    before, now = _leads(stored, into)
+    if [name.removeprefix(before) for name in stored] != [name.removeprefix(now) for name in into]:
+        return _advice_inside(stored, into, here, is_module)
+    if is_module:
+        instead = ".".join([here, *now.split(".")[:-1]])
+        for name in reversed(before.split(".")[:-1]):
+            instead = f"torch.nn.ModuleDict({{{name!r}: {instead}}})"
+    else:
+        name = f"name.removeprefix({now!r})" if now else "name"
+        instead = f"{{{f'{before!r} + ' if before else ''}{name}: value for name, value in {here}.items()}}"
+    sides = [f"{_prefix(lead)} in {side}" for lead, side in ((before, "the snapshot"), (now, "`into`")) if lead]
+    where = ", and ".join(sides) if len(sides) > 1 else f"{sides[0]} alone"
+    return f"the names have {where}; pass {instead} instead of {here}"
+
+
+def _advice_inside(stored: list[str], into: list[str], here: str, is_module: bool) -> str:
+    """Return the advice where a module inside the module is wrapped on one side."""
+    for wrapper in WRAPPERS:
+        prefix = f"{wrapper}."
+        cut = f"{{name.replace({prefix!r}, ''): value for name, value in "
+        if [name.replace(prefix, "") for name in into] == stored:
+            state = f"{here}.state_dict()" if is_module else here
+            return f"the names contain {_prefix(prefix)} in `into` alone; pass {cut}{state}.items()}} instead of {here}"
+        if [name.replace(prefix, "") for name in stored] == into:
+            instead = f"restore without `into`, and load {cut}state.items()}}"
+            return f"the names contain {_prefix(prefix)} in the snapshot alone; {instead}"
+    tools = " and ".join(WRAPPERS.values())
+    return f"the names differ by the prefixes of {tools} inside; wrap the modules as they were at the save"
+
+
+def _prefix(lead: str) -> str:
+    return f"the prefix {lead!r} of {' and '.join(WRAPPERS[name] for name in lead.split('.')[:-1])}"
+
+
+def _leads(stored: list[str], into: list[str]) -> tuple[str, str]:
+    """Return the prefix of wrappers that all names of each side begin with, but for an end that both have."""
+    before, now = _lead(stored), _lead(into)
+    for name in reversed(before.split(".")[:-1]):
+        if not f".{now}".endswith(f".{name}."):
+            break
+        before, now = before.removesuffix(f"{name}."), now.removesuffix(f"{name}.")
+    return before, now
+
+
+def _lead(names: Iterable[str]) -> str:
+    """Return the prefix of wrappers that all names begin with."""
+    first, *others = names
+    lead = "".join(f"{name}." for name in takewhile(WRAPPERS.__contains__, first.split(".")))
+    return lead if all(name.startswith(lead) for name in others) else ""

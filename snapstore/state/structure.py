@@ -1,0 +1,410 @@
+"""The structure of the last state, by which the next one is recognised instead of walked again.
+
+In: the state of a save, and what `flatten` made of it. Out, for a later state: its arrays, and the trees of its parts;
+or `DifferentStructureError`, and the caller flattens it. Training saves the same structure again and again, and waits
+meanwhile. So the keys and types of a container are compared by C code, and so is each property of all tensors.
+
+Invariants: no array of a state is kept. A match that `confirm` accepts gives what `flatten` would give. Plain values
+are encoded again at every match.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, eq, methodcaller
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..arrays import Column
+from ..errors import UnsupportedLeafError
+from .arrays import Array, address_of, describe
+from .containers import CONTAINERS, Path
+from .held_array import Held
+from .stateful import is_stateful, state_of
+from .tensors import Node, TensorSpec, is_array
+from .tree_encode import Encoder
+
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
+
+_address = methodcaller("data_ptr")
+#: Properties of a tensor that must be as they were, beside its type and device.
+_FORM = [attrgetter(name) for name in ("dtype", "shape", "requires_grad")]
+#: A tensor in one piece: the first holds, the others do not.
+_IN_ONE_PIECE, _VIEWED = methodcaller("is_contiguous"), [methodcaller("is_conj"), methodcaller("is_neg")]
+
+
+class DifferentStructureError(Exception):
+    """The state does not have the structure that is known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Container:
+    """A container of the known state with arrays in it.
+
+    Attributes:
+        owner: the type of the object whose state it is, or None.
+        versions: `_metadata` of an OrderedDict: the versions of modules by name.
+        node: as it was encoded last.
+        arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
+        scalars: the plain children that are scalars, as they were encoded last.
+        part: the name of the part whose tree it is.
+    """
+
+    kind: Any
+    owner: type | None
+    path: Path
+    keys: list[Any]
+    key_types: list[type]
+    types: list[type]
+    versions: Any
+    node: Node
+    part: str | None = None
+    arrays: list[int] = field(default_factory=list)
+    plain: list[int] = field(default_factory=list)
+    nested: list[tuple[int, _Container]] = field(default_factory=list)
+    plain_parts: list[tuple[int, str]] = field(default_factory=list)
+    scalars: dict[int, Any] = field(default_factory=dict)
+
+    def replace(self, nodes: Mapping[int, Node]) -> None:
+        """Put other nodes of children into the node; the old one may still be in use."""
+        at = 2 if self.kind in _MAPPINGS else 1
+        node, children = list(self.node), list(self.node[at])
+        for i, child in nodes.items():
+            children[i] = child
+        node[at] = children
+        self.node = node
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """A state that was recognised. Its tensors may be copied before `confirm`, but not used.
+
+    Attributes:
+        trees: by the name of the part.
+        tensors: one for each of `Structure.rows`.
+        addresses: (n,) of these tensors. As many bytes as the structure says lie there while this object lives.
+        others: the position of its spec, and the array, of every other array.
+    """
+
+    structure: Structure
+    trees: dict[str, Node]
+    tensors: list[Any]
+    addresses: Column
+    others: list[tuple[int, Held]]
+    _all: list[Any]
+    _places: list[int]
+    _storages: list[Any]
+
+    def confirm(self) -> None:
+        """Check that the tensors have the known form, and lie where they lay at the match.
+
+        Raises:
+            DifferentStructureError: one does not.
+        """
+        self.structure._check_forms(self._all)
+        if list(map(_address, self._all)) != self._places:
+            raise DifferentStructureError
+
+
+class Structure:
+    """The containers of a state, and the form of its arrays.
+
+    Args:
+        state: as it was flattened.
+        states: what `state_dict` returned, by the id of its object.
+        names, trees, specs: of its parts.
+
+    Attributes:
+        specs: of all parts, in order.
+        sizes: how many specs each part has, by name.
+        rows: positions of the specs whose tensors lie in one piece; a match gives these tensors as columns.
+        nbytes: (n,) sizes of these tensors.
+        devices: of these tensors.
+
+    Raises:
+        DifferentStructureError: the state has containers or ties that cannot be recognised.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        states: Mapping[int, Any],
+        names: Sequence[str],
+        trees: Sequence[Node],
+        specs: Sequence[Sequence[TensorSpec]],
+    ) -> None:
+        self.specs = [spec for part in specs for spec in part]
+        self.sizes = dict(zip(names, map(len, specs), strict=True))
+        starts = np.cumsum([0, *self.sizes.values()]).tolist()
+        learner = _Learner(states, dict(zip(names, trees, strict=True)), dict(zip(names, starts, strict=False)))
+        root = learner.learn(state, trees[0], (), "")
+        if root is None:
+            raise DifferentStructureError  # there are no arrays
+        self._root = root
+        self._note_arrays(learner.arrays, learner.rows, starts=dict(zip(names, starts, strict=False)))
+
+    def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int], starts: Mapping[str, int]) -> None:
+        in_one_piece = [_lies_in_one_piece(array) for array in arrays]
+        self._batched = [i for i, is_batched in enumerate(in_one_piece) if is_batched]
+        self._others = [(i, rows[i]) for i, is_batched in enumerate(in_one_piece) if not is_batched]
+        ties = [(row, self.specs[row].tie) for row in rows]
+        memories = [row if tie is None else starts[tie[0]] + tie[1] for row, tie in ties]
+        used = Counter(memories)
+        if any(used[memories[i]] > 1 for i, _ in self._others):
+            raise DifferentStructureError  # rare, and slow to check
+        self._tied_to = _first_places([memories[i] for i in self._batched])
+        first: dict[int, int] = {}  # spec -> the first of its tensors
+        for k, i in enumerate(self._batched):
+            first.setdefault(rows[i], k)
+        self.rows = list(first)
+        self._firsts = None if len(first) == len(self._batched) else list(first.values())
+        tensors = [arrays[i] for i in self._batched]
+        self._places = list(map(_address, tensors))
+        self._forms = [list(map(take, tensors)) for take in _FORM]
+        self._devices = [tensor.device for tensor in tensors]
+        self._nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+        chosen = list(first.values())
+        self.devices, self.nbytes = [self._devices[k] for k in chosen], self._nbytes[chosen]
+
+    # -- match
+
+    def match(self, state: Any) -> Match:
+        """Recognise a state; only values may differ from the known one.
+
+        Raises:
+            DifferentStructureError: it has another structure, or one that must be looked at more closely.
+            InvalidInputError: a `state_dict()` failed.
+        """
+        arrays: list[Array] = []
+        trees: dict[str, Node] = {}
+        self._match(self._root, state, arrays, trees, [])
+        trees[""] = self._root.node
+        tensors = arrays if not self._others else [arrays[i] for i in self._batched]
+        places, storages = self._locate(tensors)
+        others = self._hold_others(arrays)
+        addresses = np.array(places, np.int64)
+        chosen = tensors
+        if self._firsts is not None:
+            chosen, addresses = [tensors[k] for k in self._firsts], addresses[self._firsts]
+        return Match(self, trees, chosen, addresses, others, tensors, places, storages)
+
+    def _locate(self, tensors: Sequence[Any]) -> tuple[list[int], list[Any]]:
+        """Return addresses and storages of tensors whose known bytes lie within their storages, tied as is known."""
+        try:
+            places = list(map(_address, tensors))
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            devices = [tensor.device for tensor in tensors]
+        except (RuntimeError, NotImplementedError) as error:  # not strided
+            raise DifferentStructureError from error
+        starts = np.array(list(map(_address, storages)), np.int64)
+        ends = starts + np.array([storage.nbytes() for storage in storages], np.int64)
+        at = np.array(places, np.int64)
+        lies_within = (at > 0) & (starts <= at) & (at + self._nbytes <= ends)
+        if devices != self._devices or not lies_within.all():
+            raise DifferentStructureError
+        if places != self._places:
+            if _first_places(places) != self._tied_to:
+                raise DifferentStructureError
+            self._places = places
+        return places, storages
+
+    def _match(
+        self, known: _Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
+    ) -> None:
+        """Compare a container with the known one; note its arrays, and encode its plain values."""
+        if known.owner is not None:
+            if type(value) is not known.owner:
+                raise DifferentStructureError
+            value = state_of(value, known.path)
+        if type(value) is not known.kind:
+            raise DifferentStructureError
+        values: Any = value
+        if known.kind in _MAPPINGS:
+            if list(value) != known.keys or list(map(type, value)) != known.key_types:
+                raise DifferentStructureError
+            values = list(value.values())
+        if list(map(type, values)) != known.types:
+            raise DifferentStructureError
+        if known.kind is OrderedDict:
+            _check_versions(known, value)
+        if len(known.arrays) == len(values):
+            arrays += values
+            return
+        arrays += [values[i] for i in known.arrays]
+        outer.append(value)
+        nodes: dict[int, Node] = {}
+        for i, child in known.nested:
+            node = child.node
+            self._match(child, values[i], arrays, trees, outer)
+            if child.part is not None:
+                trees[child.part] = child.node
+            elif child.node is not node:
+                nodes[i] = child.node
+        for i, name in known.plain_parts:
+            trees[name] = _encode(values[i], outer)
+        for i in known.plain:
+            plain = values[i]
+            if i not in known.scalars or plain is not known.scalars[i]:
+                nodes[i] = _encode(plain, outer)
+                if i in known.scalars:
+                    known.scalars[i] = plain
+        outer.pop()
+        if nodes:
+            known.replace(nodes)
+
+    def _hold_others(self, arrays: Sequence[Array]) -> list[tuple[int, Held]]:
+        others: list[tuple[int, Held]] = []
+        places = set(self._places) if self._others else set()
+        for i, row in self._others:
+            value, spec = arrays[i], self.specs[row]
+            stored = bytes(value) if type(value) is bytearray else value
+            place = address_of(stored)
+            grad = spec.kind in ("tensor", "parameter") and value.requires_grad
+            try:
+                form = (*describe(stored), grad)
+            except UnsupportedLeafError as error:
+                raise DifferentStructureError from error
+            if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad) or place in places:
+                raise DifferentStructureError
+            places.update([place] if place else [])
+            others.append((row, Held(stored, spec)))
+        return others
+
+    def _check_forms(self, tensors: Sequence[Any]) -> None:
+        for take, known in zip(_FORM, self._forms, strict=True):
+            if not all(map(eq, map(take, tensors), known)):
+                raise DifferentStructureError
+        if not all(map(_IN_ONE_PIECE, tensors)) or any(any(map(is_so, tensors)) for is_so in _VIEWED):
+            raise DifferentStructureError
+
+
+class _Learner:
+    """One walk over a state and its trees; `arrays` and `rows` are in the order in which a match finds the arrays."""
+
+    def __init__(self, states: Mapping[int, Any], trees: Mapping[str, Node], starts: Mapping[str, int]) -> None:
+        self._states, self._trees, self._starts = states, trees, starts
+        self.arrays: list[Array] = []
+        self.rows: list[int] = []  # the position of its spec
+
+    def learn(self, value: Any, node: Node, path: Path, part: str) -> _Container | None:
+        """Return a container, or the container that is the state of an object; None if there are no arrays in it."""
+        owner = None
+        if id(value) in self._states and type(value) not in CONTAINERS:
+            owner, value = type(value), self._states[id(value)]
+        if type(value) not in (*_MAPPINGS, *_SEQUENCES):
+            if _has_arrays(node):
+                raise DifferentStructureError
+            return None
+        is_mapping = type(value) in _MAPPINGS
+        keys = list(value) if is_mapping else list(range(len(value)))
+        values = list(value.values()) if is_mapping else list(value)
+        versions = getattr(value, "_metadata", None)
+        found = _Container(
+            type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), versions, node
+        )
+        before = len(self.arrays)
+        below: list[tuple[int, Any, Node]] = []
+        for i, (child, child_node) in enumerate(zip(values, node[2 if is_mapping else 1], strict=True)):
+            if is_array(child) or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
+                found.arrays.append(i)
+                self.arrays.append(child)
+                self.rows.append(self._starts[part] + child_node[1])
+            elif type(child) in _SCALARS:
+                found.plain.append(i)
+                found.scalars[i] = child
+            else:
+                below.append((i, child, child_node))
+        for i, child, child_node in below:
+            self._learn_child(found, i, child, child_node, part)
+        if len(self.arrays) == before:
+            return None
+        if set(found.key_types) - {str, int} or not _are_versions(versions):
+            raise DifferentStructureError
+        found.versions = None if versions is None else {name: dict(version) for name, version in versions.items()}
+        return found
+
+    def _learn_child(self, parent: _Container, i: int, child: Any, node: Node, part: str) -> None:
+        is_part = part == "" and type(node) is list and node[0] == "part"
+        name = node[1] if is_part else part
+        path = (*parent.path, str(parent.keys[i]))
+        nested = self.learn(child, self._trees[name] if is_part else node, path, name)
+        if nested is not None:
+            nested.part = name if is_part else None
+            parent.nested.append((i, nested))
+        elif is_part:
+            parent.plain_parts.append((i, name))
+        else:
+            parent.plain.append(i)
+
+
+def _lies_in_one_piece(array: Array) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
+        return False
+    return bool(_IN_ONE_PIECE(array)) and not any(is_so(array) for is_so in _VIEWED)
+
+
+def _first_places(keys: Sequence[int]) -> list[int]:
+    """Return for each key the position where it comes first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _has_arrays(node: Node) -> bool:
+    """Return whether there may be arrays in a node."""
+    if type(node) is not list:
+        return False
+    if len(node) > 1 and node[0] in _ARRAY_TAGS and type(node[1]) is int:
+        return True
+    return any(map(_has_arrays, node))
+
+
+def _are_versions(metadata: Any) -> bool:
+    """Return whether `_metadata` has int values only, at most one a module; then `==` compares it exactly."""
+    if metadata is None:
+        return True
+    if (
+        type(metadata) is not OrderedDict
+        or set(map(type, metadata.values())) - {dict}
+        or set(map(type, metadata)) - {str}
+    ):
+        return False
+    inner = metadata.values()
+    versions = chain.from_iterable(map(dict.values, inner))
+    return set(map(len, inner)) <= {0, 1} and set(map(type, versions)) <= {int}
+
+
+def _check_versions(known: _Container, value: Any) -> None:
+    """Check what an OrderedDict has beside keys and values."""
+    attributes = dict(value.__dict__)
+    versions = attributes.pop("_metadata", None)
+    if attributes or not _are_versions(versions) or versions != known.versions:
+        raise DifferentStructureError
+
+
+def _encode(value: Any, outer: Sequence[Any]) -> Node:
+    """Return the node of a plain value within some containers."""
+    encoder = Encoder(_refuse, _expand)
+    try:
+        for container in outer:
+            encoder.enter(container, ())
+        node = encoder.node(value, ())
+        encoder.raise_problems()
+    except UnsupportedLeafError as error:
+        raise DifferentStructureError from error
+    return node
+
+
+def _refuse(value: Any, path: Path) -> NoReturn:
+    raise DifferentStructureError
+
+
+def _expand(value: Any, path: Path) -> tuple[Any] | None:
+    return (state_of(value, path),) if is_stateful(value) else None

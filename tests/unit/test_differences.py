@@ -1,0 +1,187 @@
+"""The error for an `into` that does not fit: grouped by part, with the line of code that helps, which then works."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from kit.states import Saved, again, net, same
+from snapstore.errors import InvalidInputError
+from snapstore.state.differences import MAX_LINES
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns of itself
+
+
+def refusal(state, into, **options):
+    with pytest.raises(InvalidInputError) as caught:
+        again(state, into=into, **options)
+    return str(caught.value)
+
+
+def test_differences_are_grouped_by_part():
+    state = {
+        "m": {"a": torch.ones(2, 3), "b": torch.ones(2), "c": 1, "d": [1, 2], "gone": torch.ones(1)},
+        "opt": {"state": {i: torch.ones(1) for i in range(5)}},
+        "step": 3,
+        "same": 1,
+    }
+    into = {
+        "m": {"a": torch.zeros(3, 2), "b": torch.zeros(2).double(), "c": torch.ones(1), "d": (1,)},
+        "new": {"x": torch.ones(1), "y": {"z": 1}},
+        "scheduler": torch.optim.SGD([torch.zeros(1)]),
+        "same": 2,
+    }
+    into["m"]["extra"] = torch.ones(1)
+    assert refusal(state, into) == (
+        "the snapshot does not fit `into`; nothing was changed:\n"
+        "  m: 1 of another shape, 1 of another dtype, 2 of another type, 1 missing in `into`, "
+        "1 missing in the snapshot\n"
+        "    m.a: shape: expected (3, 2) as in `into`, got (2, 3)\n"
+        "    m.b: dtype: expected float64 as in `into`, got float32\n"
+        "    m.c: type: expected Tensor as in `into`, got int\n"
+        "    m.d: type: expected tuple as in `into`, got list\n"
+        "    m.gone: missing in `into`\n"
+        "    m.extra: missing in the snapshot\n"
+        "  opt: missing in `into` (5 names)\n"
+        "  step: missing in `into`\n"
+        "  new: missing in the snapshot (2 names)\n"
+        "  scheduler: missing in the snapshot\n"
+        "restore without `into` to get all of it, or only the parts that fit: restore_into(..., keys=['same'])"
+    )
+    assert into["same"] == 2
+
+
+def test_every_part_shows_some_differences():
+    state = {str(part): {str(i): torch.ones(1) for i in range(60)} for part in range(20)}
+    text = refusal(state, {name: {"0": torch.ones(2)} for name in state})
+    lines = text.splitlines()
+    for part in state:
+        assert f"  {part}: 1 of another shape, 59 missing in `into`" in lines
+        assert f"    {part}.0: shape: expected (2,) as in `into`, got (1,)" in lines
+    assert lines.count("    ... and 56 more") == 20
+    assert "keys=" not in text
+    many = refusal({str(i): [torch.ones(1)] * 2 for i in range(60)}, {str(i): [] for i in range(60)})
+    assert "... and 10 more parts" in many
+    assert len(many.splitlines()) < 5 * MAX_LINES
+
+
+def test_an_into_with_some_parts_gets_the_line_that_restores_just_these():
+    model, into = net(), {"model": net(), "a[0]": [0]}
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "step": 3, "a[0]": [1], "a0": [2]}
+    with torch.no_grad():
+        model[0].weight += 1
+    text = refusal(state, into)
+    assert "  optimizer: missing in `into` (" in text
+    keys = eval(re.search(r"restore_into\(\.\.\., keys=(\[.*\])\)", text)[1])
+    assert keys == ["model", "a[0]"]
+    again(state, into=into, keys=keys)
+    same(into["model"].state_dict(), model.state_dict())
+    assert into["a[0]"] == [1]
+
+
+def test_no_line_where_no_keys_select_just_the_parts_that_fit():
+    assert "with `keys` what fits" in refusal({"a": 1, "a.b": 2}, {"a": 0})
+    assert "with `keys` what fits" in refusal({"a": 1, "b": 2}, {"a": 0}, keys=["a", "b"])
+    assert "with `keys` what fits" in refusal({str(i): i for i in range(99)}, {str(i): 0 for i in range(98)})
+
+
+class Inner(nn.Module):
+    """A module that may wrap another one inside."""
+
+    def __init__(self, wrap=lambda module: module):
+        super().__init__()
+        self.head, self.body = nn.Linear(2, 2), wrap(nn.Linear(2, 2))
+
+
+WRAPS = {
+    "plain": lambda module: module,
+    "compile": torch.compile,
+    "parallel": nn.DataParallel,  # has the names of DDP, which needs a process group
+    "both": lambda module: torch.compile(nn.DataParallel(module)),
+}
+
+
+COMPILE, DDP = "the prefix '_orig_mod.' of torch.compile", "the prefix 'module.' of DDP"
+BOTH = "the prefix '_orig_mod.module.' of torch.compile and DDP"
+PREFIXES = {("compile", "parallel"): f"{COMPILE} in the snapshot, and {DDP} in `into`"}
+PREFIXES["parallel", "compile"] = f"{DDP} in the snapshot, and {COMPILE} in `into`"
+for name, other, prefix in (
+    ("compile", "plain", COMPILE),
+    ("parallel", "plain", DDP),
+    ("both", "plain", BOTH),
+    ("both", "parallel", COMPILE),
+):
+    PREFIXES |= {(name, other): f"{prefix} in the snapshot alone", (other, name): f"{prefix} in `into` alone"}
+PREFIXES["both", "compile"] = f"{BOTH} in the snapshot, and {COMPILE} in `into`"
+PREFIXES["compile", "both"] = f"{COMPILE} in the snapshot, and {BOTH} in `into`"
+
+
+@pytest.mark.parametrize("into", WRAPS)
+@pytest.mark.parametrize("saved", WRAPS)
+@pytest.mark.parametrize("as_module", [True, False])
+def test_the_prefix_of_a_wrapper_is_named_and_the_line_works(saved, into, as_module):
+    torch.manual_seed(1)
+    module, other = Inner(), Inner()
+    state, target = {"nets": {"m": WRAPS[saved](module)}}, {"nets": {"m": WRAPS[into](other)}}
+    if not as_module:
+        target["nets"]["m"] = target["nets"]["m"].state_dict()
+    if saved != into:
+        text = refusal(state, target)
+        assert f"\n  nets: 4 names with another prefix\n    the names have {PREFIXES[saved, into]}; pass " in text
+        assert "missing" not in text
+        line, place = re.search(r"; pass (.*) instead of (.*)\n", text).groups()
+        assert place == "into['nets']['m']"
+        target["nets"]["m"] = eval(line, {"torch": torch, "into": target})
+    again(state, into=target)
+    same(other.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+@pytest.mark.parametrize("as_module", [True, False])
+def test_a_wrapper_inside_a_module(wrap, as_module):
+    torch.manual_seed(1)
+    module, other = Inner(), Inner(wrap)
+    target = {"m": other if as_module else other.state_dict()}
+    text = refusal({"m": module}, target)
+    assert "m: 2 names with another prefix\n" in text
+    line = re.search(r"; pass (.*) instead of into\['m'\]\n", text)[1]
+    again({"m": module}, into={"m": eval(line, {"into": target})})
+    same(list(other.state_dict().values()), list(module.state_dict().values()))
+
+    text = refusal({"m": other}, {"m": module})
+    line = re.search(r"; restore without `into`, and load (.*)\n", text)[1]
+    restored = eval(line, {"state": again({"m": other})["m"]})
+    module.load_state_dict(restored)
+    mixed = refusal({"m": Inner(lambda module: torch.compile(nn.DataParallel(module)))}, {"m": module})
+    assert "inside; wrap the modules as they were at the save" in mixed
+
+
+def test_other_differences_stay_listed_beside_a_prefix():
+    module, other = Inner(), torch.compile(nn.Module())
+    other._orig_mod.head, other._orig_mod.tail = nn.Linear(2, 2), nn.Linear(2, 2)
+    text = refusal({"m": module}, {"m": other})
+    assert "m: 2 names with another prefix, 2 missing in `into`, 2 missing in the snapshot\n" in text
+    assert "    m.body.weight: missing in `into`\n" in text
+    assert "    m._orig_mod.tail.bias: missing in the snapshot\n" in text
+    assert "pass into['m']._orig_mod instead of into['m']\n" in text
+
+
+def test_keys_that_select_one_side_of_a_prefix():
+    module, other = Inner(), torch.compile(Inner())
+    text = refusal({"m": module, "n": 1}, {"m": other, "n": 1}, keys=["m.head"])
+    assert "pass into['m']._orig_mod instead of into['m']" in text
+    saved = Saved({"m": module, "n": 1})
+    saved.restore(into={"m": other, "n": 2}, keys=["n"])
+
+
+def test_a_model_may_have_a_module_of_a_wrapper_s_name():
+    module, other = nn.ModuleDict({"module": Inner()}), nn.ModuleDict({"module": Inner()})
+    text = refusal({"m": module}, {"m": torch.compile(other)})
+    assert "the prefix '_orig_mod.' of torch.compile in `into` alone; pass into['m']._orig_mod instead" in text
+    refused = refusal({"module": [1, torch.ones(1)]}, {"_orig_mod": [1, torch.ones(1)]})
+    assert "  module: missing in `into` (2 names)\n  _orig_mod: missing in the snapshot (2 names)\n" in refused
+
+
+def test_a_wrapped_root():
+    assert "pass into._orig_mod instead of into\n" in refusal(Inner(), torch.compile(Inner()))

@@ -1,0 +1,68 @@
+"""The Python programs that tests keep as text fit snapstore's interface: some run only where a GPU is."""
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+from kit import processes
+from snapstore import Repository, SnapshotManager
+
+TESTS = processes.ROOT / "tests"
+
+
+def scripts():
+    """(file and line, syntax tree) of each text in tests/ that is a program of several lines which uses snapstore."""
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else None
+            is_script = isinstance(text, str) and "snapstore" in text and "import " in text and "\n" in text
+            if is_script and "# error:" not in text:  # else it is wrong on purpose
+                try:
+                    found.append((f"{path.relative_to(TESTS)}:{node.lineno}", ast.parse(text)))
+                except SyntaxError:
+                    continue  # prose, or a template
+    return found
+
+
+SCRIPTS = scripts()
+
+
+def keywords(name):
+    """The keyword arguments that the public methods of this name take, or None where there is no such method."""
+    methods = [getattr(of, name) for of in (Repository, SnapshotManager) if callable(getattr(of, name, None))]
+    return {key for method in methods for key in inspect.signature(method).parameters} if methods else None
+
+
+def test_the_scripts_are_found():
+    files = {where.split(":")[0] for where, _ in SCRIPTS}
+    assert {"gpu/test_gpu_directions.py", "gpu/test_gpu_devices.py", "gpu/test_gpu_processes.py"} <= files
+
+
+@pytest.mark.parametrize(("where", "tree"), SCRIPTS, ids=[where for where, _ in SCRIPTS])
+def test_a_script_imports_names_that_exist(where, tree):
+    for node in ast.walk(tree):
+        folder = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+        if folder.startswith("test_"):
+            assert "sys.path" in ast.unparse(tree), f"a new process does not look for {folder} where it is"
+        if folder in ("snapstore", "kit"):
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                if error.name != "cupy":
+                    raise
+                continue
+            names = {alias.name for alias in node.names} - {"*"}
+            missing = {name for name in names if not hasattr(module, name)}
+            for name in missing:  # a module of the folder
+                importlib.import_module(f"{node.module}.{name}")
+
+
+@pytest.mark.parametrize(("where", "tree"), SCRIPTS, ids=[where for where, _ in SCRIPTS])
+def test_a_script_passes_arguments_that_exist(where, tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and keywords(node.func.attr) is not None:
+            taken = {argument.arg for argument in node.keywords if argument.arg}
+            assert taken <= keywords(node.func.attr), f"{node.func.attr}, line {node.lineno}"

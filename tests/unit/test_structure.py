@@ -1,0 +1,258 @@
+"""A recognised state is copied as `flatten` describes it, whatever changed since; else it is not recognised."""
+
+import copy
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapstore import SnapshotManager
+from snapstore.engine.registry import Engines
+from snapstore.save.staging import Staging
+from snapstore.state.flatten import flatten, flatten_and_learn
+from snapstore.state.structure import DifferentStructureError
+from snapstore.storage.memory import MemoryStore
+
+
+def found(parts):
+    """Return, comparable, what a save would store of parts or inputs."""
+    out = []
+    for part in parts:
+        tensors = getattr(part, "tensors", None)
+        if tensors is None:
+            stored = [bytes(_bytes(held)) for held in part.arrays]
+            specs = list(part.specs)
+        else:
+            stored = [bytes(tensor.copy) for tensor in tensors]
+            specs = [tensor.spec for tensor in tensors]
+        out.append((part.name, repr(part.tree), specs, stored))
+    return out
+
+
+def _bytes(held):
+    room = np.empty(held.spec.nbytes, np.uint8)
+    held.copy_into(room)
+    return room
+
+
+def recognised(staging):
+    return staging._known is not None
+
+
+class Twice:
+    """Copies a state, and then another, as two saves do."""
+
+    def __init__(self, first):
+        self.staging = Staging(Engines(0, threads=1))
+        assert found(self.staging.copy_state(first)()) == found(flatten(first))
+        self.known = self.staging._known
+
+    def again(self, state):
+        """Copy a state; return whether it was recognised. The copies are right either way."""
+        inputs = self.staging.copy_state(state)()
+        assert found(inputs) == found(flatten(state))
+        return self.known is not None and self.staging._known is self.known
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 2000))
+
+
+def training():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step():
+        net(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    step()
+    return net, optimizer, scheduler, step
+
+
+def test_training_is_recognised_at_every_step():
+    net, optimizer, scheduler, step = training()
+
+    def state(n):
+        return {
+            "model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+            "step": n, "loss": n / 7, "config": {"lr": 1e-3 / (n + 1), "names": ["a", "b"], "eps": {"x": (1, 2.0)}},
+        }  # fmt: skip
+
+    twice = Twice(state(0))
+    for n in range(1, 5):
+        step()
+        assert twice.again(state(n)), n
+
+
+def test_objects_are_recognised():
+    net, optimizer, scheduler, step = training()
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    twice = Twice(state)
+    step()
+    assert twice.again(state)
+    net.append(torch.nn.Linear(2000, 3))
+    assert not twice.again(state)
+
+
+A = torch.arange(2000.0)
+B = torch.arange(2000.0) * 2
+
+
+def base():
+    return {
+        "m": OrderedDict(a=torch.ones(3), b=A.clone(), c=torch.zeros(0)), "o": {"s": {0: {"x": B.clone(), "n": 1}}},
+        "np": np.arange(9), "raw": bytes(5000), "n": 1, "f": 0.0, "l": [torch.ones(2), 5], "t": (torch.ones(4), "s"),
+    }  # fmt: skip
+
+
+CHANGES = {
+    "values": (lambda s: s["m"]["b"].add_(1), True),
+    "a plain value": (lambda s: s.update(n=2), True),
+    "a plain value of another type": (lambda s: s.update(n=True), False),
+    "a zero's sign": (lambda s: s.update(f=-0.0), True),
+    "a nested plain value": (lambda s: s["o"]["s"][0].update(n=7), True),
+    "another tensor of the same form": (lambda s: s["m"].update(b=B.clone()), True),
+    "another dtype": (lambda s: s["m"].update(b=A.double()), False),
+    "half the dtype in the same bytes": (lambda s: s["m"].update(b=s["m"]["b"].view(torch.int32)), False),
+    "another shape": (lambda s: s["m"].update(b=s["m"]["b"].view(40, 50)), False),
+    "another stride": (lambda s: s["m"].update(b=torch.zeros(4000)[::2]), False),
+    "a transposed one": (lambda s: s["l"].__setitem__(0, torch.arange(6.0).view(2, 3).t()), False),
+    "requires_grad": (lambda s: s["m"]["b"].requires_grad_(), False),
+    "a Parameter": (lambda s: s["m"].update(b=torch.nn.Parameter(A.clone())), False),
+    "a shorter storage": (lambda s: s["m"]["b"].resize_(10), False),
+    "a new key": (lambda s: s["m"].update(z=torch.ones(1)), False),
+    "a key less": (lambda s: s["m"].pop("a"), False),
+    "another order": (lambda s: s["m"].move_to_end("a"), False),
+    "a key that is equal": (lambda s: s["o"].update(s={False: s["o"]["s"].pop(0)}), False),
+    "a longer list": (lambda s: s["l"].append(1), False),
+    "an array for a value": (lambda s: s.update(n=torch.ones(1)), False),
+    "a value for an array": (lambda s: s["m"].update(a=1), False),
+    "a new tie": (lambda s: s["o"]["s"][0].update(x=s["m"]["b"]), False),
+    "an overlap": (lambda s: s["o"]["s"][0].update(x=s["m"]["b"][:]), False),
+    "metadata": (lambda s: setattr(s["m"], "_metadata", OrderedDict(x={"version": 1})), False),
+    "an attribute of an array": (lambda s: s.update(np=np.arange(9.0)), False),
+    "bytes of another size": (lambda s: s.update(raw=bytes(6000)), False),
+    "bytes of another value": (lambda s: s.update(raw=b"1" * 5000), True),
+    "a tensor in a plain container": (lambda s: s["o"].update(p=[1]), False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name):
+    change, is_same = CHANGES[name]
+    state = base()
+    twice = Twice(state)
+    change(state)
+    assert twice.again(state) is is_same
+    state["m"]["b"] = torch.ones(7)
+    assert not twice.again(state)
+
+
+@pytest.mark.parametrize("plain", [[1, 2], [], {"a": 1}, (1,), {1, 2}, None])
+def test_a_tensor_that_comes_into_a_plain_container(plain):
+    state = {"w": A.clone(), "x": {"p": plain, "w": B.clone()}}
+    twice = Twice(state)
+    state["x"]["p"] = [torch.ones(3)] if plain != [1, 2] else [torch.ones(3), 2]
+    assert not twice.again(state)
+
+
+def test_tied_tensors_stay_tied_and_are_told_from_others():
+    shared = A.clone()
+    state = {"a": {"x": shared, "y": B.clone()}, "b": {"x": shared}, "c": [shared]}
+    twice = Twice(state)
+    shared.add_(1)
+    assert twice.again(state)
+    other = shared.clone()
+    state["a"]["x"] = state["b"]["x"] = state["c"][0] = other
+    assert twice.again(state), "all of them lie elsewhere"
+    state["b"]["x"] = other.clone()
+    assert not twice.again(state)
+
+
+def test_a_tensor_that_moves_while_it_is_recognised():
+    _, structure = flatten_and_learn({"w": A.clone(), "v": B.clone()})
+    state = {"w": A.clone(), "v": B.clone()}
+    match = structure.match(state)
+    state["w"].data = B.clone()
+    with pytest.raises(DifferentStructureError):
+        match.confirm()
+
+
+def test_an_interrupt_leaves_no_structure(monkeypatch):
+    state = {"w": A.clone(), "n": 1.5}
+    twice = Twice(state)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("snapstore.state.structure.Match.confirm", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twice.staging.copy_state(state)
+    assert not recognised(twice.staging)
+    state["n"] = 2.5
+    assert not twice.again(state)
+
+
+def test_a_structure_keeps_no_tensor_alive():
+    import weakref
+
+    state = base()
+    twice = Twice(state)
+    tensor = weakref.ref(state["m"]["b"])
+    assert twice.again(state)
+    state.clear()
+    assert tensor() is None
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3) | st.tuples(inner)
+    ),
+    max_leaves=6,
+)
+ARRAY = st.builds(
+    lambda n, dtype: torch.arange(n).to(dtype), st.integers(0, 1500), st.sampled_from([torch.float32, torch.int8])
+)
+STATE = st.recursive(
+    PLAIN | ARRAY,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2) | st.integers(0, 3), inner, max_size=3)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), STATE, min_size=1), st.dictionaries(st.sampled_from("abcd"), STATE))
+def test_any_state_and_any_change(state, changes):
+    twice = Twice(state)
+    same = copy.deepcopy(state)
+    twice.again(same)
+    twice.again(state | changes)
+    twice.again(state)
+
+
+def test_snapshots_of_recognised_states_are_restored():
+    net, optimizer, scheduler, step = training()
+    store, wanted = MemoryStore(), []
+    with SnapshotManager(store, run="r") as snapshots:
+        for n in range(4):
+            state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "n": n}
+            snapshots.save(n, state)
+            wanted.append(copy.deepcopy({"model": net.state_dict(), "n": n}))
+            step()
+        for n in range(4):
+            got = snapshots.restore(n)
+            assert got["n"] == n
+            for name, value in wanted[n]["model"].items():
+                assert torch.equal(got["model"][name], value)

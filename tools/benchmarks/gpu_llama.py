@@ -1,0 +1,220 @@
+"""States that `tools/bench gpu` does not tune its engine on: Llamas and a mixture of experts, from transformers.
+
+Random weights, then a few steps of torch's AdamW on Python's own sources; the state is what the two `state_dict` calls
+return, with the step counts, which AdamW keeps in host memory. A stall is the time from the call of `save` until the
+tensors may change: until the training stream has passed the copy. `tensors` counts all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_limits as limits
+from snapstore import SnapshotManager
+
+State = dict[str, Any]
+#: hidden size, intermediate size, layers: about 0.4 and 1.0 G parameters in 181 tensors and in some 1,250.
+LLAMAS = {
+    "5 GB, few tensors": (1216, 3328, 20), "12 GB, few tensors": (2048, 5632, 20),
+    "5 GB, many tensors": (512, 1408, 138), "12 GB, many tensors": (800, 2176, 138),
+}  # fmt: skip
+TINY = {"few tensors": (64, 128, 2), "many tensors": (16, 32, 20)}
+EXPERTS = (640, 1792, 12)  # with 8 experts a layer
+SAVES, WARM = 7, 3
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device, *, experts: bool = False) -> None:
+        import transformers
+
+        torch.manual_seed(1)
+        hidden, intermediate, layers = shape
+        heads = max(1, hidden // 64)
+        config: dict[str, Any] = {
+            "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": 8192,
+            "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 256,
+        }  # fmt: skip
+        with device:
+            self.model: torch.nn.Module
+            if experts:
+                self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config))
+            else:
+                self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+        self.device = device
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+
+    def train(self, steps: int = 1) -> None:
+        """Steps on random tokens."""
+        for _ in range(steps):
+            tokens = torch.randint(8192, (1, 128), device=self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                loss = self.model(tokens, labels=tokens).loss
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def state(self) -> State:
+        """Return the state that a user saves."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def tensors(state: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a state."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for child in state.values() if isinstance(state, dict) else state:
+            yield from tensors(child)
+
+
+def copy_floor_s(device: torch.device, nbytes: int) -> float:
+    """Seconds of one copy of so many bytes on the device."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return limits.median(device, lambda: target.copy_(source))
+
+
+def stalled_s(device: torch.device, snapshots: SnapshotManager, step: int, state: State) -> float:
+    """Save; return the time until the tensors may change."""
+    limits.synchronize(device)
+    began = time.perf_counter()
+    snapshots.save(step, state)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Watch the device's memory by the driver's count; the function gives the most since its last call."""
+    done, most = threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+            most[0] = max(most[0], total - free)
+
+    def read() -> int:
+        found, most[0] = most[0], 0
+        return found
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield read
+    finally:
+        done.set()
+        thread.join()
+
+
+def device_stalls(
+    run: Run, folder: Path, say: Callable[[str], None], saves: int = SAVES
+) -> dict[str, Any]:  # fmt: skip
+    """Stalls of saves with copies on the device, training in between, beside the copy's floor and the memory taken."""
+    run.train(2)
+    limits.synchronize(run.device)
+    on_device = [t for t in tensors(run.state()) if t.device.type == run.device.type]
+    size, count = sum(t.nbytes for t in on_device), sum(1 for _ in tensors(run.state()))
+    floor = copy_floor_s(run.device, size)
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    stalls, calls, memory = [], [], []
+    wanted: dict[str, Any] = {"staging": "device"} if run.device.type == "cuda" else {}
+    with (
+        most_used_bytes(run.device) as most,
+        SnapshotManager(folder / "repository", run="bench", **wanted) as snapshots,
+    ):
+        for step in range(saves):
+            run.train()
+            limits.synchronize(run.device)
+            began = time.perf_counter()
+            state = run.state()
+            calls.append(time.perf_counter() - began)
+            if run.device.type == "cuda":
+                torch.cuda.empty_cache()
+                most()
+                if step == 0:
+                    free, total = torch.cuda.mem_get_info()
+                    before = total - free
+            stalls.append(stalled_s(run.device, snapshots, step, state))
+            snapshots.wait_until_finished()
+            memory.append((most() - before) / size if run.device.type == "cuda" else 0.0)
+        wrong = [] if run.device.type != "cuda" else _differing(snapshots.restore(saves - 1), state)
+    stall, call = statistics.median(stalls[WARM:]), statistics.median(calls[WARM:])
+    goal = 1.5 * floor + 0.002 + 1e-6 * count
+    text = f"{count} tensors, {size / 1e9:.1f} GB: stalls {[round(1e3 * s, 1) for s in stalls]} ms, "
+    text += f"floor {1e3 * floor:.1f}, goal {1e3 * goal:.1f}, state_dict {1e3 * call:.1f}; "
+    say(text + f"memory {[round(m, 2) for m in memory]}")
+    assert not wrong, wrong
+    return {
+        "tensors": count, "state_bytes": size, "copy_floor_s": floor, "stall_s": stall, "state_dict_s": call,
+        "stalls_s": [round(s, 5) for s in stalls], "stall_over_goal": stall / goal,
+        "memory_x": [round(m, 3) for m in memory],
+    }  # fmt: skip
+
+
+def _differing(got: Any, wanted: Any) -> list[str]:
+    pairs = zip(tensors(got), tensors(wanted), strict=True)
+    return [str(a.shape) for a, b in pairs if not torch.equal(a.to(b.device).view(-1), b.detach().view(-1))]
+
+
+def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: bool) -> dict[str, Any]:
+    """Stalls of the first saves with copies in pinned host memory, beside a raw copy into pinned memory."""
+    size = sum(t.nbytes for t in tensors(run.state()) if t.device.type == run.device.type)
+    stalls = []
+    with SnapshotManager(folder / "repository", run="bench", staging="host") as snapshots:
+        if prepare:
+            snapshots.prepare(run.state())
+            snapshots.wait_until_finished()
+        for step in range(4):
+            run.train()
+            stalls.append(stalled_s(run.device, snapshots, step, run.state()))
+            snapshots.wait_until_finished()
+    say(f"host staging, {'prepared' if prepare else 'not prepared'}: stalls {[round(s, 3) for s in stalls]} s")
+    return {"state_bytes": size, "stalls_s": [round(s, 4) for s in stalls]}
+
+
+def first_stall(shape: tuple[int, int, int]) -> dict[str, Any]:
+    """The first save of a process on a machine that has never compiled the kernels: a process of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"CUPY_CACHE_DIR": cache, "SHAPE": " ".join(map(str, shape))}
+        code = "from benchmarks import gpu_llama; gpu_llama.cold()"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+    stalled, durable, constructed = map(float, done.stdout.split()[-3:])
+    return {"first_stall_ms": stalled * 1e3, "durable_s": durable, "manager_s": constructed}
+
+
+def cold() -> None:
+    """Print the seconds of a process's first stall, until it is durable, and of making the manager."""
+    hidden, intermediate, layers = map(int, os.environ["SHAPE"].split())
+    run = Run((hidden, intermediate, layers), torch.device("cuda"))
+    run.train(2)
+    with tempfile.TemporaryDirectory() as folder:
+        limits.synchronize(run.device)
+        began = time.perf_counter()
+        snapshots = SnapshotManager(folder, run="bench", staging="device")
+        constructed = time.perf_counter() - began
+        state = run.state()
+        stall = stalled_s(run.device, snapshots, 0, state)
+        snapshots.close()
+        print(stall, time.perf_counter() - began, constructed)

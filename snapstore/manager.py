@@ -412,7 +412,12 @@ class SnapshotManager:
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
     def restore(
-        self, step: int | str | None = None, *, keys: str | Sequence[str] | None = None, device: Any = None
+        self,
+        step: int | str | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        device: Any = None,
+        types: Sequence[type] = (),
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
 
@@ -423,12 +428,17 @@ class SnapshotManager:
 
         context, ref = self.repository.context, self._ref(step)
         with newest_whole_named(context, ref):
-            snapshot, state = read(context, ref, keys=keys, device=device)
+            snapshot, state = read(context, ref, keys=keys, device=device, types=types)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
     def restore_into(
-        self, target: Any, step: int | str | None = None, *, keys: str | Sequence[str] | None = None
+        self,
+        target: Any,
+        step: int | str | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        types: Sequence[type] = (),
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
@@ -439,7 +449,7 @@ class SnapshotManager:
 
         context, ref = self.repository.context, self._ref(step)
         with newest_whole_named(context, ref):
-            snapshot = read_into(context, ref, target, keys=keys)
+            snapshot = read_into(context, ref, target, keys=keys, types=types)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

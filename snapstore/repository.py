@@ -200,16 +200,19 @@ class Repository:
         request.resolve(self.context, self.lineage)
         return store(self.context, self.lineage, request, inputs_of_state(state, self.context.engines), None)
 
-    def restore(self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None) -> Any:
+    def restore(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None, types: Sequence[type] = ()
+    ) -> Any:
         """Return the state of a snapshot, as nested containers.
 
         Args:
             ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
             keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
+            types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
 
         Raises:
-            NotFoundError: the reference or a key names nothing.
+            NotFoundError, InvalidInputError: a reference or key names nothing; a type does not take what is stored.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
             IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
         """
@@ -217,13 +220,15 @@ class Repository:
         from .restore.pipeline import read
 
         with newest_whole_named(self.context, ref):
-            return read(self.context, ref, keys=keys, device=device)[1]
+            return read(self.context, ref, keys=keys, device=device, types=types)[1]
 
-    def restore_into(self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+    def restore_into(
+        self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None, types: Sequence[type] = ()
+    ) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
 
         Args:
-            ref, keys: see `restore`.
+            ref, keys, types: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
 
         Raises:
@@ -235,7 +240,7 @@ class Repository:
         from .restore.pipeline import read_into
 
         with newest_whole_named(self.context, ref):
-            return read_into(self.context, ref, target, keys=keys)
+            return read_into(self.context, ref, target, keys=keys, types=types)
 
     def named_tensors(
         self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None

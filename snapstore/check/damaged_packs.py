@@ -15,7 +15,7 @@ from ..catalog.read_twice import answers
 from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
-from ..errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
+from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, StorageError
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
@@ -90,13 +90,37 @@ def lost_rows(m: Manifest, lost: Column) -> Column:
     return np.unique(rows[lost])
 
 
-def check_tree(manifests: Sequence[Manifest]) -> None:
-    """Raise FormatError unless the manifests together hold one whole state."""
-    from ..restore.pipeline import spec_of
-    from ..state.tensors import StoredPart
-    from ..state.tree_decode import decode
+def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: bool) -> None:
+    """Check that the manifests together hold one whole state.
 
-    decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
+    Args:
+        with_pages: read the pages of large trees too, not only the trees in manifests. A page that cannot be read is
+            passed by: rebuilding its chunks finds the damage.
+
+    Raises:
+        FormatError: they do not.
+    """
+    from ..restore.pipeline import decoding_of, pages_of, part_of, read_pages
+    from ..state.tree_decode import decode, unpack_nodes
+
+    parts = []
+    for m in manifests:
+        tree, pages = m.tree, pages_of(m)
+        if pages is not None:
+            if not with_pages and not m.header.part:
+                return  # the root, which names the other parts
+            try:
+                packed = read_pages(context, m, pages, "check") if with_pages else None
+            except (*DAMAGE, StorageError, CapabilityError):
+                return
+            tree = None if packed is None else unpack_nodes(packed)
+        parts.append(part_of(m, tree))
+    try:
+        decode(parts, decoded=decoding_of("check"))
+    except CapabilityError as error:
+        if isinstance(error, FormatError):
+            raise
+        # The values are too many for this machine, which is no damage.
 
 
 def unbuilt(

@@ -69,7 +69,7 @@ def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
 def _is_whole(context: Context, snapshot: Snapshot, packs: DamagedPacks, rebuilder: ChunkRebuilder) -> bool:
     try:
         manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
-        check_tree(manifests)
+        check_tree(context, manifests, with_pages=True)
     except (*DAMAGE, StorageError):
         answers(context.store)
         return False

@@ -83,7 +83,7 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
     """Return the record of a snapshot of which only manifests and packs are left."""
     stand = stand_in(key)
     sizes = _manifests_of(context.store, scan, stand.id)
-    read = partial(_read_manifests, context.store, sizes, context.engines.digest_seed)
+    read = partial(_read_manifests, context, sizes)
     found = tried(context.store, read) if sizes else None
     if found is None:
         return None
@@ -111,14 +111,13 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
     return record, f"{whence}; it is tagged {tag!r}: look at it"
 
 
-def _read_manifests(
-    store: ObjectStore, sizes: Mapping[str, int], digest_seed: int
-) -> tuple[list[ManifestRef], list[Manifest]]:
+def _read_manifests(context: Context, sizes: Mapping[str, int]) -> tuple[list[ManifestRef], list[Manifest]]:
     """Return the manifests of one whole state, and their entries in a record."""
-    found = [manifest.read_bytes(store, key[-64:], size) for key, size in sizes.items()]
+    found = [manifest.read_bytes(context.store, key[-64:], size) for key, size in sizes.items()]
     refs = [manifest.ref_of(data) for data in found]
-    manifests = [manifest.checked(data, ref, digest_seed) for data, ref in zip(found, refs, strict=True)]
-    check_tree(manifests)
+    seed = context.engines.digest_seed
+    manifests = [manifest.checked(data, ref, seed) for data, ref in zip(found, refs, strict=True)]
+    check_tree(context, manifests, with_pages=True)
     return refs, manifests
 
 

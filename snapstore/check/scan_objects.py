@@ -95,7 +95,7 @@ class _ObjectScanner:
 
     def __init__(self, context: Context, records: RecordScan, level: str, max_decoded_bytes: int | None) -> None:
         self._store, self._digest_seed = context.store, context.engines.digest_seed
-        self._records, self._level = records, level
+        self._context, self._records, self._level = context, records, level
         self._rebuilder = ChunkRebuilder(context, max_decoded_bytes)
         self._findings = Findings(records.problems, records.notes)
         self._sizes, self._ruling = dict(records.sizes), dict(records.ruling)
@@ -275,7 +275,7 @@ class _ObjectScanner:
                 self._affected.setdefault(snapshot.id, []).append(ref.sha256)
         if len(found) == len(snapshot.manifests):
             try:
-                check_tree([m for _, m in found])
+                check_tree(self._context, [m for _, m in found], with_pages=self._level == "restore")
             except FormatError as error:
                 self._report_manifest(snapshot, snapshot.key, error)
         return needed

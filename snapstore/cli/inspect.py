@@ -143,8 +143,9 @@ def show(shell: Shell, ref: Ref) -> None:
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
         damaged, superseded = bool(_damaged(repository, [snapshot])), snapshot.id in view.superseded()
+        values = _values(repository, manifests, snapshot.ref)
     metadata = plain(snapshot.metadata)
-    tensors, values = [row for m in manifests for row in _tensors(m)], _values(manifests)
+    tensors = [row for m in manifests for row in _tensors(m)]
     if shell.as_json:
         columns = ("part", "rank", "sha256", "size_bytes", "logical_bytes")
         print_json(
@@ -182,7 +183,7 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
     from ..restore.pipeline import spec_of
     from ..state.containers import display
 
-    for entry in m.tensors:
+    for entry in (entry for entry in m.tensors if entry.kind != "page"):
         yield {
             "path": display(entry.path),
             "part": m.header.part,
@@ -194,14 +195,16 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
         }
 
 
-def _values(manifests: list[Manifest]) -> list[tuple[Any, Any]]:
+def _values(repository: Repository, manifests: list[Manifest], ref: str) -> list[tuple[Any, Any]]:
     """Return (path, value) of every value that is no tensor; a list of such values is one."""
-    from ..errors import FormatError
+    from ..errors import DAMAGE, CapabilityError, StorageError
     from ..inspect.plain_values import decode_tree, plain_values
 
     try:
-        return list(plain_values(decode_tree(manifests), whole_lists=True)) if manifests else []
-    except FormatError as error:  # the rest of the snapshot can still be shown
+        if not manifests:
+            return []
+        return list(plain_values(decode_tree(repository.context, manifests, ref), whole_lists=True))
+    except (*DAMAGE, CapabilityError, StorageError) as error:  # the rest of the snapshot can still be shown
         note(f"snapstore: warning: the plain values cannot be shown: {error}")
         return []
 

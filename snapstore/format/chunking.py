@@ -1,10 +1,16 @@
-"""Chunking: where a tensor is cut. A chunk is a fixed span of one tensor's bytes.
+"""Chunking: where a tensor and a tree are cut. A chunk is a fixed span of one tensor's bytes.
 
 Chunk sizes are multiples of 16, the size of the largest element (complex128), so a cut never splits an element.
+
+The packed bytes of a large tree are cut into pages where their content says so: an insertion moves all bytes behind it,
+and the cuts move with them, so the pages behind it are known chunks (docs/design/plain-values.md).
 """
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..arrays import Bytes
 from ..errors import InvalidInputError
 
 DEFAULT_CHUNK_BYTES = 1024 * 1024
@@ -12,6 +18,14 @@ MIN_CHUNK_BYTES = 64
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 #: Smaller tensors lie in the manifest: a blob's header and a separate read would cost more [bytes].
 INLINE_BYTES = 4 * 1024
+#: A packed tree of this size or more lies in pages; a smaller one lies in the manifest [bytes].
+PAGED_BYTES = 64 * 1024
+#: The sizes of pages, 64 KiB on average [bytes]. The last one may be up to a minimum longer.
+MIN_PAGE_BYTES, MAX_PAGE_BYTES = 16 * 1024, 256 * 1024
+_CUT_BELOW = np.uint64(2**64 // (48 * 1024))  # a cut is sought behind the minimum
+_WINDOW_BYTES = 16  # a cut depends on the bytes before it, in two words
+_MULTIPLIERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd constants of xxHash and splitmix64
+_STRIDE_BYTES = 64 * 1024  # hashed at once, so that the hashes stay in the cache
 
 
 def check_chunk_bytes(chunk_bytes: object) -> int:
@@ -26,3 +40,34 @@ def check_chunk_bytes(chunk_bytes: object) -> int:
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Return into how many chunks `nbytes` are cut."""
     return -(-nbytes // chunk_bytes)
+
+
+def page_ends(data: Bytes) -> list[int]:
+    """Return where each page of a packed tree ends; the last one is its length.
+
+    A cut follows 16 bytes whose hash is small. So a change moves the cuts near it and no others.
+    """
+    ends: list[int] = []
+    start = 0
+    for cut in _cuts(data):
+        while cut - start > MAX_PAGE_BYTES:
+            start += MAX_PAGE_BYTES
+            ends.append(start)
+        if cut - start >= MIN_PAGE_BYTES and data.size - cut >= MIN_PAGE_BYTES:
+            start = cut
+            ends.append(start)
+    while data.size - start > MAX_PAGE_BYTES + MIN_PAGE_BYTES:
+        start += MAX_PAGE_BYTES
+        ends.append(start)
+    return [*ends, data.size]
+
+
+def _cuts(data: Bytes) -> list[int]:
+    """Return every place where the content allows a cut, in order."""
+    found = []
+    for at in range(0, data.size - _WINDOW_BYTES + 1, _STRIDE_BYTES):
+        piece = data[at : at + _STRIDE_BYTES + _WINDOW_BYTES - 1]
+        words = np.ndarray((piece.size - 7,), "<u8", piece, strides=(1,))
+        hashes = words[:-8] * _MULTIPLIERS[0] + words[8:] * _MULTIPLIERS[1]
+        found += (np.flatnonzero(hashes < _CUT_BELOW) + (at + _WINDOW_BYTES)).tolist()
+    return found

@@ -107,6 +107,7 @@ class ManifestContents:
     Attributes:
         packs: hex SHA-256 names, in the order that `table.ref_packs` counts.
         pack_sizes: of each of them [bytes].
+        tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
     """
 

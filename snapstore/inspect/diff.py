@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -91,7 +92,11 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         else:
             pieces = _pieces(context, a, before[key]), _pieces(context, b, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    return DiffResult(a, b, tensors, _plain_changes(manifests_a, manifests_b))
+    with _naming(a):
+        tree_a = decode_tree(context, manifests_a, a.ref)
+    with _naming(b):
+        tree_b = decode_tree(context, manifests_b, b.ref)
+    return DiffResult(a, b, tensors, _plain_changes(tree_a, tree_b))
 
 
 @contextmanager
@@ -109,6 +114,8 @@ def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
     found: dict[tuple[Path, int], _Located] = {}
     for m in manifests:
         for entry in m.tensors:
+            if entry.kind == "page":  # plain values are compared one by one
+                continue
             path = tuple(entry.path)
             found[path, seen[path]] = m, entry
             seen[path] += 1
@@ -203,7 +210,7 @@ def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[
             yield piece_a[at : at + step], piece_b[at : at + step]
 
 
-def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[str, str, str]]:
+def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
     before, after = _packed(a), _packed(b)
     paths = [*before, *(path for path in after if path not in before)]
@@ -215,7 +222,7 @@ def _plain_changes(a: Sequence[Manifest], b: Sequence[Manifest]) -> list[tuple[s
     ]
 
 
-def _packed(manifests: Sequence[Manifest]) -> dict[Chained, tuple[bytes, str]]:
+def _packed(tree: Any) -> dict[Chained, tuple[bytes, str]]:
     """Return (packed, shown) of every plain value, by path."""
-    values = plain_values(decode_tree(manifests))
+    values = plain_values(tree)
     return {path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for path, value in values}

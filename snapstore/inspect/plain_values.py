@@ -1,6 +1,6 @@
 """Plain values of a snapshot: the leaves of its state that are no tensors, such as an epoch or a learning rate.
 
-In: the manifests of a snapshot. Out: paths and values. Reads nothing.
+In: the manifests of a snapshot. Out: paths and values. Reads the pages of large trees, and nothing else.
 """
 
 from __future__ import annotations
@@ -8,23 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..context import Context
 from ..format.manifest import Manifest
-from ..restore.pipeline import spec_of
+from ..restore.pipeline import decoding_of, stored_parts
 from ..state.containers import CONTAINERS, children, is_mapping
-from ..state.tensors import Slot, StoredPart
+from ..state.tensors import Slot
 from ..state.tree_decode import decode
 
 #: A path as (path of the parent, element), so that the paths of a tree share memory.
 Chained = tuple[Any, str | int] | None
 
 
-def decode_tree(manifests: Sequence[Manifest]) -> Any:
+def decode_tree(context: Context, manifests: Sequence[Manifest], what: str) -> Any:
     """Return the state of a snapshot with a Slot for each tensor.
+
+    Args:
+        what: names the snapshot in errors.
 
     Raises:
         FormatError: a tree is not one that snapstore writes, or a newer snapstore wrote it.
+        IntegrityError: a page of it is damaged.
+        CapabilityError: it does not fit into memory.
     """
-    return decode([StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests])
+    return decode(stored_parts(context, manifests, what), decoded=decoding_of(what))
 
 
 def plain_values(tree: Any, path: Chained = None, *, whole_lists: bool = False) -> Iterator[tuple[Chained, Any]]:

@@ -29,10 +29,12 @@ from ..format.chunk_table import ChunkTable
 from ..format.manifest import Box, Manifest, TensorEntry, part_name
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import fill
+from ..state.classes import Types
 from ..state.restore_buffers import RestoreBuffers
 from ..state.restore_plan import RestorePlan
 from ..state.selection import parts_needed
-from ..state.tensors import StoredPart, TensorSpec
+from ..state.tensors import Node, StoredPart, TensorSpec
+from ..state.tree_decode import Decoded, unpack_nodes, unpacked_bytes
 from ..storage.base import ObjectStore
 from ..text import human_bytes
 
@@ -40,7 +42,13 @@ log = logging.getLogger("snapstore")
 
 
 def read(
-    context: Context, ref: str, *, into: Any = None, keys: str | Sequence[str] | None = None, device: Any = None
+    context: Context,
+    ref: str,
+    *,
+    into: Any = None,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    types: Sequence[type] = (),
 ) -> tuple[Snapshot, Any]:
     """Return the snapshot that a reference names, and its state, or `into` filled with it.
 
@@ -54,7 +62,7 @@ def read(
             with out_of_memory(
                 f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"
             ):
-                return snapshot, restore(context, snapshot, into=into, keys=keys, device=device)
+                return snapshot, restore(context, snapshot, into=into, keys=keys, device=device, types=types)
         except (IntegrityError, FormatError) as error:
             ruling = ruling_now(context, snapshot, error)
             # If it was deleted, the reference means another snapshot now.
@@ -74,11 +82,18 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
     return ruling
 
 
-def read_into(context: Context, ref: str, target: Any, *, keys: str | Sequence[str] | None = None) -> Snapshot:
+def read_into(
+    context: Context,
+    ref: str,
+    target: Any,
+    *,
+    keys: str | Sequence[str] | None = None,
+    types: Sequence[type] = (),
+) -> Snapshot:
     """Fill `target` with the state that a reference names, and return the snapshot; raises as `read` does."""
     if target is None:
         raise InvalidInputError("restore_into: the target is None; pass the state to fill, or call restore")
-    return read(context, ref, into=target, keys=keys)[0]
+    return read(context, ref, into=target, keys=keys, types=types)[0]
 
 
 def restore(
@@ -88,8 +103,12 @@ def restore(
     into: Any = None,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
+    types: Sequence[type] = (),
 ) -> Any:
     """Return the state of a snapshot, or `into` filled with it.
+
+    Args:
+        types: classes whose values are made; those in `into` are made too. Others come back in their plain forms.
 
     Raises:
         InvalidInputError: `into` does not fit; the differences are named part by part, and nothing was written.
@@ -98,8 +117,11 @@ def restore(
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
     manifests = read_manifests(context.store, context.engines.digest_seed, snapshot, keys)
-    parts = stored_parts(manifests)
-    target = RestorePlan(parts, into=into, keys=keys, device=device, on_device=context.engines.on_device)
+    parts = stored_parts(context, manifests, snapshot.ref)
+    decoded = decoding_of(snapshot.ref, Types(types, into))
+    target = RestorePlan(
+        parts, into=into, keys=keys, device=device, on_device=context.engines.on_device, decoded=decoded
+    )
     if device is not None and any(parts[p].specs[i].kind in ("tensor", "parameter") for p, i in target.selected):
         require_device(device)
     limits.require_memory(target.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.selected)} tensors")
@@ -126,9 +148,71 @@ def read_manifests(
     return manifests
 
 
-def stored_parts(manifests: Sequence[Manifest]) -> list[StoredPart]:
-    """Return the parts that manifests store."""
-    return [StoredPart(m.header.part, m.tree, [spec_of(entry) for entry in m.tensors]) for m in manifests]
+def stored_parts(context: Context, manifests: Sequence[Manifest], what: str) -> list[StoredPart]:
+    """Return the parts that manifests store, each with its whole tree; trees in pages are read.
+
+    Args:
+        what: names the snapshot in errors.
+
+    Raises:
+        CapabilityError: the pages do not fit into memory, or take more decoding than their stored bytes explain.
+        IntegrityError, FormatError: a page is damaged, or is none; or the pages of a tree do not unpack.
+    """
+    parts = []
+    for m in manifests:
+        pages = pages_of(m)
+        parts.append(part_of(m, m.tree if pages is None else unpack_nodes(read_pages(context, m, pages, what))))
+    return parts
+
+
+def part_of(m: Manifest, tree: Node) -> StoredPart:
+    """Return the part that a manifest stores, with its whole tree."""
+    return StoredPart(m.header.part, tree, [spec_of(entry) for entry in m.tensors])
+
+
+def decoding_of(what: str, types: Types | None = None) -> Decoded:
+    """Return what counts the memory of the values in large trees, and refuses more than the machine has."""
+    pending = 0
+
+    def spend(nbytes: int) -> None:
+        nonlocal pending
+        pending += nbytes
+        if pending >= limits.SMALL_BYTES:
+            limits.require_memory(pending, f"{what}: restoring its plain values")
+            pending = 0  # taken from here on
+
+    return Decoded(spend, types)
+
+
+def pages_of(m: Manifest) -> Sequence[TensorEntry] | None:
+    """Return the pages of a part's tree; None if it lies in the manifest.
+
+    Raises:
+        FormatError: it names entries that are no pages.
+    """
+    if type(m.tree) is not list or m.tree[:1] != ["pages"]:
+        return None
+    if [type(field) for field in m.tree] != [str, int, int] or not 0 <= m.tree[1] < m.tree[1] + m.tree[2]:
+        raise FormatError(f"{part_name(m.header.part)}: the pages of its tree are not named by two numbers")
+    pages = m.tensors[m.tree[1] : m.tree[1] + m.tree[2]]
+    if len(pages) != m.tree[2] or any(page.kind != "page" or len(page.boxes) != 1 for page in pages):
+        raise FormatError(f"{part_name(m.header.part)}: the pages of its tree are not among its tensors")
+    return pages
+
+
+def read_pages(context: Context, m: Manifest, pages: Sequence[TensorEntry], what: str) -> memoryview:
+    """Return the bytes of pages, joined; the machine has the memory to unpack them. Raises as `stored_parts` does."""
+    what = f"{what}: reading the plain values of {part_name(m.header.part)}"
+    rows = np.concatenate([box.first_chunk + np.arange(box.chunks) for page in pages for box in page.boxes])
+    lengths = m.table.lengths[rows].astype(np.int64)
+    limits.require_memory(int(lengths.sum()), what)
+    require_decoding(context.store, [(m, page) for page in pages], f"{what},")
+    packed = np.empty(int(lengths.sum()), np.uint8)
+    wanted = Wanted(m.table, m.header.pack_names, rows, packed, np.cumsum(lengths) - lengths)
+    for _ in ChunkReader(context).rebuild([wanted]):
+        pass
+    limits.require_memory(unpacked_bytes(packed), what)
+    return packed.data
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:

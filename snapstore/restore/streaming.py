@@ -23,7 +23,7 @@ from ..state.restore_buffers import RestoreBuffers
 from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from ..state.tree_decode import decode, part_names
-from .pipeline import complete, read_manifests, require_decoding, ruling_now, stored_parts, wanted
+from .pipeline import complete, decoding_of, read_manifests, require_decoding, ruling_now, stored_parts, wanted
 
 Named = tuple[str, Slot]
 
@@ -72,9 +72,9 @@ class TensorReader:
         self._manifests: list[Manifest] = read_manifests(
             self._context.store, self._context.engines.digest_seed, snapshot, self._keys
         )
-        self._parts: list[StoredPart] = stored_parts(self._manifests)
+        self._parts: list[StoredPart] = stored_parts(self._context, self._manifests, snapshot.ref)
         self._selection = Selection(self._keys)
-        tree = decode(self._parts, partial=self._keys is not None)
+        tree = decode(self._parts, partial=self._keys is not None, decoded=decoding_of(snapshot.ref))
         self._selection.resolve(tree, part_names(self._parts))
         places: dict[tuple[int, int], list[Named]] = {}
         self.others: list[str] = []

@@ -1,7 +1,8 @@
 """Manifest writer: the inputs of a save into durable packs and manifests.
 
 In: the inputs, and the bases that they may reference. Out: one durable manifest a part; every pack that it names is
-durable before it. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself.
+durable before it. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a
+tree of less than 64 KiB. A larger one is cut into pages, which are stored as tensors are: known pages cost nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ..arrays import Column
 from ..context import Context
 from ..format import manifest
 from ..format.chunk_table import ChunkTable
-from ..format.chunking import INLINE_BYTES
+from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.records import ManifestRef
 from ..protocol.session import Session
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
+from ..state.tree_encode import pack
 from .bases import Bases
 from .chunk_writer import ChunkWriter, Rows
 from .inputs import PartInput, TensorInput
@@ -72,6 +75,7 @@ def write(context: Context, session: Session, inputs: Sequence[PartInput], bases
                     layouts[-1].append(tensor.spec, chunks.add(tensor, number), b"")
                 else:
                     layouts[-1].append(tensor.spec, 0, _inline_bytes(context, tensor))
+            _add_tree(chunks, part, layouts[-1])
             chunks.end_part()
         chunks.finish()
         return _write_manifests(context, session, chunks, inputs, layouts)
@@ -79,13 +83,19 @@ def write(context: Context, session: Session, inputs: Sequence[PartInput], bases
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`."""
+    """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`; and its packed tree."""
 
+    tree: bytes = b""
     entries: list[TensorEntry] = field(default_factory=list)
     inline: bytearray = field(default_factory=bytearray)
     first_row: int = 0
     rows: int = 0
     logical_bytes: int = 0
+
+    @property
+    def span(self) -> slice:
+        """The rows of the part's chunks."""
+        return slice(self.first_row, self.first_row + self.rows)
 
     def append(self, spec: TensorSpec, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor that lies in so many chunks, or inline."""
@@ -96,6 +106,22 @@ class _Layout:
         self.rows += chunks
         self.logical_bytes += spec.nbytes
         self.inline += inline
+
+
+def _add_tree(chunks: ChunkWriter, part: PartInput, layout: _Layout) -> None:
+    """Pack the tree of a part; if it is large, write it as pages behind the tensors."""
+    layout.tree = pack(part.tree)
+    if len(layout.tree) < PAGED_BYTES:
+        return
+    data = np.frombuffer(layout.tree, np.uint8)
+    path = (part.name,) if part.name else ()
+    first, start = len(layout.entries), 0
+    for number, end in enumerate(page_ends(data)):
+        spec = TensorSpec(path, "page", "bytes", (end - start,), False, None)
+        page = TensorInput((part.name, path, number), spec, None, copy=data[start:end], may_delta=False)
+        layout.append(spec, chunks.add(page, first + number), b"")
+        start = end
+    layout.tree = pack(["pages", first, len(layout.entries) - first])
 
 
 def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
@@ -132,7 +158,7 @@ def _write_manifests(
             part=part.name,
             chunk_bytes=context.config.chunk_bytes,
             digest_seed=context.engines.digest_seed,
-            tree=part.tree,
+            tree=msgspec.Raw(layout.tree),
             tensors=layout.entries,
             inline=bytes(layout.inline),
             table=table,
@@ -159,7 +185,7 @@ def _write_manifests(
 def _table(chunks: ChunkWriter, rows: Rows, layout: _Layout) -> tuple[ChunkTable, list[str], list[int]]:
     """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
     bases, packs = chunks.bases, chunks.packs
-    span = slice(layout.first_row, layout.first_row + layout.rows)
+    span = layout.span
     sources = rows.sources[span]  # equal chunks of this save refer to the blob of the first
     base_rows, blobs = rows.base_rows[sources], rows.blobs[sources]
     has_own, has_base = blobs[:, 0] >= 0, base_rows >= 0

@@ -32,7 +32,7 @@ from .held_array import Held
 from .stateful import is_stateful, state_of
 from .structure import DifferentStructureError, Structure
 from .tensors import Node, TensorSpec
-from .tree_encode import Encoder
+from .tree_encode import PLAIN, Encoder
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
 
@@ -88,7 +88,7 @@ class _Flattener:
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
-        self._encoder = Encoder(self._put, self._expand)
+        self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
         expanded = self._expand(state, ())
@@ -167,6 +167,7 @@ def _part_names(root: Any) -> list[str]:
     names = [
         key
         for key, value in root.items()
-        if type(key) is str and key and key.isprintable() and (type(value) in CONTAINERS or is_stateful(value))
+        if type(value) not in PLAIN  # a fast check: there may be a million
+        and (type(key) is str and key and key.isprintable() and (type(value) in CONTAINERS or is_stateful(value)))
     ]
     return names if len(names) <= MAX_PARTS else []

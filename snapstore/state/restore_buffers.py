@@ -37,6 +37,7 @@ from .arrays import (
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
 from .tensors import Slot, StoredPart, TensorSpec, family
+from .tree_decode import Decoded
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,7 @@ class RestoreBuffers:
         device: The device of new tensors; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
+        decoded: Which decoded containers have no arrays in them, and which are plain forms of classes.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class RestoreBuffers:
         device: str | torch.device | None,
         *,
         on_device: OnDevice = None,
+        decoded: Decoded | None = None,
     ) -> None:
         self._parts = list(parts)
         self._selection = selection
         self._device = device
         self._on_device = on_device
+        self._decoded = decoded or Decoded()
         self._sources: dict[tuple[int, int], _Source] = {}
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
@@ -274,10 +278,14 @@ class RestoreBuffers:
             return self._value(tree)
         if type(tree) not in CONTAINERS:
             return tree
-        items = []
-        for _, key, child in children(tree):
-            items.append((key, self.build(child)))
-        return like(tree, items)
+        new = tree
+        if id(tree) not in self._decoded.plain:
+            items = []
+            for _, key, child in children(tree):
+                items.append((key, self.build(child)))
+            new = like(tree, items)
+        _, make = self._decoded.makers.get(id(tree), (None, None))
+        return new if make is None else make(new)
 
     def _value(self, slot: Slot) -> Any:
         if slot in self._targets:

@@ -20,7 +20,7 @@ state; `buffer` and `complete` of different arrays may run on any threads.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, SnapstoreError
+from . import classes
 from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
@@ -35,12 +36,13 @@ from .restore_buffers import RestoreBuffers
 from .selection import Selection
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import decode, part_names
+from .tree_decode import Decoded, decode, part_names
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
     import torch
 
+_EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
 _FILL_DTENSORS = (
     "to fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
@@ -74,6 +76,8 @@ class RestorePlan:
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
+        decoded: Counts the memory of large plain values before they are made, and has the classes of users; None: the
+            memory is not bounded, and values come back in their plain forms.
 
     Attributes:
         selected: (position of the part, index) of every array to read, in the order of the manifests.
@@ -92,6 +96,7 @@ class RestorePlan:
         keys: str | Sequence[str] | None = None,
         device: str | torch.device | None = None,
         on_device: OnDevice = None,
+        decoded: Decoded | None = None,
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError(
@@ -99,17 +104,18 @@ class RestorePlan:
             )
         self._into = into
         self._selection, self._all_selected = Selection(keys), keys is None
-        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device)
+        decoded = decoded or Decoded()
+        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._differ = self._differences.add
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
-        stored = decode(parts, partial=keys is not None)
+        stored = decode(parts, partial=keys is not None, decoded=decoded)
         self._selection.resolve(stored, part_names(parts))
         self._stored = self._selection.prune(stored, ()) if into is None else stored
-        for path, leaf in leaves(stored, ()):
-            if type(leaf) is Slot and self._selection.matches(path):
-                self._buffers.add(leaf)
+        for path, slot in _slots(stored, (), decoded.plain):
+            if self._selection.matches(path):
+                self._buffers.add(slot)
         if into is not None:
             self._plan_root()
         self.selected: list[tuple[int, int]] = self._buffers.selected()
@@ -140,6 +146,8 @@ class RestorePlan:
         if type(stored) is Slot and family(stored.tag) != "bytes":
             self._plan_array(stored, target, path)
             return None
+        if type(stored) in CONTAINERS and (view := classes.view_of(target)) is not None:
+            return self._plan_view(stored, target, view, path)
         if type(stored) not in CONTAINERS:
             return self._plan_plain(stored, target, path)
         if extent == "all" and type(stored) in (list, tuple, deque) and _is_plain(stored) and _is_plain(target, path):
@@ -165,6 +173,13 @@ class RestorePlan:
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
             return None
         return None if _same(stored, target) else lambda: self._buffers.build(stored)
+
+    def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
+        """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
+        replaced = self._plan(stored, view, path)
+        if type(view) is not tuple:
+            self._updates.append(lambda: classes.put_back(target, view))
+        return None if replaced is None else lambda: target._make(replaced())
 
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""
@@ -356,6 +371,15 @@ class RestorePlan:
         return lambda: self._buffers.build(tree)
 
 
+def _slots(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:
+    """Yield (path, slot) of every array of a decoded tree; `plain` has the ids of containers without any."""
+    if type(tree) is Slot:
+        yield path, tree
+    elif type(tree) in CONTAINERS and id(tree) not in plain:
+        for element, _, child in children(tree):
+            yield from _slots(child, (*path, element), plain)
+
+
 def _constant(value: Any) -> Replace:
     return lambda: value
 
@@ -383,6 +407,8 @@ def _is_plain(tree: Any, path: Path = ()) -> bool:
 
 def _same(stored: Any, present: Any) -> bool:
     """Return whether two plain values are equal in every bit and type."""
+    if type(stored) is type(present) and type(stored) in _EXACT:
+        return bool(stored == present)
     if not all(type(leaf) is not Slot for _, leaf in leaves(stored, ())):
         return False  # long bytes are not read yet
     try:

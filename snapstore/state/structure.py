@@ -320,7 +320,7 @@ class _Learner:
         owner = None
         if id(value) in self._states and type(value) not in CONTAINERS:
             owner, value = type(value), self._states[id(value)]
-        if type(value) not in (*_MAPPINGS, *_SEQUENCES):
+        if type(value) not in (*_MAPPINGS, *_SEQUENCES) or _is_columns(node):
             if _has_arrays(node):
                 raise DifferentStructureError
             return None
@@ -426,11 +426,16 @@ def _first_places(keys: Sequence[int]) -> list[int]:
 
 def _has_arrays(node: Node) -> bool:
     """Return whether there may be arrays in a node."""
-    if type(node) is not list:
+    if type(node) is not list or _is_columns(node):
         return False
     if len(node) > 1 and node[0] in _ARRAY_TAGS and type(node[1]) is int:
         return True
     return any(map(_has_arrays, node))
+
+
+def _is_columns(node: Node) -> bool:
+    """Return whether a node is that of a large plain value."""
+    return type(node) is list and node[:1] == ["columns"]
 
 
 def _are_versions(metadata: Any) -> bool:
@@ -458,7 +463,7 @@ def _check_versions(known: _Container, value: Any) -> None:
 
 def _encode(value: Any, outer: Sequence[Any]) -> Node:
     """Return the node of a plain value within some containers."""
-    encoder = Encoder(_refuse, _expand)
+    encoder = Encoder(_refuse, _expand, columnar=True)
     try:
         for container in outer:
             encoder.enter(container, ())

@@ -70,7 +70,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         path: Its place in the whole state; the first element is the top-level key if there is one.
-        kind: `tensor`, `parameter`, `array` or `bytes`.
+        kind: `tensor`, `parameter`, `array`, `bytes`, or `page` (bytes of a tree).
         dtype: torch's name (`bfloat16`), NumPy's `dtype.str` (`<f4`), or `bytes`.
         shape: For bytes: (length,).
         requires_grad: For tensors and parameters; False for the others.
@@ -95,7 +95,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
             return TORCH_DTYPES[self.dtype][0]
         if self.kind == "array" and (size := numpy_dtype(self.dtype).itemsize):
             return size
-        if self.kind == "bytes" and self.dtype == "bytes":
+        if self.kind in ("bytes", "page") and self.dtype == "bytes":
             return 1
         raise FormatError(f"{shown(self.path)}: {self.kind!r} of dtype {self.dtype!r} is unknown to this release")
 
@@ -138,7 +138,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
             FormatError: kind, dtype or shape is invalid.
         """
         size = self.nbytes
-        if self.kind == "bytes" and self.shape != (size,):
+        if self.kind in ("bytes", "page") and self.shape != (size,):
             raise FormatError(f"{shown(self.path)}: bytes of shape {self.shape!r}, expected one dimension")
 
 

@@ -25,10 +25,19 @@ str, bytes (up to 4 KiB), or a list whose first element is a tag:
 | ["np", dtype, bytes]                  | NumPy scalar: `dtype.str` and its bytes                                  |
 | ["npstr", node], ["npbytes", bytes]   | numpy.str_, numpy.bytes_                                                 |
 | ["npdtype", str]                      | numpy.dtype: `dtype.str`                                                 |
+| ["path", kind, node] | path of pathlib: `posix`, `windows`, `pure posix` or `pure windows`, and its text         |
+| ["date", text]                        | datetime.date: ISO 8601                                                  |
+| ["time", text, fold, zone]            | datetime.time: ISO 8601; `zone` is None or a `timezone` node             |
+| ["datetime", text, fold, zone]        | datetime.datetime, likewise                                              |
+| ["timedelta", days, seconds, microseconds] | datetime.timedelta                                                  |
+| ["timezone", timedelta, node]         | datetime.timezone: its offset, and its name if it has one                |
+| ["enum", module, name, member, node]  | member of an Enum of that class; its plain form is the node of its value |
+| ["object", kind, module, name, node]  | value of that class; the node is its plain form, see "Classes"           |
 | ["tensor", index, requires_grad]      | entry `index` of the manifest's tensors                                  |
 | ["parameter", index, requires_grad]   | the same, as a torch.nn.Parameter                                        |
 | ["array", index]                      | the same, as a numpy.ndarray                                             |
 | ["part", name]                        | the tree of another part; only in the root dict of part ""               |
+| ["columns", column]                   | a large list, tuple or dict of plain values; see "Columns"               |
 
 Invariants: decoding a node returns the encoded value, equal in every bit and type, or raises FormatError. It runs no
 code that the node names, and allocates no more than the node's own size. Stateless: any thread may use it.

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..errors import FormatError, UnknownFormatError
+from ..arrays import Bytes
+from ..errors import FormatError, InvalidInputError, UnknownFormatError
+from . import columns
+from .classes import SCALARS, Form, Make, Types, make_path
 from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from .tree import FACTORIES
@@ -42,7 +46,25 @@ _ADVANCES = _advances()
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # size of the length field
 
 
-def _holds_map(packed: bytes) -> bool:
+def _weights() -> Bytes:
+    """Return the most memory of the value that begins with each byte, with its place in a list [bytes]."""
+    weights = np.full(256, 8, np.uint8)  # a small int, or part of a text
+    weights[0x90:0xA0] = weights[0xDC:0xDE] = 64 + 8  # arrays
+    weights[0xA0:0xC0] = weights[0xC4:0xC7] = weights[0xD9:0xDC] = 56 + 8  # texts and bytes
+    weights[0xCA:0xD4] = weights[0xE0:] = 32 + 8  # numbers
+    return weights
+
+
+_WEIGHTS = _weights()
+
+
+def unpacked_bytes(packed: Bytes) -> int:
+    """Return the most memory that the nodes of (n,) uint8 of msgpack take."""
+    pieces = range(0, packed.size, 1 << 16)
+    return sum(int(_WEIGHTS[packed[at : at + (1 << 16)]].sum(dtype=np.int64)) for at in pieces)
+
+
+def _holds_map(packed: bytes | memoryview) -> bool:
     """Return whether msgpack has a map; a map in broken msgpack may be missed."""
     if not _MAP.search(packed):
         return False
@@ -58,7 +80,7 @@ def _holds_map(packed: bytes) -> bool:
     return False
 
 
-def unpack_nodes(packed: bytes) -> Node:
+def unpack_nodes(packed: bytes | memoryview) -> Node:
     """Decode msgpack into nodes.
 
     Raises:
@@ -84,12 +106,31 @@ def decode_plain(node: Node, path: Path = ()) -> Any:
     return _Decoder([], 0, {}).value(node, path, 0)
 
 
-def decode(parts: Sequence[StoredPart], *, partial: bool = False) -> Any:
+class Decoded:
+    """The memory that decoding takes, the plain values that it finds, and the values of classes.
+
+    Args:
+        spend: Counts bytes of memory before columns take them; raises if there are too many.
+        types: The classes of users whose values are made.
+
+    Attributes:
+        plain: Containers that have neither arrays nor objects in them, by id.
+        makers: Containers that are plain forms, by id, each with what makes a value of its class of it.
+    """
+
+    def __init__(self, spend: columns.Spend = lambda nbytes: None, types: Types | None = None) -> None:
+        self.spend, self.types = spend, types or Types()
+        self.plain: dict[int, Any] = {}
+        self.makers: dict[int, tuple[Any, Make]] = {}
+
+
+def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decoded | None = None) -> Any:
     """Return the state that the parts' trees describe, with a `Slot` in place of every array.
 
     Args:
         parts: Must include the part "". Their specs are checked too.
         partial: Whether parts may be missing; their keys are then left out.
+        decoded: Counts the memory, and takes note of what is plain.
 
     Raises:
         FormatError: `flatten` cannot have made a tree or a spec, or they contradict each other.
@@ -100,7 +141,7 @@ def decode(parts: Sequence[StoredPart], *, partial: bool = False) -> Any:
     for part in parts:
         for spec in part.specs:
             spec.check()
-    return _Decoder(parts, positions.pop(""), positions, partial).root()
+    return _Decoder(parts, positions.pop(""), positions, partial, decoded).root()
 
 
 def part_names(parts: Sequence[StoredPart]) -> list[str]:
@@ -115,12 +156,18 @@ class _Decoder:
     """Turns the nodes of one part into values; the decoder of the root makes one for every other part."""
 
     def __init__(
-        self, parts: Sequence[StoredPart], position: int, below: dict[str, int], partial: bool = False
+        self,
+        parts: Sequence[StoredPart],
+        position: int,
+        below: dict[str, int],
+        partial: bool = False,
+        decoded: Decoded | None = None,
     ) -> None:
         self._parts = parts
         self._position = position
         self._below = below  # name -> position of the parts that the root has not named yet
         self._partial = partial
+        self._decoded = decoded or Decoded()
 
     def root(self) -> Any:
         value = self.value(self._parts[self._position].tree, (), 0)
@@ -139,6 +186,8 @@ class _Decoder:
             raise FormatError(f"{shown(path[:8])}...: the tree is more than {MAX_DEPTH} levels deep")
         try:
             return READERS[node[0]](self, path, depth, *node[1:])
+        except InvalidInputError:  # a class does not take what is stored
+            raise
         except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
             raise FormatError(f"{shown(path)}: {_brief(node)} is broken: {error}") from error
 
@@ -184,6 +233,13 @@ class _Decoder:
             (node,) = metadata
             new._metadata = self.value(node, (*path, "_metadata"), depth + 1)
         return new
+
+    def read_columns(self, path: Path, depth: int, column: Node) -> Any:
+        leaves = _Decoder([], 0, {}, decoded=self._decoded)  # without arrays
+        reader = columns.Reader(lambda node, depth: leaves.value(node, path, depth), self._decoded.spend)
+        value = reader.only(column, depth)
+        self._decoded.plain[id(value)] = value
+        return value
 
     def read_list(self, path: Path, depth: int, nodes: list[Node]) -> Any:
         return self._items(nodes, path, depth)
@@ -254,6 +310,51 @@ class _Decoder:
             raise ValueError("not a device")
         return torch.device(name)
 
+    def read_path(self, path: Path, depth: int, kind: str, node: Node) -> Any:
+        return make_path(_expect(kind, str), _expect(self.value(node, path, depth + 1), str))
+
+    def read_date(self, path: Path, depth: int, text: str) -> Any:
+        return date.fromisoformat(_expect(text, str))
+
+    def read_time(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
+        return self._zoned(time.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+
+    def read_datetime(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
+        return self._zoned(datetime.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+
+    def _zoned(self, value: Any, path: Path, depth: int, fold: int, node: Node) -> Any:
+        zone = None if node is None else _expect(self.value(node, path, depth + 1), timezone)
+        return value.replace(tzinfo=zone, fold=_expect(fold, int))
+
+    def read_timedelta(self, path: Path, depth: int, days: int, seconds: int, microseconds: int) -> Any:
+        return timedelta(_expect(days, int), _expect(seconds, int), _expect(microseconds, int))
+
+    def read_timezone(self, path: Path, depth: int, offset: Node, *name: Node) -> Any:
+        names = [_expect(self.value(node, path, depth + 1), str) for node in name]
+        return timezone(_expect(self.value(offset, path, depth + 1), timedelta), *names)
+
+    def read_enum(self, path: Path, depth: int, module: str, name: str, member: str | None, node: Node) -> Any:
+        plain = self.value(node, path, depth + 1)
+        if type(plain) not in SCALARS or type(member) not in (str, type(None)):
+            raise ValueError("a member has no scalar as its plain form")
+        return self._decoded.types.member(_expect(module, str), _expect(name, str), member, plain, path)
+
+    def read_object(
+        self, path: Path, depth: int, kind: str, module: str, name: str, node: Node, fields: Sequence[str] = ()
+    ) -> Any:
+        if type(node) is list and node[:1] == ["object"]:
+            raise ValueError("the plain form of an object is an object")
+        plain = self.value(node, path, depth)
+        form = Form(_expect(kind, str), _expect(module, str), _expect(name, str), plain, tuple(fields))
+        form.check()
+        make = self._decoded.types.maker(form, path)
+        if make is None:
+            return plain
+        if type(plain) in SCALARS:
+            return make(plain)
+        self._decoded.makers[id(plain)] = plain, make
+        return plain
+
     def read_tensor(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
         return self._slot("tensor", index, requires_grad)
 
@@ -268,7 +369,7 @@ class _Decoder:
             if depth == 1 and self._partial and name:
                 return ABSENT
             raise ValueError("no such part here")
-        part = _Decoder(self._parts, position, {})
+        part = _Decoder(self._parts, position, {}, decoded=self._decoded)
         return part.value(self._parts[position].tree, path, depth)
 
     def _slot(self, tag: str, index: int, requires_grad: bool = False) -> Slot:

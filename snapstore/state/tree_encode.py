@@ -8,19 +8,23 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, timedelta, timezone
+from enum import Enum
 from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
+from . import classes, columns
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, children, crowded, is_mapping, shown
 from .tensors import Node, is_array, numpy_dtype_name
 from .tree import FACTORIES, INLINE_BYTES
+from .tree_decode import decode_plain
 
 MAX_PROBLEMS = 20  # the most unsupported leaves that one error names
 
-_PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most leaves that are not arrays
+PLAIN = frozenset({type(None), bool, int, float, str})  # the types of most leaves that are not arrays
 _TAGS = {**{kind: kind.__name__ for kind in CONTAINERS}, OrderedDict: "odict", Counter: "counter"}
 _NO_NODE: Any = object()  # None is a node
 
@@ -32,10 +36,18 @@ class Encoder:
         put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
             UnsupportedLeafError.
         expand: Returns (state,) for an object that is stored as its state, None for any other.
+        columnar: Whether large trees of plain values become columns (columns.py).
     """
 
-    def __init__(self, put: Callable[[Any, Path], Node], expand: Callable[[Any, Path], tuple[Any] | None]) -> None:
+    def __init__(
+        self,
+        put: Callable[[Any, Path], Node],
+        expand: Callable[[Any, Path], tuple[Any] | None],
+        *,
+        columnar: bool = False,
+    ) -> None:
         self._problems: list[str] = []
+        self._columnar = columnar
         self._put = put
         self._expand = expand
         self._open: dict[int, Path] = {}  # containers and objects being walked, to find cycles and bound the depth
@@ -51,13 +63,16 @@ class Encoder:
             node = self._container(value, path)
             self.leave(value)
             return node
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return _scalar(value, 0)
         try:
             if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
                 return self._put(value, path)
             node = _scalar(value, len(self._open))
             state = self._expand(value, path) if node is _NO_NODE else None
+            if node is _NO_NODE and state is None:
+                node = _class_leaf(value, len(self._open))
+            form = classes.form_of(value) if node is _NO_NODE and state is None else None
         except UnsupportedLeafError as error:
             return self.problem(path, str(error))
         if state is not None:
@@ -65,6 +80,11 @@ class Encoder:
             node = self.node(state[0], path)
             self.leave(value)
             return node
+        if form is not None:
+            self.enter(value, path)
+            fields = [list(form.fields)] if form.fields else []
+            node = ["object", form.kind, form.module, form.name, self.node(form.plain, path), *fields]
+            self.leave(value)
         return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_advice(value)}")
 
     def key(self, key: Any, path: Path) -> Node:
@@ -111,6 +131,21 @@ class Encoder:
         del self._open[id(value)]
 
     def _container(self, value: Any, path: Path) -> Node:
+        if self._columnar and columns.may_have_columns(value):
+            try:
+                node, count = columns.encode(value, _leaf, _key, len(self._open) - 1)
+            except columns.NotPlainError:
+                return self._each(value, path)
+            if count >= columns.MIN_VALUES:
+                return node
+            self._columnar = False  # nor has anything in it so many values
+            node = self._each(value, path)
+            self._columnar = True
+            return node
+        return self._each(value, path)
+
+    def _each(self, value: Any, path: Path) -> Node:
+        """Return the node of a container, child by child."""
         keys, nodes, mapping = [], [], is_mapping(value)
         if mapping and crowded(value):
             return self.problem(path, f"{type(value).__name__} {_CROWDED}")
@@ -119,6 +154,8 @@ class Encoder:
             if mapping:  # a key that equals its path element is its own node
                 keys.append(key if key is element else self.key(key, below))
             nodes.append(self.node(child, below))
+        if list in map(type, keys) and _ambiguous(keys):
+            return self.problem(path, f"{type(value).__name__} {_AMBIGUOUS}")
         return self.tagged(value, keys, nodes, path)
 
     def tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
@@ -157,6 +194,9 @@ def _advice(value: Any) -> str:
 _CROWDED = f"has more than {MAX_ALIKE} keys of one hash, which would take too long to read: use str as keys"
 
 
+_AMBIGUOUS = "has keys or members that differ only in their class, such as an Enum's member and its value"
+
+
 _KEY_FORM = "use str, int or another plain hashable value"
 
 
@@ -183,7 +223,79 @@ def _scalar(value: Any, depth: int) -> Node:
         return _set_node(value, depth)
     if isinstance(value, np.generic | np.dtype):
         return _numpy_node(value)
-    return _torch_node(value)
+    return _library_node(value) if kind in classes.KNOWN_LEAVES else _torch_node(value)
+
+
+def _library_node(value: Any) -> Node:
+    """Return the node of a path or time."""
+    if parts := classes.path_parts(value):
+        return ["path", parts[0], _text_node(parts[1])]
+    if type(value) is timedelta:
+        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if type(value) is timezone:
+        offset, *name = value.__getinitargs__()  # type: ignore[attr-defined]
+        return ["timezone", _library_node(offset), *map(_text_node, name)]
+    if type(value) is date:
+        return ["date", value.isoformat()]
+    zone = classes.zone_of(value)
+    plain = value.replace(tzinfo=None)
+    return [type(value).__name__, plain.isoformat(), value.fold, None if zone is None else _library_node(zone)]
+
+
+def _class_leaf(value: Any, depth: int) -> Node:
+    """Return the node of a leaf of a user's class, or _NO_NODE."""
+    if isinstance(value, Enum):
+        module, name, member, plain = classes.enum_form(value)
+        return ["enum", module, name, member, _scalar(plain, depth)]
+    if isinstance(value, str | int | float) and (form := classes.form_of(value)):
+        return ["object", form.kind, form.module, form.name, _scalar(form.plain, depth)]
+    return _NO_NODE
+
+
+def _ambiguous(nodes: list[Node]) -> bool:
+    """Return whether nodes of keys or members have plain forms that are equal, or of which too many share a hash."""
+    if not any(map(_has_class, nodes)):
+        return False
+    plain = [decode_plain(node) for node in nodes]
+    return len(set(plain)) < len(plain) or crowded(plain)
+
+
+def _has_class(node: Node) -> bool:
+    if type(node) is not list:
+        return False
+    return node[0] in ("enum", "object") or (node[0] in ("tuple", "frozenset") and any(map(_has_class, node[1])))
+
+
+def _leaf(value: Any, depth: int) -> Node:
+    """Return the node of a leaf in a column; see columns.py."""
+    return _required(_scalar(value, depth))
+
+
+def _key(value: Any, depth: int) -> Node:
+    """Return the node of a dict key in a column."""
+    node = _required(_hashable(value, depth))
+    if _has_class(node):  # the walk looks for keys that are alike
+        raise UnsupportedLeafError(_AMBIGUOUS)
+    return node
+
+
+def _required(node: Node) -> Node:
+    if node is _NO_NODE:
+        raise UnsupportedLeafError(_NO_FORM)
+    return node
+
+
+def pack(node: Node) -> bytes:
+    """Return a node as msgpack, with its columns packed."""
+    return msgspec.msgpack.encode(node, enc_hook=_packed)
+
+
+def _packed(column: columns.Packed) -> bytes | list[Node]:
+    """Return packed values; or their nodes if msgpack does not hold one of them, such as an int beyond 64 bits."""
+    try:
+        return msgspec.msgpack.encode(column.values)
+    except (OverflowError, UnicodeEncodeError):
+        return [_scalar(value, 0) for value in column.values]
 
 
 def _text_node(text: str) -> Node:
@@ -198,15 +310,18 @@ def _text_node(text: str) -> Node:
 
 def _hashable(value: Any, depth: int) -> Node:
     """Return the node of a dict key or set member: a scalar, or a tuple or frozenset of such."""
-    if type(value) is not tuple:
-        return _scalar(value, depth)
-    return _members("tuple", value, depth)
+    if type(value) is tuple:
+        return _members("tuple", value, depth)
+    node = _scalar(value, depth)
+    return node if node is not _NO_NODE else _class_leaf(value, depth)
 
 
 def _set_node(value: set[Any] | frozenset[Any], depth: int) -> Node:
     if crowded(value):
         raise UnsupportedLeafError(f"{type(value).__name__} {_CROWDED}")
     node = _members(type(value).__name__, value, depth)
+    if _ambiguous(node[1]):
+        raise UnsupportedLeafError(f"{type(value).__name__} {_AMBIGUOUS}")
     node[1].sort(key=msgspec.msgpack.encode)  # the order of a set changes from process to process
     return node
 

@@ -12,6 +12,7 @@ names every value without such a form. One rule for each value, the first that f
 | a subclass of a plain type or container     | that type; a deque is a list, and a frozenset a set                |
 | a dict key or set member that is a frozenset | tuple of its members, sorted by their text                        |
 | int of more than 255 bytes                  | str of its hexadecimal digits: `int(text, 16)` reads it            |
+| argparse.Namespace, types.SimpleNamespace   | dict of its attributes                                             |
 | any other value that has a text (`str`)     | str: a time, a path, a numpy.dtype                                 |
 
 Invariants: what did not change its type is equal to the bit. The given state is not changed. Nothing is lost silently:
@@ -30,6 +31,7 @@ import numpy as np
 from ..errors import UnsupportedLeafError
 from ..text import some
 from .arrays import memory_key
+from .classes import is_namespace
 from .containers import Path, shown, step
 
 #: torch's unpickler reads ints up to this size [bytes].
@@ -100,6 +102,8 @@ class _Converter:
             return self._set(value, path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
+        if is_namespace(value):
+            return self._change(path, value, self._mapping(vars(value), path))
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
             form = tuple if isinstance(value, tuple) else list
             new = form(self.value(child, (*path, i)) for i, child in enumerate(value))

@@ -13,7 +13,8 @@ from snapstore.state.flatten import flatten
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.selection import parts_needed
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
-from snapstore.state.tree_encode import encode_plain
+from snapstore.state.tree_decode import unpack_nodes
+from snapstore.state.tree_encode import encode_plain, pack
 
 
 def packed(value):
@@ -47,8 +48,7 @@ class Saved:
 
     def __init__(self, state):
         parts = flatten(state)
-        pack = msgspec.msgpack
-        self.parts = [StoredPart(p.name, pack.decode(pack.encode(p.tree)), p.specs) for p in parts]
+        self.parts = [StoredPart(p.name, unpack_nodes(pack(p.tree)), p.specs) for p in parts]
         self.bytes = []
         for part in parts:
             self.bytes.append([])

@@ -10,7 +10,8 @@ import pytest
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, zstd
 from snapstore.format.keys import NAME
-from snapstore.state import containers, tensors, tree, tree_decode
+from snapstore.state import classes, containers, tensors, tree, tree_decode
+from snapstore.state import columns as state_columns
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -198,7 +199,9 @@ def test_tensor_entries_and_boxes():
     text = re.search(r"^Tensor entry: (.*?)\n\n", section("Manifest"), re.S | re.M)[1]
     entry, box = text.split("A box is")
     named = [
-        name for name in names_in(entry.split("]. ")[0] + "]") if name not in ("tensor", "parameter", "array", "bytes")
+        name
+        for name in names_in(entry.split("]. ")[0] + "]")
+        if name not in ("tensor", "parameter", "array", "bytes", "page")
     ]
     assert named == list(manifest.TensorEntry.__struct_encode_fields__)
     assert names_in(box.split("]")[0]) == ["offsets", "sizes"]
@@ -221,6 +224,26 @@ def test_tree_is_the_table_of_the_module():
     tags = {tag for row in rows for tag in re.findall(r'\["([a-z]+)"', row[0])}
     assert tags == set(tree_decode.READERS)
     assert "TREE_TABLE" not in TEXT
+
+
+def test_classes():
+    ((columns, rows),) = tables("Classes")
+    assert columns == ["kind", "plain form"]
+    assert [row[0].strip("`") for row in rows] == list(classes.KINDS)
+    assert classes.NAMESPACES == ("argparse.Namespace", "types.SimpleNamespace")
+    assert set(re.findall(r"`([a-z ]+)`", dict(tables("Tree")[0][1])['`["path", kind, node]`'])) == set(classes.PATHS)
+
+
+def test_columns():
+    lines = [line for line in state_columns.__doc__.splitlines() if line.startswith("|")]
+    in_code = [normal(line.strip("|").split("|")) for line in lines]
+    ((columns, rows),) = tables("Columns")
+    assert normal(columns) == in_code[0] == ["column", "values"]
+    assert [normal(row) for row in rows] == in_code[2:]
+    assert "256 or more" in section("Columns")
+    assert state_columns.MIN_VALUES == 256
+    assert "64 KiB or more in pages" in re.sub(r"\s+", " ", section("Manifest"))
+    assert chunking.PAGED_BYTES == 64 * 1024
 
 
 def test_limits():

@@ -36,6 +36,7 @@ from benchmarks import page
 from benchmarks.data import SERIES, logical_bytes, plain, tensors_of
 from benchmarks.page import Figure
 from benchmarks.peers import THREADS, Peer, peers, stored_bytes
+from benchmarks.plain_state import plain_state
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.format import blob, pack, planes
 from snapstore.format.records import Snapshot
@@ -306,10 +307,10 @@ def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
-    parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory")
+    parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory, plain")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory"}
+    chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory", "plain"}
     figures: list[Figure] = []
     rows: list[dict[str, Any]] = []
     began = time.time()
@@ -325,6 +326,10 @@ def main() -> None:
     if "memory" in chosen:
         print("memory", flush=True)
         figures += memory()
+    if "plain" in chosen:
+        print("plain", flush=True)
+        with scratch() as folder:
+            figures += plain_state(folder)
     report = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()}

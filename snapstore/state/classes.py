@@ -1,0 +1,351 @@
+"""Values of common classes: paths, times, enums, dataclasses, named tuples, namespaces, subclasses of plain types.
+
+In: a value of a state. Out: its form as plain values and the name of its class; and back. Two kinds of classes:
+
+- snapstore knows those of the standard library (pathlib, datetime, argparse.Namespace, types.SimpleNamespace). Their
+  values come back exactly.
+- It knows classes of users by name alone. Their values come back in the plain form: a dict of the fields of a
+  dataclass, a tuple for a named tuple, the value of an enum's member (its name if the value is no scalar), and a dict,
+  list, str, int or float for a subclass of these. `Types` has the classes that a caller names, and makes their values.
+
+Invariant: a stored name is only compared with the names of classes that the caller gave. Nothing is imported by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from datetime import date, datetime, time, timedelta, timezone
+from enum import Enum
+from typing import Any
+
+from ..errors import InvalidInputError, UnsupportedLeafError
+from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
+
+PATHS: dict[str, type[pathlib.PurePath]] = {
+    "posix": pathlib.PosixPath,
+    "windows": pathlib.WindowsPath,
+    "pure posix": pathlib.PurePosixPath,
+    "pure windows": pathlib.PureWindowsPath,
+}
+_PATH_NAMES = {kind: name for name, kind in PATHS.items()}
+TIMES = frozenset({date, datetime, time, timedelta, timezone})
+#: Leaves of the standard library, which come back exactly.
+KNOWN_LEAVES = TIMES | _PATH_NAMES.keys()
+_BASES = (dict, list, str, int, float)  # whose subclasses have a plain form
+SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+#: The kinds of forms, and the types of the plain form of each.
+KINDS = {"dataclass": (dict,), "namedtuple": (tuple,), "namespace": (dict,), "subclass": _BASES}
+
+Make = Callable[[Any], Any]  # makes a value of its plain form
+
+
+# --- leaves of the standard library ---
+
+
+def path_parts(value: Any) -> tuple[str, str] | None:
+    """Return (kind, text) of a path of pathlib, None for any other value."""
+    name = _PATH_NAMES.get(type(value))
+    return None if name is None else (name, str(value))
+
+
+def make_path(kind: str, text: str) -> pathlib.PurePath:
+    """Return a path; a pure one if it is of another system than this one.
+
+    Raises:
+        ValueError: The kind is unknown.
+    """
+    if kind not in PATHS:
+        raise ValueError("this kind of path is unknown")
+    if kind in ("posix", "windows") and not issubclass(PATHS[kind], type(pathlib.Path())):
+        kind = f"pure {kind}"
+    return PATHS[kind](text)
+
+
+def zone_of(value: Any) -> timezone | None:
+    """Return the time zone of a datetime or time.
+
+    Raises:
+        UnsupportedLeafError: It is not of datetime.timezone: rules of zones change, and are files of the machine.
+    """
+    zone = value.tzinfo
+    if zone is None or type(zone) is timezone:
+        return zone
+    raise UnsupportedLeafError(
+        f"a time in the zone {zone!s} of {type(zone).__name__} has no stored form: "
+        "use .astimezone(datetime.timezone.utc)"
+    )
+
+
+# --- classes of users ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """The plain form of a value of a class.
+
+    Attributes:
+        kind: `dataclass`, `namedtuple`, `namespace` or `subclass`.
+        module, name: Where the class is; the name is qualified.
+        plain: A dict, list, tuple or scalar.
+        fields: The names of a named tuple's fields.
+    """
+
+    kind: str
+    module: str
+    name: str
+    plain: Any
+    fields: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Check that `form_of` can have made a form that was stored.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        if type(self.plain) not in KINDS.get(self.kind, ()):
+            raise ValueError(f"a {self.kind[:40]!r} with a {type(self.plain).__name__} as its plain form")
+        if self.kind in ("dataclass", "namespace") and not set(map(type, self.plain)) <= {str}:
+            raise ValueError("the name of a field is no str")
+        names = len(self.plain) if self.kind == "namedtuple" else 0
+        if len(self.fields) != names or not set(map(type, self.fields)) <= {str}:
+            raise ValueError("a named tuple has other numbers of names and values")
+        if self.kind == "namespace" and f"{self.module}.{self.name}" not in NAMESPACES:
+            raise ValueError("this namespace is unknown")
+
+
+def form_of(value: Any) -> Form | None:
+    """Return the plain form of a value of a class that has one, else None; for an enum see `enum_form`.
+
+    Raises:
+        UnsupportedLeafError: It has attributes that its plain form does not hold.
+    """
+    kind = type(value)
+    base = next((base for base in (str, int, float) if isinstance(value, base)), None)
+    plain = view_of(value) if base is None else _as_base(base, value)
+    if plain is None or kind is base:
+        return None
+    if is_namespace(value):
+        return Form("namespace", kind.__module__, kind.__qualname__, plain)
+    attributes = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value):
+        _refuse_others(value, attributes.keys() - {field.name for field in dataclasses.fields(value)})
+        return Form("dataclass", kind.__module__, kind.__qualname__, plain)
+    _refuse_others(value, () if attributes is value else attributes)  # a dict may be its own attributes
+    if isinstance(value, tuple):
+        return Form("namedtuple", kind.__module__, kind.__qualname__, plain, kind._fields)
+    return Form("subclass", kind.__module__, kind.__qualname__, plain)
+
+
+def enum_form(value: Enum) -> tuple[str, str, str | None, Any]:
+    """Return (module, name of the class, name of the member or None, plain form) of a member of an enum."""
+    kind, name = type(value), value.name
+    plain = value.value
+    if type(plain) not in SCALARS:
+        form = form_of(plain) if type(plain) not in CONTAINERS else None
+        plain = form.plain if form and type(form.plain) in SCALARS else name
+    return kind.__module__, kind.__qualname__, name, plain
+
+
+def _as_base(base: type, value: Any) -> Any:
+    """Return a value as its base class has it, whatever methods its own class overrides."""
+    if base is dict:
+        return dict(dict.items(value))
+    if base is list:
+        return list(list.__iter__(value))
+    if base is str:
+        return "".join(str.__iter__(value))
+    return int.__int__(value) if base is int else float.__float__(value)
+
+
+def _refuse_others(value: Any, names: Iterable[str]) -> None:
+    """Refuse attributes that would be lost; a cached property is computed again."""
+    kind = type(value)
+    lost = sorted(name for name in names if not isinstance(getattr(kind, name, None), functools.cached_property))
+    if lost:
+        raise UnsupportedLeafError(
+            f"{kind.__name__} has attributes without a stored form: {lost[:5]}; give it state_dict/load_state_dict"
+        )
+
+
+def is_namespace(value: Any) -> bool:
+    """Return whether a value is a namespace of argparse or types."""
+    kind = type(value)
+    return kind is types.SimpleNamespace or kind is getattr(sys.modules.get("argparse"), "Namespace", None)
+
+
+# --- back ---
+
+
+class Types:
+    """The classes whose values a restore makes.
+
+    Args:
+        classes: Named by the caller.
+        into: A state whose values are of classes that may be made too: the caller has named them by their values.
+
+    Raises:
+        InvalidInputError: One is not a class that `form_of` or `enum_form` gives a form.
+    """
+
+    def __init__(self, classes: Iterable[type] = (), into: Any = None) -> None:
+        if isinstance(classes, type | str):
+            raise InvalidInputError(f"types {classes!r}: expected a list of classes, got one {type(classes).__name__}")
+        self._given = list(classes)
+        for given in self._given:
+            _check_class(given)
+        self._into = into
+        self._names: dict[tuple[str, str], type] | None = None
+        self._qualified: dict[str, list[type]] = {}
+
+    def find(self, module: str, name: str) -> type | None:
+        """Return the class that a stored name means: of this module, or the only one of this qualified name."""
+        if self._names is None:
+            found = [*self._given, *dict.fromkeys(_classes_in(self._into, ()))]
+            self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed(found)}
+            for kind in self._names.values():
+                self._qualified.setdefault(kind.__qualname__, []).append(kind)
+        alike = self._qualified.get(name, [])
+        return self._names.get((module, name)) or (alike[0] if len(alike) == 1 else None)
+
+    def maker(self, form: Form, path: Path) -> Make | None:
+        """Return what makes a value of a stored form's class; None: its plain form is the value.
+
+        Raises:
+            InvalidInputError: (from the maker) the class does not take the stored fields.
+        """
+        if form.kind == "namespace":
+            return _namespace_maker(f"{form.module}.{form.name}")
+        kind = self.find(form.module, form.name)
+        if kind is None:
+            return None
+        return functools.partial(_make, kind, form, path)
+
+    def member(self, module: str, name: str, member: str | None, plain: Any, path: Path) -> Any:
+        """Return the member of a named enum, by its name or else by its value; the plain form if the enum is not named.
+
+        Raises:
+            InvalidInputError: The class is no enum, or has no such member.
+        """
+        kind = self.find(module, name)
+        if kind is None:
+            return plain
+        try:
+            if not issubclass(kind, Enum):
+                raise TypeError("it is no Enum")
+            return kind(plain) if member is None or member not in kind.__members__ else kind[member]
+        except Exception as error:  # Enum._missing_ is the user's
+            raise _does_not_fit(path, kind, error) from error
+
+
+def _classes_in(state: Any, path: Path) -> Iterator[type]:
+    """Yield the classes of users that the values in nested containers have."""
+    if type(state) in SCALARS or len(path) > MAX_DEPTH:
+        return
+    if isinstance(state, (Enum, str, int, float)):
+        yield type(state)
+    view = state if type(state) in CONTAINERS else view_of(state)
+    if view is not None:
+        if view is not state:
+            yield type(state)
+        for element, _, child in children(view):
+            yield from _classes_in(child, (*path, element))
+
+
+def view_of(value: Any) -> Any:
+    """Return the members of a value whose plain form is a container, as a dict, list or tuple; else None."""
+    kind = type(value)
+    if kind in SCALARS or kind in CONTAINERS or isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    if is_namespace(value):
+        return dict(vars(value))
+    if isinstance(value, tuple):
+        return tuple(value) if isinstance(getattr(kind, "_fields", None), tuple) else None
+    base = next((base for base in (dict, list) if isinstance(value, base)), None)
+    return None if base is None or isinstance(value, Counter | defaultdict) else _as_base(base, value)
+
+
+def put_back(value: Any, view: Any) -> None:
+    """Give the members of a view to the value whose view it is; the same members are left."""
+    if isinstance(value, list):
+        value[:] = view
+    elif isinstance(value, dict):
+        for key, child in view.items():
+            if key not in value or value[key] is not child:
+                value[key] = child
+    else:
+        for name, child in view.items():
+            if getattr(value, name, view) is not child:
+                object.__setattr__(value, name, child)  # a frozen dataclass too: `into` is filled in place
+
+
+def _check_class(kind: Any) -> None:
+    known = isinstance(kind, type) and (
+        issubclass(kind, (Enum, *_BASES)) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    )
+    if not known:
+        raise InvalidInputError(
+            f"types: {kind!r} is no dataclass, Enum, named tuple or subclass of dict, list, str, int or float"
+        )
+
+
+def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
+    try:
+        if form.kind == "dataclass":
+            return _make_dataclass(kind, plain)
+        if form.kind == "namedtuple":
+            if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+                raise TypeError("it is no named tuple")
+            return kind(**dict(zip(form.fields, plain, strict=True)))
+        if not issubclass(kind, type(plain)):
+            raise TypeError(f"it is no subclass of {type(plain).__name__}")
+        return kind(plain)
+    except Exception as error:  # of the user's constructor too
+        raise _does_not_fit(path, kind, error) from error
+
+
+def _make_dataclass(kind: type, plain: dict[str, Any]) -> Any:
+    """Return an instance with these fields, made without `__init__`, as pickle and copy make it."""
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError("it is no dataclass")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := plain.keys() - fields.keys():
+        raise TypeError(f"it has no fields {sorted(unknown)}")
+    value: Any = object.__new__(kind)
+    for name, field in fields.items():
+        if name in plain:
+            object.__setattr__(value, name, plain[name])
+        elif field.default is not dataclasses.MISSING:
+            object.__setattr__(value, name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            object.__setattr__(value, name, field.default_factory())
+        else:
+            raise TypeError(f"its field {name!r} has no default and is not stored")
+    return value
+
+
+def _namespace_maker(name: str) -> Make:
+    def make(plain: dict[str, Any]) -> Any:
+        import argparse
+
+        value = argparse.Namespace() if name == NAMESPACES[0] else types.SimpleNamespace()
+        vars(value).update(plain)
+        return value
+
+    return make
+
+
+def _does_not_fit(path: Path, kind: type, error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"{shown(path)}: cannot make a {kind.__module__}.{kind.__qualname__} of what is stored: {error}; leave it out "
+        "of types to get the plain form"
+    )

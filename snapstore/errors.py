@@ -19,16 +19,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .text import printable
+
 
 class SnapstoreError(Exception):
-    """The base of every error that snapstore raises on purpose."""
+    """The base of every error that snapstore raises on purpose.
+
+    Args:
+        lines: of the message; most have one. No name in a line can add another: control characters are escaped.
+    """
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(printable(str(line)) for line in lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class NotFoundError(SnapstoreError, KeyError):
     """A snapshot, run, tag or object does not exist."""
-
-    def __str__(self) -> str:  # KeyError's own str() is a repr, with quotes and escapes
-        return Exception.__str__(self)
 
 
 class AlreadyExistsError(SnapstoreError):

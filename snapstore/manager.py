@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
 
 log = logging.getLogger("snapstore")
+#: The thread of a save gives the interpreter back to its caller first, who would wait for it 5 ms otherwise [s].
+YIELD_S = 0.001
 
 
 class SnapshotManager:
@@ -252,6 +254,7 @@ class SnapshotManager:
         """Run a function in a thread of its own, which holds the slot."""
 
         def run() -> None:
+            time.sleep(YIELD_S)
             lock = slot.hand_over()
             if lock is not None:
                 try:

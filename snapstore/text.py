@@ -1,6 +1,10 @@
 """Text: words that errors and reports share.
 
 In: counts, names, sizes, errors and results. Out: the same wording for them everywhere. Pure functions.
+
+Names are not trusted, whether they come from a repository, a file or a caller: a name with a line end or an escape
+sequence would add lines to a message, or change the lines before it on a terminal. `printable` prevents that in the two
+places through which all text passes: the base class of our errors, and the shell's output.
 """
 
 from __future__ import annotations
@@ -16,6 +20,23 @@ _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 def strip_hint(error: object) -> str:
     """Return an error's message without its "run 'snapstore check'" hint, for reports of check and repair."""
     return _HINT.sub("", str(error))
+
+
+def printable(text: str) -> str:
+    """Return a text as one line: every character that a terminal does not show as itself is escaped as in Python.
+
+    These are control characters, line and paragraph separators, characters that change the direction of text, lone
+    surrogates, and all spaces but U+0020. A byte of a path that cannot be decoded is shown as that byte.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    if "\udc80" <= character <= "\udcff":  # how Python keeps such a byte of a path
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
 
 
 def counted(count: int, thing: str) -> str:

@@ -32,6 +32,7 @@ class View:
     Attributes:
         damaged: key -> why its record cannot be decoded.
         unread: key -> why its record could not be read, though the store answers: a later read may succeed.
+        repeated: key -> why its record is left out: it repeats the id of another snapshot. One of the two is forged.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
         missing: the vanished records that ruled, as far as the index knows; older revisions are never read.
     """
@@ -43,10 +44,11 @@ class View:
         vanished: Sequence[Snapshot],
         unread: Mapping[str, str] | None = None,
         seqs: Mapping[str, int] | None = None,
+        repeated: Mapping[str, str] | None = None,
     ) -> None:
         self._by_id = {snapshot.id: snapshot for snapshot in ruling}
         self.damaged = damaged
-        self.unread = dict(unread or {})
+        self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
         self._seqs = dict(seqs or {})  # of snapshots with a damaged or unread record, by id, where it is known
         self.missing = self._missing(vanished) if vanished else []
@@ -78,13 +80,15 @@ class View:
         """Raise, naming a verb and its outcome, unless every record is there and can be read.
 
         Raises:
-            IntegrityError: one is damaged or missing.
+            IntegrityError: one is damaged, missing or forged.
             StorageError: one cannot be read.
         """
         if self.damaged:
             raise IntegrityError(f"{verb}: {_first(self.damaged)}; {outcome}; run 'snapstore check'")
         if self.unread:
             raise StorageError(f"{verb}: {_first(self.unread)}; {outcome}; try again, or run 'snapstore check'")
+        if self.repeated:
+            raise IntegrityError(f"{verb}: {_first(self.repeated)}; {outcome}")
         if self.vanished:
             raise IntegrityError(
                 f"{verb}: the listing lacks {counted(len(self.vanished), 'known record')}, first {self.vanished[0]}; "

@@ -31,7 +31,7 @@ import lmdb
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError
 from ..format import manifest, records
-from ..format.keys import parse_record_key, record_key
+from ..format.keys import name_of_record, parse_record_key, record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
@@ -40,6 +40,7 @@ from ..storage.local import LocalStore
 from ..threads import Threads
 from .history import View
 from .lmdb_file import Environment
+from .repeated_ids import repeated_ids
 
 log = logging.getLogger("snapstore")
 
@@ -88,8 +89,8 @@ class _Record:
         return _LISTED.pack(self.size_bytes, self.modified_s, self.tag) + data
 
 
-def _shortened(tag: str) -> bytes:
-    return hashlib.sha256(tag.encode()).digest()[:16]
+def _shortened(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:16]  # a path need not be UTF-8
 
 
 def _packed(known: Mapping[str, _Record]) -> dict[str, bytes]:
@@ -164,6 +165,8 @@ class Index:
         with self._lock:
             ruling, vanished = self._list_ruling(2 if list_twice or self._is_new else 1)
             self._is_new = False
+            repeated = repeated_ids(self._store, ruling)
+            ruling = {key: info for key, info in ruling.items() if key not in repeated}
             infos = {key: info for key, info in ruling.items() if info is not None}
             known = {
                 key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
@@ -174,7 +177,7 @@ class Index:
             unread = paused | unread
             unknown = damaged.keys() | unread.keys()
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            return View(shown, damaged, vanished, unread, self._seqs_of(unknown) if unknown else None)
+            return View(shown, damaged, vanished, unread, self._seqs_of(unknown) if unknown else None, repeated)
 
     def _list_ruling(self, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
         """List the records.
@@ -184,21 +187,21 @@ class Index:
         """
         vanished = set(self._records)
         listings = [self._store.list("snapshots/") for _ in range(times)]
-        # For each id the highest revision and its key. No more is kept of each object: there may be tens of thousands,
-        # and every thread that ever refreshed keeps the memory that its listing took.
+        # For each snapshot the highest revision and its key. No more is kept of each object: there may be tens of
+        # thousands, and every thread that ever refreshed keeps the memory that its listing took.
         highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
         for info in chain.from_iterable(listings):
             record = self._records.get(info.key)
             if record is not None and record.is_listed_as(info):
-                name, revision = record.snapshot.id, record.snapshot.revision
+                revision = record.snapshot.revision
                 news = info if record.modified_s == JUST_MADE else None
             else:
                 parsed = parse_record_key(info.key)
                 if parsed is None:
                     continue
-                (name, revision), news = parsed[2:], info
+                revision, news = parsed[3], info
             vanished.discard(info.key)
-            if name not in highest or (revision, info.key) > highest[name][:2]:
+            if (name := name_of_record(info.key)) not in highest or (revision, info.key) > highest[name][:2]:
                 highest[name] = revision, info.key, news
         ruling = {key: news for _, key, news in highest.values()}  # older revisions are never read
         return ruling, [self._records[key].snapshot for key in sorted(vanished)]
@@ -487,7 +490,7 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
     why = refusal(cache) if lasts else "is not for stores that end with this process"
     if not why:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache / f"{uuid}-{hashlib.sha256(store.place.encode()).hexdigest()[:32]}", False
+        return cache / f"{uuid}-{_shortened(store.place).hex()}", False
     if lasts:
         log.warning("the cache %s %s; until it is closed %s has a temporary index", cache, why, store.url)
     return _temporary_folder(), True

@@ -92,7 +92,12 @@ class Environment:
     def _open_lmdb(self) -> None:
         """Open the file, drop the items of another repository or schema, and seal it."""
         self._env = lmdb.open(
-            str(self._folder), map_size=self._limit_bytes, max_dbs=3, readahead=False, sync=False, metasync=False
+            os.fsencode(self._folder),
+            map_size=self._limit_bytes,
+            max_dbs=3,
+            readahead=False,
+            sync=False,
+            metasync=False,
         )
         self._env.reader_check()  # drop killed readers: they keep LMDB from reusing pages
         self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}

@@ -15,6 +15,7 @@ from ..catalog import policy_store
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import answers, tried
+from ..catalog.repeated_ids import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
@@ -226,6 +227,9 @@ class _RecordScanner:
                 self._findings.stray("record", info.key)
                 continue
             listed[info.key] = info
+        for key, why in later_snapshots(listed.values()).items():
+            self._findings.problem("record", key, why, command="")
+            del listed[key]
         decided: set[str] = set()  # ids of the snapshots whose ruling revision was read, or could not be
         for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = stand_in(key).id

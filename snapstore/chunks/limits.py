@@ -203,6 +203,6 @@ def _number(file: Path) -> int | None:
 
 def _lines(file: Path) -> Iterable[str]:
     try:
-        return file.read_text().splitlines()
+        return os.fsdecode(file.read_bytes()).splitlines()
     except OSError:
         return []

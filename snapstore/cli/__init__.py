@@ -9,6 +9,7 @@ A fast start is a feature: a verb imports what it needs when it runs. `--help` i
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 
@@ -20,6 +21,8 @@ __all__ = ["commands", "inspect", "main", "maintenance", "retention", "save_rest
 
 def main() -> None:
     """Run the command line, and end the process with the verb's exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that the locale lacks is no error
     # SIGTERM would end the process between writing a file and naming it; as an exception it lets `finally` clean up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     commands(prog_name="snapstore")

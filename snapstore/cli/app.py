@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..errors import ConflictError, FormatError, IntegrityError, SnapstoreError
+from ..text import printable
 from .output import note, print_json
 
 if TYPE_CHECKING:
@@ -57,16 +59,37 @@ VERBS = (
 )
 
 
-class _InOrder(TyperGroup):
-    """Lists the verbs in the order of VERBS."""
+@contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    """Escape control characters in click's messages, which repeat arguments."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "message"):
+            error.message = printable(error.message)
+        raise
+
+
+class _Verbs(TyperGroup):
+    """Lists the verbs in the order of VERBS, and prints no argument unescaped."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all verbs."""
         return sorted(super().list_commands(ctx), key=VERBS.index)
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the arguments before the verb."""
+        with _printable_usage_errors():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the arguments of the verb, and run it."""
+        with _printable_usage_errors():
+            return super().invoke(ctx)
+
 
 commands = typer.Typer(
-    cls=_InOrder,
+    cls=_Verbs,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # rich help costs 50 ms
@@ -75,7 +98,7 @@ commands = typer.Typer(
 )
 
 
-class UsageError(Exception):
+class UsageError(SnapstoreError):
     """The command line makes no sense."""
 
 
@@ -202,18 +225,30 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
         raise
     except Exception as error:  # noqa: BLE001 - the last line of defence: no traceback for users
         if shell.verbose:
-            traceback.print_exc()
+            note(*_traceback_of(error))
         code, kind, message = _explain(error)
-        note(f"snapstore: error: {message}")
+        note(*f"snapstore: error: {message}".split("\n"))
         if shell.as_json:
             print_json({"error": {"kind": kind, "message": message}})
         return code
 
 
-def _explain(error: Exception) -> tuple[int, str, str]:
-    """Return (exit code, kind, message) of an error."""
-    from ..errors import ConflictError, FormatError, IntegrityError, SnapstoreError
+def _traceback_of(error: BaseException) -> list[str]:
+    """Return the lines of a traceback; a message that is not ours takes one line, whatever names it repeats."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = [*_traceback_of(cause), "", "This was the cause of the following error:", ""] if cause else []
+    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    message = str(error) if isinstance(error, SnapstoreError) else printable(str(error))
+    return [
+        *before,
+        "Traceback (most recent call last):",
+        *frames,
+        *f"{type(error).__qualname__}: {message}".split("\n"),
+    ]
 
+
+def _explain(error: Exception) -> tuple[int, str, str]:
+    """Return (exit code, kind, message) of an error; only errors of ours have messages of several lines."""
     if isinstance(error, _NoRepositoryError):
         return NO_REPOSITORY, "NoRepositoryError", str(error.__cause__)
     if isinstance(error, UsageError):
@@ -224,12 +259,14 @@ def _explain(error: Exception) -> tuple[int, str, str]:
         code = CORRUPT
     else:
         code = ERROR
-    if isinstance(error, SnapstoreError | OSError):
+    if isinstance(error, SnapstoreError):
         return code, type(error).__name__, str(error)
+    if isinstance(error, OSError):
+        return code, type(error).__name__, printable(str(error))
     if isinstance(error, MemoryError):
         return code, "MemoryError", "out of memory; restore less at a time with --keys, or use a larger machine"
     return (
         code,
         type(error).__name__,
-        f"{type(error).__name__}: {error}; this is a bug, -v shows the traceback",
+        printable(f"{type(error).__name__}: {error}; this is a bug, -v shows the traceback"),
     )

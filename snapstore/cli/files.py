@@ -23,7 +23,7 @@ from ..restore.streaming import TensorReader
 from ..state.containers import leaves
 from ..state.tensors import is_array
 from . import safetensors_file
-from .safetensors_file import first_line
+from .safetensors_file import first_line, name_in_utf8
 
 if TYPE_CHECKING:
     from ..state.weights_only import Changed
@@ -76,7 +76,9 @@ def _read_torch(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
             # With mmap a state may be larger than memory; torch maps only files of its zip format.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            mapped = zipfile.is_zipfile(path)
+            with name_in_utf8(path) as name:
+                return torch.load(name, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:

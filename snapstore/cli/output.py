@@ -1,7 +1,8 @@
 """Print JSON documents, tables and lines on stdout; notes and a spinner on stderr.
 
-Strings from a repository are not trusted: control characters are escaped before they reach a terminal. Without a
-terminal, tables are as wide as they need to be: no column wraps or is cut in a pipe.
+Strings from a repository are not trusted: `text.printable` escapes control characters and line ends in all but JSON,
+which escapes them itself. Without a terminal, tables are as wide as they need to be: no column wraps or is cut in a
+pipe.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..state.containers import step
+from ..text import printable
 
 if TYPE_CHECKING:
     from ..catalog.history import View
@@ -97,21 +99,15 @@ def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def clean(text: str) -> str:
-    """Return `text` with control characters escaped, except line ends."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
 def line(text: str = "") -> None:
     """Print a line on stdout."""
-    print(clean(text))
+    print(printable(text))
 
 
-def note(text: str) -> None:
-    """Print a line on stderr."""
-    print(clean(text), file=sys.stderr)
+def note(*lines: str) -> None:
+    """Print lines on stderr."""
+    for text in lines:
+        print(printable(text), file=sys.stderr)
 
 
 def note_unknown(view: View) -> bool:
@@ -119,7 +115,7 @@ def note_unknown(view: View) -> bool:
     from ..catalog.history import PUT_BACK
     from ..text import counted, some
 
-    if unknown := [*view.damaged, *view.unread]:
+    if unknown := [*view.damaged, *view.unread, *view.repeated]:
         left_out = counted(len(unknown), "record")
         note(f"snapstore: warning: left out {left_out} that cannot be read: {some(unknown)}; run 'snapstore check'")
     if view.missing:
@@ -131,7 +127,7 @@ def note_unknown(view: View) -> bool:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table. A column whose name starts with `>` is aligned right."""
-    cells = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
     longest = max((len(cell) for row in cells for cell in row), default=0)
@@ -169,7 +165,8 @@ def spinner(text: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    status = Console(stderr=True, markup=False).status(text)
+    console = Console(stderr=True, markup=False)
+    status = console.status(printable(text), spinner="dots" if console.encoding.startswith("utf") else "line")
     timer = threading.Timer(SPINNER_AFTER_S, status.start)
     timer.daemon = True
     timer.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,9 +79,24 @@ def _opened(path: Path, *, mapped: bool = False) -> Any:
     """Open a file; unless `mapped`, so that it is read tensor by tensor: no system maps more than its memory."""
     library = need_library()
     if not mapped:
-        with suppress(TypeError):  # before 0.8 the library always maps the whole file
-            return library.safe_open(path, framework="pt", device="cpu", backend="pread")
-    return library.safe_open(path, framework="pt", device="cpu")
+        with suppress(TypeError), name_in_utf8(path) as name:  # before 0.8 the library always maps the whole file
+            return library.safe_open(name, framework="pt", device="cpu", backend="pread")
+    with name_in_utf8(path) as name:
+        return library.safe_open(name, framework="pt", device="cpu")
+
+
+@contextmanager
+def name_in_utf8(path: Path) -> Iterator[Path]:
+    """Yield a name of a file in UTF-8, as torch and safetensors require: the path, or a link to it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, "link")
+            link.symlink_to(path.absolute())
+            yield link
+        return
+    yield path
 
 
 @contextmanager

@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ID_DIGITS = 32
+#: Run of the aborted record of a damaged session, whose own run nobody knows.
+UNKNOWN_RUN = "0-damaged-session"
 _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
@@ -33,6 +36,11 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
     """Return (run, step, id, revision) of a record's key, None for any other key."""
     match = _RECORD_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3], int(match[4])) if match else None
+
+
+def name_of_record(key: str) -> str:
+    """Return a record's key without its revision: run, step and, as its last ID_DIGITS characters, the id."""
+    return key.rpartition(".")[0]
 
 
 def quarantined_names(keys: Iterable[str]) -> set[str]:

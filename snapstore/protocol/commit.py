@@ -38,6 +38,7 @@ from ..errors import (
 from ..format import records
 from ..format.keys import parse_record_key, quarantined_names
 from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
+from ..text import printable
 from .liveness import orphaned_sessions
 from .marks import marked_keys
 from .same_repository import confirmed
@@ -117,7 +118,7 @@ class Claim:
             if self.written and not self._key_taken:
                 orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
                 if not self._may_land:  # else `publish` has tried this already
-                    self._abandon(f"{self.verb} failed: {exc[1]}"[:500])
+                    self._abandon(printable(f"{self.verb} failed: {exc[1]}")[:500])
             if self._key_taken or not self.written:
                 orphaned_sessions.discard(self.id)
                 self._release()

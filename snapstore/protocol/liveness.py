@@ -9,11 +9,11 @@ session protects.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from contextlib import suppress
 
 from ..catalog.read_twice import listed
+from ..catalog.repeated_ids import repeats_id
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
@@ -21,7 +21,7 @@ from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectStore
 from ..text import strip_hint
 from .revisions import create
-from .this_process import boot_id
+from .this_process import boot_id, host_name
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
@@ -49,7 +49,7 @@ def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[
     except (IntegrityError, FormatError) as error:  # it does not tell which record to create in its place
         log.warning("gc waits for a damaged session; run 'snapstore repair': %s", strip_hint(error))
         return False, None
-    same_boot = session.host == socket.gethostname() and bool(session.boot_id) and session.boot_id == boot_id()
+    same_boot = session.host == host_name() and bool(session.boot_id) and session.boot_id == boot_id()
     held = store.is_locked(key) if same_boot else None
     dead = session_id in orphaned_sessions or held is False
     if not dead and (held is True or store.now_s() - info.modified_s < fence_after_s):
@@ -92,6 +92,8 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
         return None
     run, step, snapshot_id, revision = parsed
     if not revision:
+        if session.id != snapshot_id or repeats_id(session.key, listed(store, "snapshots/")):
+            return None  # it is forged: its record would hide another snapshot's
         return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):

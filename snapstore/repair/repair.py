@@ -58,7 +58,7 @@ from ..errors import (
     StorageError,
 )
 from ..format import records
-from ..format.keys import lost_names, quarantined_names
+from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
 from ..text import strip_hint
@@ -67,8 +67,6 @@ from .report import RepairAction, RepairResult
 
 log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)
-#: Run of the aborted record of a damaged session, whose own run nobody knows. It sorts before all runs.
-UNKNOWN_RUN = "0-damaged-session"
 
 
 def repair(

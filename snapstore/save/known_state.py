@@ -39,6 +39,8 @@ class Group:
         self.keys = [keys[row] for row in self.rows]
         self.nbytes: Column = structure.nbytes[self.at]
         self._is_all = len(at) == len(structure.rows)
+        in_pieces = set(structure.in_pieces)
+        self._in_pieces = [row for row, k in enumerate(at) if k in in_pieces]
 
     def tensors(self, match: Match) -> list[Any]:
         """Return these tensors of a match."""
@@ -48,7 +50,8 @@ class Group:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""
         from ..engine.cuda.staging import Sources
 
-        return Sources(device, self.keys, self.tensors(match), self.nbytes, match.addresses[self.at], (match,))
+        addresses = match.addresses[self.at]
+        return Sources(device, self.keys, self.tensors(match), self.nbytes, addresses, self._in_pieces, match)
 
     def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
         """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each."""

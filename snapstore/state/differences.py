@@ -47,8 +47,8 @@ class Differences:
         self._parts.setdefault(path[:1], [])
         self._renamed.setdefault(path[:1], []).append((names, advice))
 
-    def message(self, stored: Any, into: Any, *, all_selected: bool) -> str:
-        """Return the text of the error.
+    def message(self, stored: Any, into: Any, *, all_selected: bool) -> list[str]:
+        """Return the lines of the error.
 
         Args:
             stored, into: The roots of both sides.
@@ -60,10 +60,13 @@ class Differences:
             lines += self._lines(part, _names(stored), _names(into), each)
         if len(self._parts) > MAX_LINES:
             lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
-        text = "the snapshot does not fit `into`; nothing was changed:\n  " + "\n  ".join(lines)
         fitting = self._fitting(stored) if all_selected else []
         only = f"only the parts that fit: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
-        return f"{text}\nrestore without `into` to get all of it, or {only}"
+        return [
+            "the snapshot does not fit `into`; nothing was changed:",
+            *(f"  {line}" for line in lines),
+            f"restore without `into` to get all of it, or {only}",
+        ]
 
     def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
         """Return the lines of one part: its counts, some of its differences, and what helps."""

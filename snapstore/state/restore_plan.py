@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
 _FILL_DTENSORS = (
-    "\nto fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
+    "to fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
 )
 
@@ -127,8 +127,9 @@ class RestorePlan:
         if replaced is not None:
             self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
         if self._differences:
-            text = self._differences.message(self._stored, self._into, all_selected=self._all_selected)
-            raise InvalidInputError(text)
+            raise InvalidInputError(
+                *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
+            )
         self._buffers.find_overlaps()
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
@@ -336,15 +337,16 @@ class RestorePlan:
         try:
             load.object.load_state_dict(state)
         except Exception as error:
-            advice = _FILL_DTENSORS if "DTensor" in str(error) else ""
-            raise InvalidInputError(f"{name} failed: {error}{advice}") from error
+            advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
+            raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}", *advice) from error
         if _is_plain(load.stored):
             return
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
         if casts:
             raise InvalidInputError(
                 f"{name} changed dtypes, so the state differs from the snapshot; build the object with the dtypes it "
-                "was saved with:\n  " + "\n  ".join(casts[:MAX_LINES])
+                "was saved with:",
+                *(f"  {line}" for line in casts[:MAX_LINES]),
             )
 
     def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:

@@ -33,11 +33,13 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
 
-_address = methodcaller("data_ptr")
-#: Properties of a tensor that must be as they were, beside its type and device.
-_FORM = [attrgetter(name) for name in ("dtype", "shape", "requires_grad")]
-#: A tensor in one piece: the first holds, the others do not.
-_IN_ONE_PIECE, _VIEWED = methodcaller("is_contiguous"), [methodcaller("is_conj"), methodcaller("is_neg")]
+#: Properties of a tensor that must be as they were, beside its type, its device and its address.
+_PROPERTIES: list[Any] = [
+    *(attrgetter(name) for name in ("dtype", "shape", "requires_grad")),
+    *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
+]
+_address: Any = methodcaller("data_ptr")
+_storage: Any = methodcaller("untyped_storage")
 
 
 class DifferentStructureError(Exception):
@@ -55,6 +57,7 @@ class _Container:
         arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
         scalars: the plain children that are scalars, as they were encoded last.
         part: the name of the part whose tree it is.
+        table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
     """
 
     kind: Any
@@ -71,6 +74,7 @@ class _Container:
     nested: list[tuple[int, _Container]] = field(default_factory=list)
     plain_parts: list[tuple[int, str]] = field(default_factory=list)
     scalars: dict[int, Any] = field(default_factory=dict)
+    table: tuple[list[int], list[str], list[type]] | None = None
 
     def replace(self, nodes: Mapping[int, Node]) -> None:
         """Put other nodes of children into the node; the old one may still be in use."""
@@ -89,7 +93,8 @@ class Match:
     Attributes:
         trees: by the name of the part.
         tensors: one for each of `Structure.rows`.
-        addresses: (n,) of these tensors. As many bytes as the structure says lie there while this object lives.
+        addresses: (n,) of these tensors. As many bytes as the structure says lie there; after `confirm`, while this
+            object lives.
         others: the position of its spec, and the array, of every other array.
     """
 
@@ -100,7 +105,7 @@ class Match:
     others: list[tuple[int, Held]]
     _all: list[Any]
     _places: list[int]
-    _storages: list[Any]
+    _storages: list[Any] = field(default_factory=list)
 
     def confirm(self) -> None:
         """Check that the tensors have the known form, and lie where they lay at the match.
@@ -108,8 +113,9 @@ class Match:
         Raises:
             DifferentStructureError: one does not.
         """
-        self.structure._check_forms(self._all)
-        if list(map(_address, self._all)) != self._places:
+        known = self.structure
+        self._storages = list(map(_storage, self._all))  # then their addresses are asked again
+        if not known._has_form(self._all) or not known._lie_at(self._all, self._places):
             raise DifferentStructureError
 
 
@@ -124,9 +130,11 @@ class Structure:
     Attributes:
         specs: of all parts, in order.
         sizes: how many specs each part has, by name.
-        rows: positions of the specs whose tensors lie in one piece; a match gives these tensors as columns.
+        rows: positions of the specs of tensors that a match gives as columns: all on devices, and all in host memory
+            that lie in one piece.
         nbytes: (n,) sizes of these tensors.
         devices: of these tensors.
+        in_pieces: positions in `rows` of tensors that are strided, or views with other values.
 
     Raises:
         DifferentStructureError: the state has containers or ties that cannot be recognised.
@@ -151,9 +159,9 @@ class Structure:
         self._note_arrays(learner.arrays, learner.rows, starts=dict(zip(names, starts, strict=False)))
 
     def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int], starts: Mapping[str, int]) -> None:
-        in_one_piece = [_lies_in_one_piece(array) for array in arrays]
-        self._batched = [i for i, is_batched in enumerate(in_one_piece) if is_batched]
-        self._others = [(i, rows[i]) for i, is_batched in enumerate(in_one_piece) if not is_batched]
+        batched = [_is_batched(array) for array in arrays]
+        self._batched = [i for i, is_batched in enumerate(batched) if is_batched]
+        self._others = [(i, rows[i]) for i, is_batched in enumerate(batched) if not is_batched]
         ties = [(row, self.specs[row].tie) for row in rows]
         memories = [row if tie is None else starts[tie[0]] + tie[1] for row, tie in ties]
         used = Counter(memories)
@@ -167,11 +175,15 @@ class Structure:
         self._firsts = None if len(first) == len(self._batched) else list(first.values())
         tensors = [arrays[i] for i in self._batched]
         self._places = list(map(_address, tensors))
-        self._forms = [list(map(take, tensors)) for take in _FORM]
+        self._all_places = list(range(len(tensors)))
+        self._properties = [list(map(take, tensors)) for take in _PROPERTIES]
         self._devices = [tensor.device for tensor in tensors]
-        self._nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-        chosen = list(first.values())
-        self.devices, self.nbytes = [self._devices[k] for k in chosen], self._nbytes[chosen]
+        self._extents = np.array([_extent(tensor) for tensor in tensors], np.int64)
+        self._guards = _guards(tensors)
+        chosen = [tensors[k] for k in first.values()]
+        self.devices = [tensor.device for tensor in chosen]
+        self.nbytes = np.array([tensor.nbytes for tensor in chosen], np.int64)
+        self.in_pieces = [k for k, tensor in enumerate(chosen) if not _lies_in_one_piece(tensor)]
 
     # -- match
 
@@ -187,33 +199,47 @@ class Structure:
         self._match(self._root, state, arrays, trees, [])
         trees[""] = self._root.node
         tensors = arrays if not self._others else [arrays[i] for i in self._batched]
-        places, storages = self._locate(tensors)
+        places = self._locate(tensors)
         others = self._hold_others(arrays)
         addresses = np.array(places, np.int64)
         chosen = tensors
         if self._firsts is not None:
             chosen, addresses = [tensors[k] for k in self._firsts], addresses[self._firsts]
-        return Match(self, trees, chosen, addresses, others, tensors, places, storages)
+        return Match(self, trees, chosen, addresses, others, tensors, places)
 
-    def _locate(self, tensors: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Return addresses and storages of tensors whose known bytes lie within their storages, tied as is known."""
+    def _locate(self, tensors: Sequence[Any]) -> list[int]:
+        """Return addresses of tensors whose known bytes lie within their storages, tied as is known."""
         try:
+            if self._lie_at(tensors, self._places):  # as at the last match, which has looked at the storages
+                return self._places
+            storages = list(map(_storage, tensors))
             places = list(map(_address, tensors))
-            storages = [tensor.untyped_storage() for tensor in tensors]
             devices = [tensor.device for tensor in tensors]
         except (RuntimeError, NotImplementedError) as error:  # not strided
             raise DifferentStructureError from error
         starts = np.array(list(map(_address, storages)), np.int64)
         ends = starts + np.array([storage.nbytes() for storage in storages], np.int64)
         at = np.array(places, np.int64)
-        lies_within = (at > 0) & (starts <= at) & (at + self._nbytes <= ends)
-        if devices != self._devices or not lies_within.all():
+        lies_within = (at > 0) & (starts <= at) & (at + self._extents <= ends)
+        if devices != self._devices or not lies_within.all() or _first_places(places) != self._tied_to:
             raise DifferentStructureError
-        if places != self._places:
-            if _first_places(places) != self._tied_to:
-                raise DifferentStructureError
-            self._places = places
-        return places, storages
+        self._places = places
+        return places
+
+    def _lie_at(self, tensors: Sequence[Any], places: Sequence[int]) -> bool:
+        """Return whether tensors begin at these addresses."""
+        at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if tensors else None
+        if at_once is None:
+            return list(map(_address, tensors)) == places
+        return bool(at_once(tensors, places, self._all_places))
+
+    def _has_form(self, tensors: Sequence[Any]) -> bool:
+        """Return whether tensors have the known properties."""
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        return all(
+            all(map(eq, map(take, tensors), known)) for take, known in zip(_PROPERTIES, self._properties, strict=True)
+        )
 
     def _match(
         self, known: _Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
@@ -236,6 +262,9 @@ class Structure:
             _check_versions(known, value)
         if len(known.arrays) == len(values):
             arrays += values
+            return
+        if known.table is not None:
+            arrays += _arrays_of_table(known.table, values)
             return
         arrays += [values[i] for i in known.arrays]
         outer.append(value)
@@ -276,13 +305,6 @@ class Structure:
             places.update([place] if place else [])
             others.append((row, Held(stored, spec)))
         return others
-
-    def _check_forms(self, tensors: Sequence[Any]) -> None:
-        for take, known in zip(_FORM, self._forms, strict=True):
-            if not all(map(eq, map(take, tensors), known)):
-                raise DifferentStructureError
-        if not all(map(_IN_ONE_PIECE, tensors)) or any(any(map(is_so, tensors)) for is_so in _VIEWED):
-            raise DifferentStructureError
 
 
 class _Learner:
@@ -327,6 +349,10 @@ class _Learner:
             return None
         if set(found.key_types) - {str, int} or not _are_versions(versions):
             raise DifferentStructureError
+        if is_mapping and len(found.nested) == len(values) and all(_is_row(child) for _, child in found.nested):
+            rows = [child for _, child in found.nested]
+            lengths = [len(row.keys) for row in rows]
+            found.table = (lengths, [key for row in rows for key in row.keys], [t for row in rows for t in row.types])
         found.versions = None if versions is None else {name: dict(version) for name, version in versions.items()}
         return found
 
@@ -344,11 +370,52 @@ class _Learner:
             parent.plain.append(i)
 
 
-def _lies_in_one_piece(array: Array) -> bool:
+def _is_row(container: _Container) -> bool:
+    """Return whether a container is a plain dict of arrays with names."""
+    is_plain = container.kind is dict and container.owner is None and container.part is None
+    return is_plain and len(container.arrays) == len(container.keys) and set(container.key_types) == {str}
+
+
+def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Sequence[Any]) -> list[Array]:
+    lengths, known_keys, types = table
+    keys = list(chain.from_iterable(values))
+    arrays = list(chain.from_iterable(map(dict.values, values)))
+    if list(map(len, values)) != lengths or keys != known_keys or set(map(type, keys)) != {str}:
+        raise DifferentStructureError
+    if list(map(type, arrays)) != types:
+        raise DifferentStructureError
+    return arrays
+
+
+def _is_batched(array: Array) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
         return False
-    return bool(_IN_ONE_PIECE(array)) and not any(is_so(array) for is_so in _VIEWED)
+    return array.device.type != "cpu" or _lies_in_one_piece(array)
+
+
+def _lies_in_one_piece(tensor: Any) -> bool:
+    return bool(tensor.is_contiguous()) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _extent(tensor: Any) -> int:
+    """Return how many bytes there are from the first element of a tensor to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((1 + last) * tensor.dtype.itemsize)
+
+
+def _guards(tensors: Sequence[Any]) -> Any:
+    """Return torch's own check of the form of many tensors at once, by which torch.compile knows its inputs; or None.
+
+    It is not public. If it is missing, or says no, each property is compared.
+    """
+    try:
+        kind = sys.modules["torch"]._C._dynamo.guards.TensorGuards
+        shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+        guards = kind(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        return guards if guards.check(*tensors) else None
+    except Exception:  # noqa: BLE001  whatever another release of torch raises
+        return None
 
 
 def _first_places(keys: Sequence[int]) -> list[int]:

@@ -110,7 +110,7 @@ class Encoder:
         if self._problems:
             more = len(self._problems) - MAX_PROBLEMS
             lines = self._problems[:MAX_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
-            raise UnsupportedLeafError("\n".join(lines))
+            raise UnsupportedLeafError(*lines)
 
     def enter(self, value: Any, path: Path) -> None:
         """Mark a container or object as open, until `leave`, while its children are encoded.

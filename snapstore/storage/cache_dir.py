@@ -67,10 +67,8 @@ def refusal(cache: Path) -> str:
 def mount_of(folder: Path) -> tuple[str, str]:
     """Return (mount point, file system type) of a folder by /proc/mounts; ("", "") without that file."""
     try:
-        lines = Path("/proc/mounts").read_text().splitlines()
-        mounts = [
-            [_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in line.split()[1:3]] for line in lines
-        ]
+        rows = [line.split(" ") for line in os.fsdecode(Path("/proc/mounts").read_bytes()).split("\n")]
+        mounts = [[_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in row[1:3]] for row in rows[:-1]]
     except OSError:
         return "", ""
     resolved = str(folder.resolve())

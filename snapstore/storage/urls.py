@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, StorageError
 from .base import ObjectStore, is_component
@@ -65,7 +66,7 @@ def _path_of_file_url(rest: str) -> str:
     path = rest.removeprefix("localhost")
     if not path.startswith("/"):
         raise InvalidInputError(f"file://{rest}: expected an absolute path on this machine, as in file:///data/repo")
-    return unquote(path)
+    return os.fsdecode(unquote_to_bytes(os.fsencode(path)))
 
 
 def _open_local(path: str, *, create: bool) -> ObjectStore:
@@ -75,6 +76,13 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
     if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
         raise InvalidInputError("a URL that went through pathlib, which removed a slash; pass it as a str")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"{path}: cannot be the name of a directory here, where names are in {sys.getfilesystemencoding()}; "
+            "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        ) from error
     try:
         if Path(path).is_dir() or create:
             return LocalStore(path, create=create)

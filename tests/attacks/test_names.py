@@ -165,6 +165,70 @@ def test_manifests_swapped_between_snapshots():
         world.restore()
 
 
+def with_id_of(s, run="zzz", step=0, **changes):
+    """A valid record of another run or step under the id of a snapshot."""
+    empty = {"manifests": [], "logical_bytes": 0, "state": "aborted", "write_id": records.new_id()}
+    return msgspec.structs.replace(s, **({"run": run, "step": step} | empty | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"run": "0"}, {"run": "r", "step": 7}, {"revision": 10**9 - 1}], ids=repr)
+def test_a_second_snapshot_of_one_id_hides_none(tmp_path, changes):
+    """A record may name any id. Mitigation: the snapshot that was stored first has it, and gc stops."""
+    with Repository.create(tmp_path / "repo", chunk_bytes=1024) as repo:
+        s = repo.save({"w": A}, run="r", step=0)
+        newer = repo.save({"w": A + 1}, run="r", step=1)
+        second = with_id_of(s, **changes)
+        repo.store.put(second.key, records.encode(second))
+        os.utime(tmp_path / "repo" / second.key, (9e9, 9e9))
+        for reader in (repo, Repository.open(tmp_path / "repo")):
+            np.testing.assert_array_equal(reader.restore("r@0")["w"], A)
+            np.testing.assert_array_equal(reader.restore(f"id:{s.id}")["w"], A)
+            assert [found.key for found in reader.snapshots()] == [s.key, newer.key]
+            with pytest.raises(
+                IntegrityError, match=rf"{second.key}: repeats the id of .*r/0+-{s.id}, .*nothing was del"
+            ):
+                reader.gc()
+            assert [p.key for p in reader.check("restore").problems] == [second.key]
+        repo.repair(apply=True, drop=True)
+        repo.forget_snapshots(["r@0"])
+        repo.unforget("r@0")
+        repo.store.delete([second.key])
+        repo.rebuild_index()
+        assert repo.gc().deleted_objects == 0
+        assert repo.check("restore").ok
+        assert [found.id for found in repo.snapshots()] == [s.id, newer.id]
+
+
+def test_a_second_snapshot_that_was_there_first(tmp_path):
+    """As one who reads the sessions puts it, before the save commits: nothing is deleted until a person has looked."""
+    with Repository.create(tmp_path / "repo", chunk_bytes=1024) as repo:
+        s = repo.save({"w": A}, run="r", step=0)
+        second = with_id_of(s)
+        repo.store.put(second.key, records.encode(second))
+        os.utime(tmp_path / "repo" / second.key, (1, 1))
+        with pytest.raises(IntegrityError, match="one of the two is forged"):
+            repo.gc()
+        assert [p.key for p in repo.check().problems] == [s.key]
+        repo.store.delete([second.key])
+        repo.rebuild_index()
+        repo.gc()
+        np.testing.assert_array_equal(repo.restore("r@0")["w"], A)
+
+
+@pytest.mark.parametrize("of", ["the snapshot", "another session"])
+def test_a_session_makes_no_gc_hide_a_snapshot(tmp_path, of):
+    """gc creates the record that a dead session names. Mitigation: not under the id of another snapshot."""
+    with Repository.create(tmp_path / "repo", chunk_bytes=1024) as repo:
+        s = repo.save({"w": A}, run="r", step=0)
+        name = s.id if of == "the snapshot" else ID
+        session = Session(id=name, key=f"snapshots/z/{0:012d}-{s.id}.0", host="x", boot_id="", pid=1, started=0.0)
+        repo.store.put(f"sessions/{name}", records.encode(session))
+        assert repo.gc(fence_after_s=0).fenced == [name]
+        repo.gc()
+        np.testing.assert_array_equal(repo.restore("r@0")["w"], A)
+        assert sorted(info.key for info in repo.store.list("snapshots/")) == [s.key]
+
+
 # --- what only a newer release knows ---
 
 

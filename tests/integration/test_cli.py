@@ -1341,7 +1341,7 @@ def test_doctor_of_a_cache_on_a_network(monkeypatch, tmp_path):
 
 
 def test_the_mount_where_proc_is_missing(monkeypatch):
-    monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(OSError()))
+    monkeypatch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(OSError()))
     assert mount_of(Path("/x")) == ("", "")
     assert not on_network(Path("/x"))
 

@@ -290,11 +290,13 @@ def test_a_bad_setting_is_an_error(root, monkeypatch):
 
 def test_a_network_file_system_is_known(root, monkeypatch):
     mounts = f"/dev/x / ext4 rw 0 0\nserver:/x {root.parent} nfs4 rw 0 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda self, *_: mounts if str(self) == "/proc/mounts" else "")
+    monkeypatch.setattr(Path, "read_bytes", lambda self: mounts.encode() if str(self) == "/proc/mounts" else b"")
     assert cache_module.on_network(root)
     assert not cache_module.on_network(Path("/usr"))
     mounts += "server:/y /mnt/my\\040disks nfs4 rw 0 0\n"
     assert cache_module.on_network(Path("/mnt/my disks/r"))
+    mounts += "server:/z /mnt/a\x0bb\x85c nfs4 rw 0 0\n"  # only blanks, tabs, line feeds and backslashes are escaped
+    assert cache_module.on_network(Path("/mnt/a\x0bb\x85c"))
     monkeypatch.undo()
     assert not cache_module.on_network(root)
 

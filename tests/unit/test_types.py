@@ -264,6 +264,7 @@ def code_of_pages() -> Iterator[str]:
             names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
             bound = {name for name, context in names if context is ast.Store} | {*dir(builtins)}
             bound |= {a.asname or a.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+            bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
             taken = sorted({name for name, context in names if context is ast.Load} - bound)
             yield "\n".join(
                 ["import typing", "import torch", "import snapstore", *map(THEIRS.__getitem__, taken), block]

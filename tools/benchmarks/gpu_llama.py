@@ -1,8 +1,8 @@
 """States that `tools/bench gpu` does not tune its engine on: Llamas and a mixture of experts, from transformers.
 
-Random weights, then a few steps of torch's AdamW on Python's own sources; the state is what the two `state_dict` calls
-return, with the step counts, which AdamW keeps in host memory. A stall is the time from the call of `save` until the
-tensors may change: until the training stream has passed the copy. `tensors` counts all of them.
+Random weights, then steps of torch's AdamW on random tokens; the state is what the two `state_dict` calls return, with
+the step counts, which AdamW keeps in host memory. A stall is the time from the call of `save` until the tensors may
+change: until the training stream has passed the copy. `tensors` counts all of them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ State = dict[str, Any]
 #: hidden size, intermediate size, layers: about 0.4 and 1.0 G parameters in 181 tensors and in some 1,250.
 LLAMAS = {
     "5 GB, few tensors": (1216, 3328, 20), "12 GB, few tensors": (2048, 5632, 20),
-    "5 GB, many tensors": (512, 1408, 138), "12 GB, many tensors": (800, 2176, 138),
+    "5 GB, many tensors": (512, 1408, 138), "12 GB, many tensors": (768, 2112, 138),
 }  # fmt: skip
 TINY = {"few tensors": (64, 128, 2), "many tensors": (16, 32, 20)}
 EXPERTS = (640, 1792, 12)  # with 8 experts a layer
-SAVES, WARM = 7, 3
+SAVES, WARM, MEMORY_SAVES = 5, 2, 10
 
 
 class Run:
@@ -90,13 +90,18 @@ def copy_floor_s(device: torch.device, nbytes: int) -> float:
 
 
 def stalled_s(device: torch.device, snapshots: SnapshotManager, step: int, state: State) -> float:
-    """Save; return the time until the tensors may change."""
+    """Save; return the time from the call until the training stream may change the tensors, by the device's clock."""
     limits.synchronize(device)
-    began = time.perf_counter()
+    if device.type != "cuda":
+        began = time.perf_counter()
+        snapshots.save(step, state)
+        return time.perf_counter() - began
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    before.record()
     snapshots.save(step, state)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - began
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
 
 
 @contextmanager
@@ -123,9 +128,13 @@ def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def device_stalls(
-    run: Run, folder: Path, say: Callable[[str], None], saves: int = SAVES
+    run: Run, folder: Path, say: Callable[[str], None], *, memory_too: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """Stalls of saves with copies on the device, training in between, beside the copy's floor and the memory taken."""
+    """Stalls of saves with copies on the device, training in between, beside the floor of the copy.
+
+    Args:
+        memory_too: ten saves, and the device memory that each takes: what training keeps cached is released before.
+    """
     run.train(2)
     limits.synchronize(run.device)
     on_device = [t for t in tensors(run.state()) if t.device.type == run.device.type]
@@ -140,14 +149,15 @@ def device_stalls(
         most_used_bytes(run.device) as most,
         SnapshotManager(folder / "repository", run="bench", **wanted) as snapshots,
     ):
-        for step in range(saves):
+        for step in range(saves := MEMORY_SAVES if memory_too else SAVES):
             run.train()
             limits.synchronize(run.device)
             began = time.perf_counter()
             state = run.state()
             calls.append(time.perf_counter() - began)
             if run.device.type == "cuda":
-                torch.cuda.empty_cache()
+                if memory_too or step == 0:
+                    torch.cuda.empty_cache()
                 most()
                 if step == 0:
                     free, total = torch.cuda.mem_get_info()
@@ -165,7 +175,7 @@ def device_stalls(
     return {
         "tensors": count, "state_bytes": size, "copy_floor_s": floor, "stall_s": stall, "state_dict_s": call,
         "stalls_s": [round(s, 5) for s in stalls], "stall_over_goal": stall / goal,
-        "memory_x": [round(m, 3) for m in memory],
+        "memory_x": [round(m, 3) for m in memory] if memory_too else [],
     }  # fmt: skip
 
 
@@ -182,7 +192,7 @@ def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: 
         if prepare:
             snapshots.prepare(run.state())
             snapshots.wait_until_finished()
-        for step in range(4):
+        for step in range(3):
             run.train()
             stalls.append(stalled_s(run.device, snapshots, step, run.state()))
             snapshots.wait_until_finished()

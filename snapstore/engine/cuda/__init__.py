@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CapabilityError
+from ...errors import CapabilityError, InvalidInputError
 from .graph_capture import beside_captures as beside_captures
 
 if TYPE_CHECKING:
@@ -126,10 +126,18 @@ def _advice() -> str:
 
 
 def require_device(device: Any) -> None:
-    """Check that `device`, as torch takes it, exists if it is a CUDA device; else raise CapabilityError."""
+    """Check that `device` is one that torch takes, and exists if it is a CUDA device.
+
+    Raises:
+        InvalidInputError: torch does not take it.
+        CapabilityError: there is no such CUDA device.
+    """
     import torch
 
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(f"device {device!r}: expected a device of torch, such as cpu or cuda:0") from error
     if found.type != "cuda":
         return
     if not torch.cuda.is_available():

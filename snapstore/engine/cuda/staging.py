@@ -49,8 +49,9 @@ class Sources:
     Attributes:
         keys: of the tensors. While it is the same list, the keys and sizes are the same.
         nbytes: (n,) their sizes.
-        addresses: (n,) where they lie; None: each is asked, and a strided one is copied first.
-        storages: keep the memory at the addresses.
+        addresses: (n,) where they lie; None: each is asked.
+        in_pieces: rows of tensors that are copied into one piece first; with addresses.
+        keep: whatever keeps the memory at the addresses.
     """
 
     device: torch.device
@@ -58,7 +59,8 @@ class Sources:
     tensors: Sequence[torch.Tensor]
     nbytes: Column
     addresses: Column | None = None
-    storages: Sequence[Any] = ()
+    in_pieces: Sequence[int] = ()
+    keep: Any = None
 
     def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
         """Yield key, tensor and size of some of them."""
@@ -138,7 +140,7 @@ class DeviceStaging:
                 rooms = self._without_memory(sources, layout, spare, base, delta_rejected)
                 small = [_copy_to_host(value, np.empty(n, np.uint8)) for _, value, n in sources.all_of(layout.small)]
                 hosted = partial(list, small)
-        self._sources[sources.device] = replace(sources, tensors=(), addresses=None, storages=())
+        self._sources[sources.device] = replace(sources, tensors=(), addresses=None, keep=None)
         keys = sources.keys
 
         def memories() -> list[Memory]:
@@ -155,13 +157,16 @@ class DeviceStaging:
         """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
         device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append((sources.tensors, sources.storages))  # their owner may free them at once
+        self._keep.append((sources.tensors, sources.keep))  # their owner may free them at once
         if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
             self._keep.append(rooms)
         by_torch = not kernels.loaded(device.index)
         addresses = sources.addresses
         if addresses is None and not by_torch:
             addresses = np.array([self._address(value) for value in sources.tensors], np.int64)
+        elif addresses is not None and not by_torch:
+            for row in sources.in_pieces:
+                addresses[row] = self._address(sources.tensors[row])
         stream.wait_stream(training)
         with torch.cuda.stream(stream):
             if by_torch or addresses is None:

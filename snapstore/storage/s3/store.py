@@ -138,6 +138,7 @@ class S3Store:
         sha256 = _sha256_of(key, view)
         if self._client.meta.endpoint_url.startswith("https:"):  # over plain HTTP the signature carries it
             options["ChecksumSHA256"] = b64encode(bytes.fromhex(sha256)).decode()
+            options["ChecksumAlgorithm"] = "SHA256"  # a bucket with Object Lock asks for this header too
         if self._storage_class and key.startswith("packs/"):
             options["StorageClass"] = self._storage_class
         sent = 0

@@ -54,15 +54,25 @@ class Group:
         return Sources(device, self.keys, self.tensors(match), self.nbytes, addresses, self._in_pieces, match)
 
     def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
-        """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each."""
-        sizes = self.nbytes.tolist()
-        together = bytearray().join(map(ctypes.string_at, match.addresses[self.at].tolist(), sizes))
+        """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each.
+
+        Raises:
+            DifferentStructureError: one has moved since the match.
+        """
+        storages = match.hold(self.tensors(match), match.addresses[self.at])
+        together = copy_addresses(match.addresses[self.at].tolist(), self.nbytes.tolist())
+        del storages
 
         def views() -> list[Bytes]:
             ends = np.cumsum(self.nbytes)
             return np.split(np.frombuffer(together, np.uint8), ends[:-1]) if len(ends) else []
 
         return views
+
+
+def copy_addresses(addresses: Sequence[int], sizes: Sequence[int]) -> bytearray:
+    """Copy memory, one piece behind the other."""
+    return bytearray().join(map(ctypes.string_at, addresses, sizes))
 
 
 class KnownState:

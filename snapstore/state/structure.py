@@ -107,6 +107,17 @@ class Match:
     _places: list[int]
     _storages: list[Any] = field(default_factory=list)
 
+    def hold(self, tensors: Sequence[Any], addresses: Column) -> list[Any]:
+        """Return storages of some tensors, which keep the memory at their addresses.
+
+        Raises:
+            DifferentStructureError: one lies elsewhere.
+        """
+        storages = list(map(_storage, tensors))
+        if list(map(_address, tensors)) != addresses.tolist():
+            raise DifferentStructureError
+        return storages
+
     def confirm(self) -> None:
         """Check that the tensors have the known form, and lie where they lay at the match.
 

@@ -24,14 +24,15 @@ def _small_batches(monkeypatch):
     monkeypatch.setattr(CpuEngine, "batch_bytes", changes.BATCH_BYTES)
 
 
-@pytest.mark.parametrize("mode", changes.MODES)
-def test_a_change_at_any_moment(mode):
+@pytest.mark.parametrize(("mode", "recognise"), [*((mode, True) for mode in changes.MODES), ("asynchronous", False)])
+def test_a_change_at_any_moment(mode, recognise):
     """Either an error that names the array, and nothing committed; or arrays that are whole, as before or after."""
     sizes = (changes.LARGE, changes.MIDDLE, changes.SMALL)
     cases = [(name, rows) for name in EVERY for rows in (sizes if name in changes.CHANGES else (1,))]
+    always = cases.index(("storage: freed", changes.LARGE))  # refused wherever it is seen
     totals: dict[object, int] = {}
-    with changes.Runs(changes.MODES[mode]) as runs:
-        for number in sampled(len(cases), 3):
+    with changes.Runs(changes.MODES[mode], recognise=recognise) as runs:
+        for number in {always, *sampled(len(cases), 3)}:
             name, rows = cases[number]
             kind = (EVERY[name].make, rows, EVERY[name].writes)
             if kind not in totals:
@@ -48,7 +49,7 @@ def test_a_change_at_any_moment(mode):
 @pytest.mark.parametrize("name", ["data: half", "data: other dtype, as large", "storage: freed", "array: other dtype"])
 def test_a_change_by_a_later_object(name, mode):
     """The fault as it was found: the array has been flattened, and another object's state_dict() changes it."""
-    with changes.Runs(changes.MODES[mode]) as runs:
+    with changes.Runs(changes.MODES[mode], recognise=False) as runs:
         last = runs.flattened(EVERY[name], changes.MIDDLE)
         runs.run(EVERY[name], changes.MIDDLE, last)
         assert runs.refused == 1

@@ -25,8 +25,9 @@ from snapstore import InvalidInputError, Repository, SnapshotManager
 from snapstore.chunks.uploader import PackUploader
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
+from snapstore.save import known_state
 from snapstore.save import staging as host_staging
-from snapstore.state import arrays, held_array
+from snapstore.state import arrays, held_array, structure
 from snapstore.state import flatten as flattening
 from snapstore.storage.memory import MemoryStore
 
@@ -303,6 +304,8 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     found = [(arrays, name) for name in names]
     for module in (flattening, held_array, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
+    found += [(structure.Structure, name) for name in ("_locate", "_lie_at", "_hold_others", "_has_form")]
+    found += [(structure.Match, "confirm"), (known_state.Group, "copy_small"), (known_state, "copy_addresses")]
     found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]
     return [*found, (Engines, "memory_of"), (PackUploader, "add"), (MemoryStore, "put"), *more]
 
@@ -342,6 +345,7 @@ class Runs:
     mode: dict[str, Any] | None
     device: str = "cpu"
     more_watched: list[tuple[Any, str]] = field(default_factory=list)
+    recognise: bool = True  # whether the manager knows the structure of the state; else it is flattened
     refused: int = 0
     committed: int = 0
 
@@ -363,6 +367,8 @@ class Runs:
         if self.manager is None:
             self.repository.save(state, run="a", step=self.step)
         else:
+            if not self.recognise:
+                self.manager._staging._known = None
             self.returned = False
             handle = self.manager.save(self.step, state)
             self.returned = True
@@ -378,14 +384,17 @@ class Runs:
         return self._counted(change, rows).of_flatten - 1
 
     def _counted(self, change: Change, rows: int) -> Moments:
-        moments = Moments()
-        with moments.watch(watched(*self.more_watched)):
-            self._save({"first": change.make(rows, self.device), "later": Later(moments, rows)})
-        self.step += 1
+        for moments in (Moments(), Moments()):  # the second state is recognised
+            with moments.watch(watched(*self.more_watched)):
+                self._save({"first": change.make(rows, self.device), "later": Later(moments, rows)})
+            self.step += 1
         return moments
 
     def run(self, change: Change, rows: int, at: int) -> None:
         """Change a state at one moment of its save, and judge the outcome."""
+        if self.recognise and self.manager is not None and self.manager._staging._known is None:
+            self._save({"first": change.make(rows, self.device), "later": Later(Moments(), rows)})
+            self.step += 1
         moments, first = Moments(), change.make(rows, self.device)
         before = images(first)
         seen = {"after": before, "late": False}

@@ -475,7 +475,7 @@ def test_a_long_cell_does_not_widen_every_row(tmp_path):
     result = CliRunner().invoke(cli.commands, ["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
     assert result.exit_code == 0
     assert 100_000 < len(result.stdout) < 200_000
-    assert result.stdout.count("loss=1.5") == 100
+    assert result.stdout.count("loss=1.5") == 99, "beside the long tag there is no room for it"
 
 
 def test_many_damaged_chunks_do_not_keep_their_memory():

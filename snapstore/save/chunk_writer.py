@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from ..chunks.verify import Verifier
 from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
-from ..errors import DAMAGE, CapabilityError, StorageError
+from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
 from ..format import blob, chunking, delta_choice, planes
 from ..format.pack import Encoded
 from ..protocol.session import Session
@@ -104,6 +105,16 @@ class _Encoding:
     given: Chunks  # (k,) where the input has them; `batch` has copies of the caller's memory
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
+
+
+def _waited(batch: _Hashing | _Encoding) -> Any:
+    """Wait for a batch; if an engine finds memory gone, name the tensor that was changed."""
+    try:
+        return batch.wait()
+    except InvalidInputError:
+        for run in batch.runs:
+            run.tensor.confirm()
+        raise
 
 
 class ChunkWriter:
@@ -257,7 +268,7 @@ class ChunkWriter:
     def _encode(self) -> None:
         """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""
         batch = self._hashing[0]
-        found = batch.wait()
+        found = _waited(batch)
         self._hashing.popleft()
         count, lengths = len(batch.chunks), batch.chunks.lengths
         digests, base_digests = found[:count], found[count:]
@@ -337,7 +348,7 @@ class ChunkWriter:
     def _drain(self) -> None:
         """Put the blobs of the oldest batch into the part's packs."""
         encoding = self._encoding[0]
-        made = encoding.wait()
+        made = _waited(encoding)
         self._encoding.popleft()
         if encoding.runs[0].tensor.copy is None:
             self._check_unchanged(encoding, encoding.run_of, encoding.given, encoding.batch.digests)

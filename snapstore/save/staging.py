@@ -11,6 +11,7 @@ Without an engine for the device they are copied through host memory.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,7 +104,8 @@ class Staging:
         known, self._known = self._known, None  # an interrupt leaves none
         if known is not None:
             try:
-                inputs = self._copy_known(known, state)
+                with _without_gc():
+                    inputs = self._copy_known(known, state)
                 self._known = known
                 return inputs
             except DifferentStructureError:
@@ -283,6 +285,18 @@ class Staging:
     def clear(self) -> None:
         """Give all memory back."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Let no garbage collection begin: it takes as long as the copies, and the caller waits."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tensors(inputs: Sequence[PartInput]) -> Iterator[TensorInput]:

@@ -92,3 +92,24 @@ def test_values_that_change_during_a_synchronous_save(monkeypatch, back):
             with pytest.raises(InvalidInputError, match=r"w: was changed while it was saved.*got other values"):
                 runs.repository.save({"w": w}, run="a", step=0)
             assert runs.repository.snapshots() == []
+
+
+@pytest.mark.parametrize("stage", ["start_digests", "start_encode"])
+def test_memory_that_is_freed_while_a_synchronous_save_reads_it(monkeypatch, stage):
+    """A kernel that read it would end all CUDA work of the process."""
+    w = torch.arange(300_000.0, device="cuda")
+    real = getattr(engine.CudaEngine, stage)
+
+    def freed(self, batch):
+        w.untyped_storage().resize_(0)
+        return real(self, batch)
+
+    with changes.Runs(None, "cuda") as runs:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.CudaEngine, stage, freed)
+            with pytest.raises(InvalidInputError, match=r"^w: was changed while it was saved"):
+                runs.repository.save({"w": w}, run="a", step=0)
+        assert not runs.repository.snapshots()
+        w = torch.arange(300_000.0, device="cuda")
+        runs.repository.save({"w": w}, run="a", step=0)
+        assert torch.equal(runs.repository.restore("a@0")["w"], w.cpu())

@@ -98,7 +98,7 @@ _lock = threading.Lock()
 
 
 def _load(device: int) -> None:
-    with beside_captures(), cupy.cuda.Device(device):
+    with beside_captures(), torch.cuda.device(device):  # CuPy's would make a context on device 0 when it ends
         for name in THREADS:
             _kernel(name).compile()
             _kernel(name).num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about

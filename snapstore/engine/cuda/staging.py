@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: The most device memory that a save works in: besides copies on the device, and with copies on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: The most that copies and work may take together, as a multiple of the state: 2.1 with what torch's allocator keeps.
-MAX_OF_STATE = 2.05
+#: The most that copies and work may take together, as a multiple of the state: 2.1 with the cache of torch's
+#: allocator.
+MAX_OF_STATE = 2.02
 #: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies are laid out again once this share of the state should lie apart.

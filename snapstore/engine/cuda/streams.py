@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ...arrays import Column
+from ...errors import InvalidInputError
 from ..batches import Chunks
 from . import kernels
 
@@ -296,6 +297,18 @@ def ragged(counts: Column) -> tuple[Column, Column]:
 
 
 def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
-    """Return device addresses of chunks, 0 where there is no chunk."""
+    """Return device addresses of chunks, 0 where there is no chunk.
+
+    Raises:
+        InvalidInputError: the memory of a chunk was freed; a kernel that reads it would end the process's CUDA work.
+    """
     bases = np.array([m.data_ptr() if isinstance(m, torch.Tensor) else 0 for m in chunks.memories] or [0], np.int64)
+    used = np.unique(chunks.which[(chunks.which >= 0) & (chunks.lengths > 0)])
+    if any(isinstance(chunks.memories[i], torch.Tensor) and not _is_there(chunks.memories[i]) for i in used.tolist()):
+        raise InvalidInputError("a tensor's memory was freed while it was saved; nothing was committed; save again")
     return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)
+
+
+def _is_there(memory: torch.Tensor) -> bool:
+    """Return whether the storage of (n,) uint8 has all of it."""
+    return memory.storage_offset() + len(memory) <= memory.untyped_storage().nbytes()

@@ -30,7 +30,7 @@ class View:
     """The ruling revision of every snapshot, as one listing showed it.
 
     Attributes:
-        damaged: key -> why its record cannot be decoded.
+        damaged: key -> why its record cannot be decoded, or believed (`misnumbered`).
         unread: key -> why its record could not be read, though the store answers: a later read may succeed.
         repeated: key -> why its record is left out: it repeats the id of another snapshot. One of the two is forged.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
@@ -46,8 +46,9 @@ class View:
         seqs: Mapping[str, int] | None = None,
         repeated: Mapping[str, str] | None = None,
     ) -> None:
-        self._by_id = {snapshot.id: snapshot for snapshot in ruling}
-        self.damaged = damaged
+        wrong = misnumbered(ruling := list(ruling))
+        self._by_id = {snapshot.id: snapshot for snapshot in ruling if snapshot.key not in wrong}
+        self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
         self._seqs = dict(seqs or {})  # of snapshots with a damaged or unread record, by id, where it is known
@@ -166,15 +167,18 @@ class View:
         Where such a record's own number is unknown, room is left: else a save could tie with it once it is repaired.
 
         Raises:
-            InvalidInputError: a forged record leaves no number.
+            InvalidInputError: forged records leave no number.
         """
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
-        seqs = [s.seq for s in self.snapshots(run, states=None)]
-        seqs += [self._seqs[name] for name in names & self._seqs.keys()]
+        of_run = self.snapshots(run, states=None)
+        seqs = {s.id: s.seq for s in of_run} | {name: self._seqs[name] for name in names & self._seqs.keys()}
+        highest = records.highest_seq(seqs.values())
+        unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may itself have left room for all the others.
-        number = 1 + len(names - self._seqs.keys()) ** 2 + max(seqs, default=-1)
+        number = 1 + min(len(unknown) ** 2, records.MAX_SEQ_STEP - 1) + highest
         if number > records.MAX_COUNTED:
-            raise InvalidInputError(f"run {run!r}: a record of it has the highest sequence number; save another run")
+            last = max(of_run, key=lambda s: s.seq)
+            raise InvalidInputError(f"{last.key}: has the highest sequence number of its run; save into another run")
         return number
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
@@ -252,6 +256,22 @@ class View:
             ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
             raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
         return found[0]
+
+
+def misnumbered(ruling: Iterable[Snapshot]) -> dict[str, str]:
+    """Return, by key, why records are damaged whose seq no writer can have counted to."""
+    runs: dict[str, list[Snapshot]] = {}
+    for snapshot in ruling:
+        runs.setdefault(snapshot.run, []).append(snapshot)
+    found: dict[str, str] = {}
+    for snapshots in runs.values():
+        if max(s.seq for s in snapshots) < records.MAX_SEQ_STEP:
+            continue
+        highest = records.highest_seq(s.seq for s in snapshots)
+        for s in snapshots:
+            if s.seq > highest:
+                found[s.key] = f"{s.key}: seq {s.seq} is out of reach, the highest one of the run below it is {highest}"
+    return found
 
 
 def _first(problems: Mapping[str, str]) -> str:

@@ -253,7 +253,7 @@ class Index:
         return {key: pause.why for key, pause in self._pauses.items()}
 
     def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
-        """Return by id the seq, which no revision changes, of snapshots whose ruling record cannot be read."""
+        """Return by id the seq, which only a repair changes, of snapshots whose ruling record cannot be read."""
         keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
         seqs = {r.snapshot.id: r.snapshot.seq for r in self._records.values() if r.snapshot.id in keys}
         for name, (key, (run, step, _, revision)) in keys.items():

@@ -3,6 +3,9 @@
 In: items by key. Out: the same items, or none. LMDB's own rules hold here: one environment per process and path however
 often a repository is opened, no use across a fork, no long readers, no writemap, never on a network file system.
 
+Every transaction runs under the folder's lock, in place of LMDB's own locks. Those know readers by their pids: of two
+processes of one pid in different containers, which share a cache, the second one could not read.
+
 LMDB trusts its file, and a flipped bit in a page can kill the process. So after every write the XXH3-64 of the file's
 used pages goes into `verified`, the seal, under a lock that openers share. A file that does not match its seal is
 deleted before LMDB sees it. Each value is stored with a checksum over its key, so that none is taken for another's. The
@@ -95,11 +98,11 @@ class Environment:
             os.fsencode(self._folder),
             map_size=self._limit_bytes,
             max_dbs=3,
+            lock=False,
             readahead=False,
             sync=False,
             metasync=False,
         )
-        self._env.reader_check()  # drop killed readers: they keep LMDB from reusing pages
         self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
         with self._env.begin(write=True) as transaction:
             identity = SCHEMA + b" " + self._uuid.encode()
@@ -125,7 +128,7 @@ class Environment:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file lock that keeps a reader of `verified` away from a half-written index.
+        """Hold the file lock that keeps readers, also of `verified`, away from a half-written index.
 
         Raises:
             TimeoutError: another process keeps it.
@@ -172,7 +175,7 @@ class Environment:
         return holds
 
     def _remove(self) -> None:
-        for name in ("data.mdb", "lock.mdb", "verified"):
+        for name in ("data.mdb", "verified"):
             (self._folder / name).unlink(missing_ok=True)
 
     def wipe(self) -> None:
@@ -194,13 +197,13 @@ class Environment:
 
     def get(self, database: bytes, key: str) -> bytes | None:
         """Return one item; None if there is none, or its checksum is wrong."""
-        with self._lock, self._env.begin() as transaction:
+        with self._locked(), self._env.begin() as transaction:
             value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
         return None if value is None else self._checked(database, key.encode(), value)
 
     def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
         """Return all items, copied so that no reader stays open."""
-        with self._lock, self._env.begin() as transaction:
+        with self._locked(), self._env.begin() as transaction:
             values = list(transaction.cursor(db=self._databases[database]))
         checked = ((key, self._checked(database, key, value)) for key, value in values)
         return [(key, data) for key, data in checked if data is not None]

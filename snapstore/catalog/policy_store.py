@@ -11,8 +11,17 @@ from contextlib import suppress
 from typing import Any
 
 from .. import retention
-from ..errors import AlreadyExistsError, ConflictError, FormatError, IntegrityError, NotFoundError, StorageError
+from ..errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 from ..format import records
+from ..format.keys import parse_policy_key
 from ..format.records import Policy
 from ..storage.base import ObjectStore
 from .read_twice import listed
@@ -37,6 +46,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
 
     Raises:
         ConflictError: other processes keep storing policies of the run.
+        InvalidInputError: a forged object leaves no revision.
         StorageError: the store failed.
     """
     stored = [retention.to_dict(policy) for policy in keep]
@@ -47,6 +57,8 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
                 return
         except (IntegrityError, FormatError, StorageError, NotFoundError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
+        if newest is not None and newest[0] >= records.MAX_REVISION:
+            raise InvalidInputError(f"{newest[1]}: is the last possible revision; remove this object, then try again")
         policy = Policy(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
         with suppress(AlreadyExistsError):  # another process may have been first: read again
             objects.put(records.key_of(policy), records.encode(policy))
@@ -89,9 +101,5 @@ def _read(objects: ObjectStore, key: str) -> list[dict[str, Any]]:
 
 def _newest(objects: ObjectStore, run: str) -> tuple[int, str] | None:
     """Return (revision, key) of the policies that rule."""
-    revisions = [
-        (int(rev), key)
-        for key in listed(objects, "policies/")
-        if (name := key.removeprefix("policies/").rpartition("."))[0] == run and (rev := name[2]).isdecimal()
-    ]
-    return max(revisions, default=None)
+    parsed = ((key, parse_policy_key(key)) for key in listed(objects, "policies/"))
+    return max(((found[1], key) for key, found in parsed if found and found[0] == run), default=None)

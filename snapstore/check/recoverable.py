@@ -36,6 +36,23 @@ def recover_record(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
     Raises:
         StorageError: the store does not answer at all.
     """
+    found = _recover(context, scan, key)
+    if found is None:
+        return None
+    record, whence = found
+    seqs = [s.seq for s in scan.ruling.values() if s.run == record.run]
+    if record.seq <= records.highest_seq([*seqs, record.seq]):
+        return found
+    seq = _free_seq(context.store, scan, key)
+    return msgspec.structs.replace(record, seq=seq), f"{whence}; its seq is {seq} in place of {record.seq}, a guess"
+
+
+def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, str] | None:
+    """Return what `recover_record` returns, with the seq as it was recorded."""
+    if key in scan.misnumbered:
+        only = scan.misnumbered[key]
+        tags = sorted({*only.tags, _repair_tag(only.id)}) if only.state == COMMITTED else only.tags
+        return only.revised(tags=tags), f"its record is written again as revision {only.revision + 1}"
     cached = context.index.cached(key)
     if cached is not None:
         return cached.revised(), f"its record is written again, from the index, as revision {cached.revision + 1}"

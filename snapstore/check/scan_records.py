@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from ..catalog import policy_store
-from ..catalog.history import View
+from ..catalog.history import View, misnumbered
 from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import answers, tried
 from ..catalog.repeated_ids import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
-from ..format.keys import NAME, lost_names, pack_key, parse_record_key, quarantined_names
+from ..format.keys import lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
 from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
@@ -41,6 +41,7 @@ class RecordScan:
         sizes: size of every pack and manifest that is listed, by key [bytes].
         ruling: the ruling revision of every snapshot whose record can be read, by id.
         unreadable: key -> why, of the ruling records that are damaged.
+        misnumbered: those of them that can be read, by key: only their seq is damaged.
         unknown: keys of the ruling records that only another release can read. They are not damaged: a repair must not
             replace them.
         vanished: keys of the records that the index knows and the store does not list.
@@ -59,6 +60,7 @@ class RecordScan:
     sizes: Mapping[str, int]
     ruling: Mapping[str, Snapshot]
     unreadable: Mapping[str, str]
+    misnumbered: Mapping[str, Snapshot]
     unknown: frozenset[str]
     vanished: tuple[str, ...]
     gone: tuple[Snapshot, ...]
@@ -111,6 +113,7 @@ class _RecordScanner:
         self._sizes: dict[str, int] = {}
         self._ruling: dict[str, Snapshot] = {}
         self._unreadable: dict[str, str] = {}
+        self._misnumbered: dict[str, Snapshot] = {}
         self._unknown: set[str] = set()
         self._vanished: list[str] = []
         self._damaged_small: list[str] = []
@@ -136,6 +139,7 @@ class _RecordScanner:
             sizes=self._sizes,
             ruling=self._ruling,
             unreadable=self._unreadable,
+            misnumbered=self._misnumbered,
             unknown=frozenset(self._unknown),
             vanished=tuple(self._vanished),
             gone=tuple(gone),
@@ -196,12 +200,13 @@ class _RecordScanner:
         newest: dict[str, int] = {}
         found: list[tuple[str, int, ObjectInfo]] = []
         for info in self._store.list("policies/"):
-            run, _, revision = info.key.removeprefix("policies/").rpartition(".")
-            if not NAME.fullmatch(run) or not revision.isdecimal():
+            parsed = parse_policy_key(info.key)
+            if parsed is None:
                 self._findings.stray("policy", info.key)
                 continue
-            found.append((run, int(revision), info))
-            newest[run] = max(newest.get(run, 0), int(revision))
+            run, revision = parsed
+            found.append((run, revision, info))
+            newest[run] = max(newest.get(run, 0), revision)
         for run, number, info in found:
             try:
                 policy_store.decode(self._get(info), info.key)
@@ -255,6 +260,9 @@ class _RecordScanner:
                     self._ruling[name] = found
                     self._compare_with_index(found, view)
             decided.add(name)
+        for key, why in misnumbered(self._ruling.values()).items():
+            self._misnumbered[key] = self._ruling.pop(stand_in(key).id)
+            self._report_damaged_record(key, IntegrityError(why), rules=True)
 
     def _view(self) -> View | None:
         """Return what the index shows; None: one record cannot be read, which the scan will find again."""

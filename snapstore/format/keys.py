@@ -14,6 +14,7 @@ ID_DIGITS = 32
 UNKNOWN_RUN = "0-damaged-session"
 _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
+_POLICY_KEY = re.compile(rf"policies/({NAME.pattern})\.(0|[1-9]\d{{0,8}})")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
 
@@ -36,6 +37,12 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
     """Return (run, step, id, revision) of a record's key, None for any other key."""
     match = _RECORD_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3], int(match[4])) if match else None
+
+
+def parse_policy_key(key: str) -> tuple[str, int] | None:
+    """Return (run, revision) of a policy's key, None for any other key."""
+    match = _POLICY_KEY.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
 
 
 def name_of_record(key: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -32,6 +33,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Count  # a u64: msgpack has no larger integers
 #: The limit of numbers that the next snapshot counts on from: the number after it must be readable as well.
 MAX_COUNTED = 2**53
+#: The most that a writer counts on at once; see `highest_seq`.
+MAX_SEQ_STEP = 2**40
 Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
@@ -90,7 +93,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: 32 hex digits, random.
         run, step: its lineage, and its position there.
-        seq: order of snapshots within the run, since clocks can be wrong.
+        seq: order of snapshots within the run, since clocks can be wrong; see `highest_seq`.
         state: "committed", "aborted", "forgotten" or "swept".
         parent: id of the snapshot, of any run, that this one goes on from.
         bases: ids of the snapshots whose packs this one uses.
@@ -106,7 +109,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     run: str
     step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-    seq: Counted
+    seq: Count
     state: str
     write_id: str
     revision: Annotated[int, msgspec.Meta(ge=0, le=MAX_REVISION)] = 0
@@ -360,6 +363,19 @@ def _check_sizes(snapshot: Snapshot, key: str) -> None:
         raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, the sum over its manifests is {held}")
     if len({(ref.part, ref.rank) for ref in snapshot.manifests}) < len(snapshot.manifests):
         raise UnknownFormatError(f"{key}: two manifests of one part and rank")
+
+
+def highest_seq(seqs: Iterable[int]) -> int:
+    """Return the highest of a run's sequence numbers that writers can have counted to; -1: there is none.
+
+    A record with a higher one is damaged or forged: the next snapshot would soon have no number left.
+    """
+    last = -1
+    for seq in sorted(seqs):
+        if seq > min(last + MAX_SEQ_STEP, MAX_COUNTED):
+            break
+        last = seq
+    return last
 
 
 def is_damaged(data: bytes) -> bool:

@@ -54,9 +54,10 @@ HEARTBEAT_S = 60.0
 class Claim:
     """The right to create one record: announced before anything is read, and kept until the record exists.
 
-    Use as a context manager. While a claim stands, no gc deletes what was put since it began. A gc that fences it
-    creates another record under its key first, so exactly one of the two wins. The store refuses any place but the one
-    that held the repository when the claim began (same_repository.py), so nothing is put on a volume mounted since.
+    Use as a context manager: `with` announces it. While a claim stands, no gc deletes what was put since it began. A gc
+    that fences it creates another record under its key first, so exactly one of the two wins. The store refuses any
+    place but the one that held the repository when the claim began (same_repository.py), so nothing is put on a volume
+    mounted since.
 
     Args:
         key: of the record to create.
@@ -84,20 +85,10 @@ class Claim:
         self._session_key = f"sessions/{self.id}"
         self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
+        self._is_announced = False  # or may be
         self._may_land = False  # a PUT of the record whose outcome is unknown
         self._key_taken = False  # by this process or another one
         self.quarantined: set[str] = set()
-        config = self._same_repository.enter_context(confirmed(context))
-        try:
-            if config is not None and context.index.digest_seed not in (None, config.digest_seed):
-                raise StorageError(
-                    f"{context.store.url}: config has another digest seed than when this repository was opened: it was "
-                    f"replaced or repaired; nothing was written; open the repository again, then {verb} again"
-                )
-            context.store.lock(self._session_key, self._announced)
-        except BaseException:
-            self._release()
-            raise
 
     def marked(self) -> set[str] | None:
         """Return the keys that gcs want to delete; None if a mark cannot be read. Set `quarantined`."""
@@ -111,19 +102,48 @@ class Claim:
             return None
 
     def __enter__(self) -> Self:
+        """Announce the session. Not the constructor does: nothing would end it after a Ctrl-C between the two."""
+        try:
+            config = self._same_repository.enter_context(confirmed(self._context))
+            if config is not None and self._context.index.digest_seed not in (None, config.digest_seed):
+                raise StorageError(
+                    f"{self.store.url}: config has another digest seed than when this repository was opened: it was "
+                    f"replaced or repaired; nothing was written; open the repository again, then {self.verb} again"
+                )
+            self._is_announced = True
+            self.store.lock(self._session_key, self._announced)
+            self._look()
+        except BaseException:
+            self._release()
+            raise
         return self
+
+    def _look(self) -> None:
+        """Read what the claim builds on, behind the announced session."""
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if self.written and not self._key_taken:
-                orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
-                if not self._may_land:  # else `publish` has tried this already
-                    self._abandon(printable(f"{self.verb} failed: {exc[1]}")[:500])
-            if self._key_taken or not self.written:
-                orphaned_sessions.discard(self.id)
-                self._release()
+            self._end(exc[1])
+        except BaseException as error:  # Ctrl-C: once more, or the session would stay locked as long as this process
+            self._end(error)
+            raise
         finally:
             self._same_repository.close()
+
+    def _end(self, error: object) -> None:
+        """End the session, if the objects of this claim are explained without it or can be; may be repeated.
+
+        Args:
+            error: ends the claim; None: there is none.
+        """
+        if self.written and not self._key_taken:
+            orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
+            # If `publish` has failed, it has tried this already, unless Ctrl-C has ended it.
+            if not self._may_land or not isinstance(error, Exception):
+                self._abandon(printable(f"{self.verb} failed: {error}")[:500])
+        if self._key_taken or not self.written:
+            orphaned_sessions.discard(self.id)
+            self._release()
 
     def _abandon(self, reason: str) -> None:
         """Create the substitute record, which explains what was put; if the store is full, delete what was put."""
@@ -139,7 +159,8 @@ class Claim:
     def _release(self) -> None:
         """End the session. Its failure does not fail the save: gc sees a dead, stale or orphaned session."""
         try:
-            self.store.release(self._session_key)
+            if self._is_announced:
+                self.store.release(self._session_key)
         except StorageError as error:
             orphaned_sessions.add(self.id)
             log.warning("session %s could not be removed: %s", self.id, error)

@@ -9,22 +9,26 @@ session protects.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import suppress
 
 from ..catalog.read_twice import listed
 from ..catalog.repeated_ids import repeats_id
-from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
+from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
-from ..storage.base import ObjectStore
+from ..storage.base import ObjectInfo, ObjectStore
 from ..text import strip_hint
 from .revisions import create
 from .this_process import boot_id, host_name
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
+#: A session that is dated further in the future than this [s] was not dated by a heartbeat: the store's clock was set
+#: back since, or another program has set the date.
+FUTURE_S = 60.0
 #: Ids of this process's sessions that are over, but could not be removed or whose commit is unclear. Their process
 #: lives, so only a gc of this process can know that it may fence them.
 orphaned_sessions: set[str] = set()
@@ -35,8 +39,36 @@ def listed_sessions(store: ObjectStore) -> list[str]:
     return sorted(key.removeprefix(PREFIX) for key in listed(store, PREFIX))
 
 
-def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[bool, Session | None]:
-    """Return (whether a gc need not wait for a session, the session if it is dead and has to be fenced)."""
+def is_in_future(info: ObjectInfo, now_s: float) -> bool:
+    """Return whether a listed session is dated in the future; an unreadable one, whose date is infinite, is not."""
+    return FUTURE_S < info.modified_s - now_s < math.inf
+
+
+def _silence_s(store: ObjectStore, info: ObjectInfo, *, redate: bool) -> float:
+    """Return how long a session has been silent by the store's clock [s]; 0 if it is dated in the future.
+
+    Args:
+        redate: touch a session that is dated in the future, as its heartbeat would: its silence counts from now on.
+    """
+    now_s = store.now_s()
+    if redate and is_in_future(info, now_s):
+        ahead_s = info.modified_s - now_s
+        log.warning("%s is dated %.0f s in the future: its silence counts from now on", info.key, ahead_s)
+        try:
+            store.touch(info.key)
+        except (NotFoundError, CapabilityError, StorageError) as error:
+            log.warning("%s keeps its date: %s", info.key, strip_hint(error))
+    return max(0.0, now_s - info.modified_s)
+
+
+def examine(
+    store: ObjectStore, session_id: str, fence_after_s: float, *, redate: bool = False
+) -> tuple[bool, Session | None]:
+    """Return (whether a gc need not wait for a session, the session if it is dead and has to be fenced).
+
+    Args:
+        redate: see `_silence_s`; False writes nothing.
+    """
     key = f"{PREFIX}{session_id}"
     try:
         info = store.stat(key)
@@ -52,7 +84,7 @@ def examine(store: ObjectStore, session_id: str, fence_after_s: float) -> tuple[
     same_boot = session.host == host_name() and bool(session.boot_id) and session.boot_id == boot_id()
     held = store.is_locked(key) if same_boot else None
     dead = session_id in orphaned_sessions or held is False
-    if not dead and (held is True or store.now_s() - info.modified_s < fence_after_s):
+    if not dead and (held is True or _silence_s(store, info, redate=redate) < fence_after_s):
         return False, None
     return True, session
 
@@ -63,7 +95,7 @@ def fence_if_dead(store: ObjectStore, session_id: str, fence_after_s: float, fen
     Raises:
         StorageError: it cannot be fenced: nothing proves that its record can no longer appear.
     """
-    ended, dead_session = examine(store, session_id, fence_after_s)
+    ended, dead_session = examine(store, session_id, fence_after_s, redate=True)
     if dead_session is not None:
         _fence(store, dead_session)
         orphaned_sessions.discard(session_id)

@@ -34,19 +34,19 @@ class Session(Claim):
     """
 
     def __init__(self, context: Context, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()) -> None:
-        self.seq = 0
         super().__init__(context, record_key(run, step, records.new_id(), 0), "save", self._aborted)
-        self._index = context.index
-        try:
-            marked = self.marked()
-            view = context.index.refresh()
-            self.parent, self.usable_bases = self._choose(view, parent, also, marked)
-            self.seq = view.next_seq(run)
-            if not self.usable_bases:
-                self._compare_seed(view)
-        except BaseException:
-            self._release()
-            raise
+        self._index, self._also, self.parent = context.index, also, parent
+        self.usable_bases: list[Snapshot] = []
+        self.seq = 0
+
+    def _look(self) -> None:
+        """Choose lineage, bases and sequence number."""
+        marked = self.marked()
+        view = self._index.refresh()
+        self.parent, self.usable_bases = self._choose(view, self.parent, self._also, marked)
+        self.seq = view.next_seq(self.run)
+        if not self.usable_bases:
+            self._compare_seed(view)
 
     def _compare_seed(self, view: View) -> None:
         """Compare the digest seed with the oldest snapshot's. With bases, the save compares theirs.

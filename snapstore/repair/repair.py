@@ -5,7 +5,8 @@ each complete by itself:
 
     records      vanished records come back from the index, unless that could lose data (`RecordScan.outdated`); a
                  damaged record gets a next revision, from the index, the revision before, or the manifests
-    notes        remove damaged sessions that no process keeps alive, and damaged notes of gcs
+    notes        date sessions now that are dated in the future; remove damaged sessions that no process keeps alive,
+                 and damaged notes of gcs
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that a snapshot needs: from now on no save builds on
                  it, and no gc deletes it. The pack itself does not change. PUT gc/<id>.lost for every snapshot that
                  lacks a manifest: from now on no policy counts it
@@ -127,6 +128,7 @@ class _Repair:
         self._scan = scan_objects(self._context, self._records, self._level)
         self._ruling = dict(self._scan.records.ruling)
         self._report.found = self._scan.report
+        self._date_sessions()
         self._remove_damaged_small()
         self._quarantine()
         self._note_lost()
@@ -216,7 +218,7 @@ class _Repair:
     def _write_damaged_records(self, drop: bool) -> None:
         """Write the next revision of every damaged record, from what is known of it."""
         for key, why in self._records.unreadable.items():
-            if self._reads_by_now(key):
+            if key not in self._records.misnumbered and self._reads_by_now(key):
                 continue
             found = recover_record(self._context, self._records, key)
             if found is not None:
@@ -249,6 +251,19 @@ class _Repair:
 
     # -- small objects, quarantine
 
+    def _date_sessions(self) -> None:
+        """Give sessions that are dated in the future the present date: else nothing ever finds them silent."""
+        infos = list(self._store.list("sessions/"))
+        now_s = self._store.now_s() if infos else 0.0
+        for info in infos:
+            if liveness.is_in_future(info, now_s):
+                message = f"{info.key}: is dated {info.modified_s - now_s:.0f} s in the future and dated now"
+                self._do("session", info.key, message, partial(self._touch, info.key))
+
+    def _touch(self, key: str) -> None:
+        with suppress(NotFoundError):  # its save has ended
+            self._store.touch(key)
+
     def _remove_damaged_small(self) -> None:
         """Remove damaged sessions that no process keeps alive, and damaged notes of gcs, which start over without."""
         for key in sorted(self._records.damaged_small, key=lambda key: (not key.endswith(".mark"), key)):
@@ -257,7 +272,7 @@ class _Repair:
                     self._unwritten_notes.add(key)
                 continue
             try:
-                silent_s = self._store.now_s() - self._store.stat(key).modified_s
+                silent_s = max(0.0, self._store.now_s() - self._store.stat(key).modified_s)
             except NotFoundError:
                 continue
             until = ""

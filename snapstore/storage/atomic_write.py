@@ -28,7 +28,17 @@ from pathlib import Path
 
 from ..errors import CapabilityError, StorageError
 from .base import already_exists
-from .folders import Identity, closing, identity, open_folder, open_readable, open_root, stat_entry
+from .folders import (
+    Identity,
+    closing,
+    identity,
+    make_folder,
+    open_folder,
+    open_readable,
+    open_root,
+    share_with_group,
+    stat_entry,
+)
 from .locks import drop_temp, keep_locked, open_temp
 from .os_errors import error_name
 
@@ -65,6 +75,7 @@ class AtomicWriter:
             fd, temp = open_temp(temps)
             kept = False
             try:
+                share_with_group(root, fd)
                 _write_all(fd, view)
                 os.fsync(fd)
                 self._link(key, fd, (temps, temp), (folder, name))
@@ -94,8 +105,7 @@ class AtomicWriter:
                     if not make:
                         raise
                     self._durable.pop(shown, None)  # a new folder may have the inode number of the one before
-                    with suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=folder)
+                    make_folder(folder, name, root)
                     inner = open_folder(folder, name, shown)
                 try:
                     found = identity(os.fstat(inner))
@@ -140,8 +150,7 @@ def open_temps(root: int) -> Iterator[int]:
     try:
         folder = open_folder(root, "tmp", "tmp")
     except FileNotFoundError:
-        with suppress(FileExistsError):
-            os.mkdir("tmp", dir_fd=root)
+        make_folder(root, "tmp", root)
         folder = open_folder(root, "tmp", "tmp")
     with closing(folder):
         yield folder
@@ -155,9 +164,8 @@ def make_root(root: Path) -> None:
     """
     missing = [level for level in (root, *root.parents) if not level.exists()]
     for level in reversed(missing):
-        with suppress(FileExistsError):
-            level.mkdir()
         with closing(open_root(level.parent)) as above:
+            make_folder(above, level.name, above)
             fsync_directory(above, str(level.parent))
     if not root.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

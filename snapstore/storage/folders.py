@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 #: To reach the entries of a folder: needs no right to list it, and opens nothing on a server (Linux).
 _REACH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -71,6 +71,28 @@ def open_below(root: int, names: Sequence[str]) -> int:
                 os.close(folder)
         folder = inner
     return folder
+
+
+def make_folder(above: int, name: str, root: int) -> None:
+    """Make a folder in another one, unless it exists; see `share_with_group`."""
+    with suppress(FileExistsError):
+        os.mkdir(name, dir_fd=above)
+        with suppress(OSError), closing(os.open(name, _READ | os.O_NOFOLLOW, dir_fd=above)) as folder:
+            share_with_group(root, folder)
+
+
+def share_with_group(root: int, fd: int) -> None:
+    """Let the group use a new file or folder as it may use the root, whatever the umask, if the root is setgid.
+
+    The setgid bit of a folder that its group may write says that a group shares it. One member whose umask is 022 would
+    make folders that the others cannot write. The folder above says less: another thread may be making it.
+    """
+    shared, mode = os.fstat(root).st_mode, os.fstat(fd).st_mode
+    if shared & stat.S_ISGID and shared & stat.S_IWGRP:
+        wanted = shared & (0o070 if stat.S_ISDIR(mode) else 0o060)
+        if mode & wanted != wanted:
+            with suppress(OSError):  # a file system without modes
+                os.fchmod(fd, stat.S_IMODE(mode) | wanted)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def open_temp(folder: int) -> tuple[int, str]:
         fd = _open_tracked(temp, os.O_EXCL, folder)
         try:
             ours = _try_lock(fd, fcntl.LOCK_EX) is not False and os.fstat(fd).st_nlink > 0
-        except OSError:
+        except BaseException:  # or the file would stay as long as this process
             drop_temp(fd, folder, temp)
             raise
         if ours:
@@ -98,10 +98,16 @@ def keep_locked(fd: int, name: str) -> None:
 
 
 def unlock(name: str) -> None:
-    """Close the descriptor that `keep_locked` kept under a name; do nothing if there is none."""
+    """Close the descriptor that `keep_locked` kept under a name; do nothing if there is none.
+
+    It may be repeated after a Ctrl-C at any line: while a descriptor is locked, it is listed.
+    """
     with _FORK_LOCK:
-        fd = _KEPT_FDS.pop(name, None)
+        fd = _KEPT_FDS.get(name)
         if fd is not None:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            del _KEPT_FDS[name]
             _close(fd)
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kit.forge import little_memory, little_time
+from kit.repositories import created, opened
 from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES, tally
 from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, retention
 from snapstore.catalog import policy_store
-from snapstore.errors import SnapstoreError
+from snapstore.errors import InvalidInputError, SnapstoreError
 from snapstore.format import records
 from snapstore.format.keys import record_key
 from snapstore.format.records import Policy, Snapshot
@@ -85,11 +86,43 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
             assert result.exception is None or isinstance(result.exception, SystemExit), said
             assert "this is a bug" not in result.output, said
         with Repository.open(place / "repo", options=SaveOptions(threads=1)) as repository:
-            with contextlib.suppress(SnapstoreError):
+            for _ in range(2):  # the second one counts on from the first
                 saved = repository.save({"w": np.arange(2000) + 1}, run="r", step=9)
                 assert repository.restore(f"id:{saved.id}")["w"][0] == 1
             assert (repository.restore(f"id:{good.id}")["w"] == np.arange(2000)).all()
     shutil.rmtree(place)
+
+
+SEQS = st.sampled_from([2**64 - 1, 2**63, 2**53 + 1, 2**53, 2**53 - 1, 2**42, 2**40 - 1, 9])
+
+
+@settings(max_examples=10 * EXAMPLES, deadline=None)
+@given(st.lists(SEQS, min_size=1, max_size=4), st.sampled_from(["committed", "forgotten", "aborted", "swept"]))
+@example([2**64 - 1], "committed")
+@example([2**53], "aborted")
+@example([2**40 * (number + 1) for number in range(40)], "committed")
+def test_forged_seqs_stop_no_save_and_are_repaired(made, tmp_path_factory, seqs, state):
+    """Saves go on below them; a repair gives the snapshots free numbers, below those of the saves since."""
+    tally("fuzz inputs")
+    folder, good = made
+    root = tmp_path_factory.mktemp("place") / "repo"
+    shutil.copytree(folder, root)
+    for number, seq in enumerate(seqs):
+        forged = msgspec.structs.replace(good, id=f"{number:032x}", step=5, seq=seq, state=state)
+        (root / forged.key).write_bytes(records.encode(forged))
+    with Repository.open(root, options=SaveOptions(threads=1)) as repository:
+        first = repository.save({"w": np.arange(2000) + 1}, run="r", step=7)
+        assert repository.save({"w": np.arange(2000) + 2}, run="r", step=8).seq > first.seq
+        assert repository.repair(apply=True).ok
+        assert repository.save({"w": np.arange(2000) + 3}, run="r", step=9).seq < 2**50
+        assert repository.snapshot("r@latest").step == 9
+        order = [s.step for s in repository.view().snapshots("r", states=None) if s.state != "aborted" or s.seq]
+        assert order[-3:] == [7, 8, 9]
+        assert len(order) == 4 + len(seqs)
+        repository.gc()
+        assert repository.check("restore").ok
+        assert repository.repair().actions[0].kind == "index"
+    shutil.rmtree(root.parent)
 
 
 POLICIES = st.fixed_dictionaries(
@@ -112,6 +145,23 @@ def test_any_policy(made, stored):
         made_of = [retention.from_dict(policy) for policy in found]
         retention.apply(made_of, [made[1]], force=True)
         assert retention.describe(made_of)
+
+
+@pytest.mark.parametrize("revision", [str(2**64 - 1), "10000000000", "9" * 200, "07", "999999999"])
+def test_a_forged_revision_of_policies(revision):
+    """It left later policies no number. No snapstore has written so many: the object is none of ours."""
+    store = created()
+    policy = Policy(run="a", revision=min(int(revision), 2**64 - 1), policies=[])
+    store.put(f"policies/a.{revision}", records.encode(policy))
+    with opened(store) as repository:
+        if revision == "999999999":
+            with pytest.raises(InvalidInputError, match=r"policies/a\.999999999: .* remove this object"):
+                repository.set_policies("a", [KeepLast(2)])
+            return
+        (stray,) = repository.check().problems
+        assert (stray.kind, stray.key) == ("policy", f"policies/a.{revision}")
+        repository.set_policies("a", [KeepLast(2)])
+        assert repository.policies("a") == [KeepLast(2)]
 
 
 def test_policies_of_every_kind_are_stored_and_read():

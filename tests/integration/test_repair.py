@@ -22,6 +22,7 @@ from snapstore import (
     ConflictError,
     FormatError,
     IntegrityError,
+    InvalidInputError,
     KeepLast,
     Repository,
     SaveOptions,
@@ -1062,3 +1063,64 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
     with_config(store, config)
     with opened(store) as found:
         save(found, "new", 0, 0)
+
+
+def forge_seq(store, seq, **changes):
+    """Put the record of another snapshot, which is whole but for its seq."""
+    with opened(store) as found:
+        good = found.snapshot("a@latest")
+    forged = msgspec.structs.replace(good, id="b" * 32, step=5, seq=seq, **changes)
+    store.put(forged.key, records.encode(forged))
+    return forged
+
+
+@pytest.mark.parametrize("seq", [2**64 - 1, 2**53, 2**53 - 1, 2**50])
+def test_a_record_whose_seq_is_out_of_reach_is_damaged(store, seq):
+    """Every later save of its run failed. Now saves go on; errors name the record, and a repair numbers it again."""
+    forged = forge_seq(store, seq)
+    with opened(store) as found:
+        save(found, "a", 6, 6)
+        save(found, "a", 7, 7)
+        wrong = rf"{forged.key}: seq {seq} is out of reach"
+        with pytest.raises(IntegrityError, match=rf"{wrong}.*snapstore repair.*or name the one that can be read"):
+            found.snapshot("a@latest")
+        with pytest.raises(IntegrityError, match=wrong):
+            found.gc()
+        (problem,) = found.check().problems
+        assert (problem.key, problem.command) == (forged.key, "snapstore repair")
+        assert [s.ref for s, _ in found.forget([KeepLast(1)], run="a", dry_run=True).kept] == ["a@7"]
+        report = found.repair(apply=True)
+        assert report.ok
+        assert report.actions[0].kind == "record"
+        healed = found.snapshot("a@5")
+        assert found.snapshot("a@2").seq < healed.seq < found.snapshot("a@6").seq
+        assert (healed.tags, healed.revision) == (["repaired-bbbbbbbb"], 1)
+        assert found.snapshot("a@latest").step == 7
+        save(found, "a", 8, 8)
+        found.gc()
+        assert found.check("restore").ok
+
+
+def test_a_damaged_revision_of_a_record_whose_seq_is_out_of_reach(store):
+    """The seq of the revision before, which stands in for it, leaves no number either."""
+    forged = forge_seq(store, 2**53)
+    store.put(record_key("a", 5, forged.id, 1), b"damaged")
+    with opened(store) as found:
+        assert [save(found, "a", step, step).seq < 100 for step in (6, 7)] == [True, True]
+        assert found.repair(apply=True).ok
+        assert found.repair().actions[0].kind == "index"
+        assert found.snapshot("a@5").seq < found.snapshot("a@6").seq
+        assert found.check("restore").ok
+
+
+def test_a_run_without_a_number_left_names_the_record(store):
+    """As many forged records as it takes to count there: another run goes on."""
+    for number in range(2**13):
+        forged = records.Snapshot(
+            id=f"{number:032x}", run="a", step=5, seq=2**40 * (number + 1), state="aborted", write_id=""
+        )
+        store.put(forged.key, records.encode(forged))
+    with opened(store) as found:
+        with pytest.raises(InvalidInputError, match=rf"{forged.key}: has the highest .* save into another run"):
+            save(found, "a", 6, 6)
+        save(found, "b", 6, 6)

@@ -11,6 +11,7 @@ kit get it from `kit.processes.environment`.
 | `faults` | `FaultStore`, which fails at its k-th operation; `one_thread` | a store fails or a process dies inside an operation |
 | `actors` | threads that take turns, one store operation at a time | the order of two processes' operations matters |
 | `schedules` | verbs as functions of a store, run at the same time in a random or a given order | several processes work on one repository |
+| `interrupts` | a KeyboardInterrupt at a chosen place of some files | Ctrl-C in the main thread of a process that lives on |
 | `stalls` | a store whose k-th operation takes long, and work that others do meanwhile | a process sleeps inside an operation |
 | `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
 | `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |

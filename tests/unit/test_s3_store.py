@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 
 import boto3
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
+from snapstore.storage.cache_dir import cache_folder
 from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
 from snapstore.storage.s3.failures import failure_of
 from snapstore.storage.s3.reader import PIECE_BYTES, split_range
@@ -274,3 +276,35 @@ def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
     )
     assert store.sizes([f"packs/{i}/x" for i in (0, 1, 6, 7, 9)]) == {f"packs/{i}/x": i for i in (0, 1, 6, 7)}
     assert len(pages) <= 2  # and one to be sure of the missing one
+
+
+def test_a_session_that_cannot_be_removed_is_not_locked_any_more(store, monkeypatch):
+    """A gc of another process on this machine sees that it has ended."""
+    store.lock("sessions/a", b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", lambda keys: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            store.release("sessions/a")
+    assert store.is_locked("sessions/a") is False
+    store.release("sessions/a")
+    assert store.is_locked("sessions/a") is None
+
+
+def test_a_copy_of_the_cache_knows_nothing_of_the_locks(store, monkeypatch, tmp_path):
+    """A copied lock file is not locked: it must not prove that a live session is dead, nor a file that was put back."""
+    store.lock("sessions/a", b"x")
+    assert store.is_locked("sessions/a") is True
+    cache, copy = cache_folder(), tmp_path / "copy"
+    shutil.copytree(cache, copy)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(copy))
+    assert S3Store(store.url).is_locked("sessions/a") is None
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(cache))
+    assert S3Store(store.url).is_locked("sessions/a") is True
+    (held,) = (cache / "held").iterdir()
+    shutil.copy2(held, tmp_path / "file")
+    held.unlink()
+    shutil.move(tmp_path / "file", held)
+    assert store.is_locked("sessions/a") is None
+    (cache / "held" / held.name).write_bytes(b"")  # as another program may leave it
+    assert store.is_locked("sessions/a") is None
+    store.release("sessions/a")

@@ -4,6 +4,9 @@ In: keys of objects, and the place of their store. Out: a locked file in this ma
 lock ends with `end` or with its process, however that dies, so a gc on this machine recognizes dead sessions without a
 clock. If the cache cannot be used (it is read-only, on a network, or others can write to it), nothing is known, and
 heartbeats alone decide. A lock file without its object is harmless.
+
+A lock file states its own device and inode. A copy of the cache folder, which no process has locked, states other ones:
+it proves nothing, or a gc that uses it would take every live session for dead.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 from contextlib import suppress
 
 from ..cache_dir import cache_folder, refusal
-from ..folders import closing, open_root
+from ..folders import closing, identity, open_root
 from ..locks import drop_temp, is_locked, keep_locked, open_temp, unlock
 
 
@@ -42,6 +45,7 @@ class LivenessLocks:
                         return False
                 fd, temp = open_temp(folder)
                 try:
+                    os.write(fd, _identity(os.fstat(fd)))
                     os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except OSError:
                     drop_temp(fd, folder, temp)
@@ -59,15 +63,27 @@ class LivenessLocks:
                 file.unlink(missing_ok=True)
             unlock(str(file))
 
+    def unlock(self, key: str) -> None:
+        """Drop the lock of a key and keep its file, which says that its process has ended."""
+        if self._folder is not None:
+            unlock(str(self._folder / self._name(key)))
+
     def is_alive(self, key: str) -> bool | None:
         """Return whether a live process of this machine has the lock; None if no process here ever took it."""
         if self._folder is None:
             return None
+        file = self._folder / self._name(key)
         try:
             with closing(open_root(self._folder)) as folder:
-                return is_locked(folder, self._name(key))
+                held = is_locked(folder, file.name)
+            return held if file.read_bytes() == _identity(file.stat()) else None
         except OSError:
             return None
 
     def _name(self, key: str) -> str:
         return hashlib.sha256(f"{self._place} {key}".encode()).hexdigest()
+
+
+def _identity(status: os.stat_result) -> bytes:
+    """Return what a lock file says of itself: no copy of it has the same device and inode while it exists."""
+    return b"%d %d" % identity(status)

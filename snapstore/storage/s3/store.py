@@ -191,8 +191,11 @@ class S3Store:
         )
 
     def release(self, key: str) -> None:
-        """Delete `key` and drop its lock."""
-        self.delete([key])
+        """Delete `key` and drop its lock, even if the delete fails: then a gc sees that the session has ended."""
+        try:
+            self.delete([key])
+        finally:
+            self._liveness.unlock(key)
 
     def is_locked(self, key: str) -> bool | None:
         """Return whether a live process of this machine has the lock; None if no process here ever took it."""

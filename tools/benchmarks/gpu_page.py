@@ -1,6 +1,7 @@
 """The figures of `tools/bench gpu` with their goals, and its section of docs/benchmarks.md, from the records alone.
 
-The second record is one of a slower host, written with `--out`; where it is not there, nor is its column.
+The records after the first are of other hosts, or of some sections, written with `--out`; a record that is not there
+has no column.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.gpu_peers import better_recipes
 from benchmarks.page import MET, ROOT, place, table
 
-RECORDS = ("gpu", "gpu-slower-host")
+RECORDS = ("gpu", "gpu-slower-host", "gpu-32-cores", "gpu-llamas")
 Record = Mapping[str, Any]
 
 
@@ -110,7 +111,8 @@ def _figures(records: Mapping[str, Record]) -> str:
     every = [figures(record) for record in records.values()]
     rows = []
     for name, goal in GOALS.items():
-        met = [MET[found[name][1]] for found in every]
+        met = [MET[found[name][1]] for found in every if found[name][0] is not None]
+        met = met or [MET[goal.met(None)]]
         values = [f"{_number(found[name][0], goal.scale)} {goal.unit}" for found in every]
         rows.append((goal.label, *values, goal.goal, met[0] if len(set(met)) == 1 else ", ".join(met)))
     return table(("figure", *records, "goal", "met"), rows)

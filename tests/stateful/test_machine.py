@@ -180,9 +180,9 @@ class Machine(RuleBasedStateMachine):
         self.known[snapshot.id] = Known(run, snapshot.step, version, snapshot.seq, (run, version), snapshot.parent)
 
     def find(self, process: int, run: str, version: int) -> None:
-        """Whether a save that has not said so has committed."""
+        """Whether a save that has not said so has committed; one that is known by now may have tags."""
         for snapshot in self.at(process).snapshots(run):
-            if version_of(snapshot) == (run, version):
+            if version_of(snapshot) == (run, version) and snapshot.id not in self.known:
                 self.learn(snapshot, version)
 
     def note_swept(self) -> None:

@@ -4,9 +4,9 @@ A volume that is unmounted beneath an open repository leaves an empty folder of 
 is lost when the volume comes back. So each such verb pins the place (`ObjectStore.pinned`), reads the config there
 again and compares its uuid. While the pin stands, the store refuses any other place under that name.
 
-A config that was damaged, lost or repaired since must not stop a training run. Two more things prove the place: the
-digest seed, 64 random bits that a repair takes from the manifests; and a record that this process knows, since its name
-is random and no record is ever deleted.
+A config that was repaired, damaged or lost since must not stop a training run. A config of another uuid is proven by
+its digest seed, 64 random bits that a repair takes from the manifests. If there is none, a record that this process
+knows proves the place: its name is random, no record is ever deleted, and none is written in an unproven place.
 """
 
 from __future__ import annotations
@@ -44,10 +44,23 @@ def pinned(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], 
     @functools.wraps(verb)
     def call(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
         context = self.context
-        with context.store.pinned() if context.config_problem else confirmed(context):
+        with _pinned_to_objects(context.store) if context.config_problem else confirmed(context):
             return verb(self, *args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _pinned_to_objects(store: ObjectStore) -> Iterator[None]:
+    """Pin the place of a repository whose config was reconstructed: a repair must not write it into an empty folder.
+
+    Raises:
+        StorageError: the store holds no record and no manifest, or it cannot be read.
+    """
+    with store.pinned():
+        if not any(True for prefix in ("manifests/", "snapshots/") for _ in store.list(prefix)):
+            raise _not_opened(store, "it holds no record and no manifest")
+        yield
 
 
 @contextmanager
@@ -60,14 +73,21 @@ def confirmed(context: Context) -> Iterator[Config | None]:
     with context.store.pinned():
         config, problem = _compare(context.store, context.index.uuid)
         if problem:
-            same_seed = config is not None and config.digest_seed == context.config.digest_seed
-            if not same_seed and not any(exists(context.store, key) for key in context.index.some_keys()):
-                raise StorageError(
-                    f"{context.store.url}: this is not the repository that was opened: {problem}; its volume was "
-                    "unmounted or replaced; nothing was written; mount it again, then try again"
-                )
+            if config is not None:  # no record proves it: a look at another repository has cached that one's
+                same = config.digest_seed == context.config.digest_seed
+            else:
+                same = any(exists(context.store, key) for key in context.index.some_keys())
+            if not same:
+                raise _not_opened(context.store, problem)
             log.warning("%s: %s, since it was opened; open it again", context.store.url, problem)
         yield config
+
+
+def _not_opened(store: ObjectStore, problem: str) -> StorageError:
+    return StorageError(
+        f"{store.url}: this is not the repository that was opened: {problem}; its volume was unmounted or replaced; "
+        "nothing was written; mount it again, then try again"
+    )
 
 
 def _compare(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:

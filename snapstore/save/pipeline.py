@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from ..catalog.history import View
 from ..context import Context
 from ..errors import IntegrityError, SnapstoreError, out_of_memory
 from ..format.records import Snapshot
@@ -43,46 +44,54 @@ def save(
         ConflictError: a gc has expired this save; save again.
         Anything that the iterator raises.
     """
-    before = context.index.refresh() if request.tags else None
-    advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-    with staging.saving(inputs) if staging else nullcontext():
-        with (
-            out_of_memory("save", advice),
-            Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
-        ):
-            bases, written = load_bases(context, session, lineage.cached_manifests()), None
-            while written is None:
-                if staging:
-                    staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
-                try:
-                    written = write(context, session, inputs, bases, full=request.full)
-                except BaseDamagedError as damage:
-                    if any(part.once for part in inputs):
-                        raise _cannot_repeat(damage) from damage
-                    log.warning(
-                        "run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage
-                    )
-                    bases = Bases()
-            if context.options.verify_writes == "full":
-                session.confirm(written.sizes)
-            snapshot = _commit(session, request, bases, written)
-        if staging:
-            staging.keep_as_base(inputs, snapshot.id)
-    context.index.add(snapshot, written.headers)
-    lineage.note_saved(snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)})
-    log.info(
-        "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
-        snapshot.run,
-        snapshot.step,
-        human_bytes(snapshot.logical_bytes),
-        human_bytes(snapshot.stored_bytes),
-        snapshot.new_chunks,
-        snapshot.chunks,
-        1000 * snapshot.stall_s,
-        snapshot.total_s,
-    )
+    with context.store.pinned():  # the session proves the place; tags are taken off others after it
+        before = context.index.refresh() if request.tags else None
+        advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
+        with staging.saving(inputs) if staging else nullcontext():
+            with (
+                out_of_memory("save", advice),
+                Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
+            ):
+                bases, written = load_bases(context, session, lineage.cached_manifests()), None
+                while written is None:
+                    if staging:
+                        staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
+                    try:
+                        written = write(context, session, inputs, bases, full=request.full)
+                    except BaseDamagedError as damage:
+                        if any(part.once for part in inputs):
+                            raise _cannot_repeat(damage) from damage
+                        log.warning(
+                            "run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage
+                        )
+                        bases = Bases()
+                if context.options.verify_writes == "full":
+                    session.confirm(written.sizes)
+                snapshot = _commit(session, request, bases, written)
+            if staging:
+                staging.keep_as_base(inputs, snapshot.id)
+        context.index.add(snapshot, written.headers)
+        lineage.note_saved(
+            snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
+        )
+        log.info(
+            "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
+            snapshot.run,
+            snapshot.step,
+            human_bytes(snapshot.logical_bytes),
+            human_bytes(snapshot.stored_bytes),
+            snapshot.new_chunks,
+            snapshot.chunks,
+            1000 * snapshot.stall_s,
+            snapshot.total_s,
+        )
+        return _take_tags(context, request, snapshot, before) if before is not None else snapshot
+
+
+def _take_tags(context: Context, request: SaveRequest, snapshot: Snapshot, before: View) -> Snapshot:
+    """Take the tags of a save off the other snapshots of its run; see `tags.take`."""
     try:
-        return tags.take(context, request.tags, snapshot, before) if before is not None else snapshot
+        return tags.take(context, request.tags, snapshot, before)
     except SnapstoreError as error:  # the save is committed; of two that hold a tag, the tag means the newest
         log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot

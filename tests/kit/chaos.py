@@ -547,7 +547,8 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
     """Check as an honest process what is left when all is over; raise AssertionError.
 
     Every snapshot that was called committed is there and restores bit by bit, unless a process may have forgotten it;
-    a tagged one always. No verb has failed in a way that it must not. After a gc nothing is left that nobody needs.
+    a tagged one always. No verb has failed in a way that it must not. Nothing was written into what took the volume's
+    place. After a gc nothing is left that nobody needs.
     """
     entries, wrong = calls(chaos.folder)
     chaos._count("verbs", len(entries))
@@ -557,6 +558,9 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
     now = chaos.canary_now()
     changed = {name for name in now.keys() | chaos.canary.keys() if now.get(name) != chaos.canary.get(name)}
     wrong += [f"another program's file, reached through a link, has changed: {name}" for name in sorted(changed)]
+    places = [Path(chaos.url)] if chaos.mounted else chaos.folder.glob("below*")
+    astray = (path for place in places for path in place.rglob("*") if path.is_file())
+    wrong += [f"written where the volume was away: {path}" for path in astray]
     with Repository.open(store, options=chaos_worker.OPTIONS) as repository:
         view = repository.view()
         states = {s.id: s for s in view.snapshots(states=None)}

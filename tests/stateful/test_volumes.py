@@ -37,6 +37,10 @@ def _tag(repository):
     repository.untag("a@1", "good")
 
 
+def _save_tagged(repository):
+    save(repository, "a", 4, 4, tags=("good",))
+
+
 def _rewrite(repository):
     repository.compact()
     repository.recode()
@@ -49,6 +53,7 @@ def _steps(repository):
 #: The verb, and what holds then if it raised nothing.
 VERBS: dict[str, tuple[Callable[[Repository], Any], Callable[[Repository], bool]]] = {
     "save": (lambda r: save(r, "a", 4, 4), lambda r: _steps(r) == [0, 1, 3, 4]),
+    "save tagged": (_save_tagged, lambda r: _steps(r) == [0, 1, 3, 4] and r.snapshot("a@good").step == 4),
     "tag": (_tag, lambda r: r.snapshot("a@new").step == 3 and r.snapshot("a@1").tags == []),
     "forget": (lambda r: r.forget([KeepLast(1)], run="a"), lambda r: _steps(r) == [1, 3]),
     "unforget": (lambda r: r.unforget("a@2"), lambda r: _steps(r) == [0, 1, 2, 3]),
@@ -191,6 +196,16 @@ def test_at_every_operation(made, tmp_path, monkeypatch, verb, way):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.parametrize("other", OTHERS)
+def test_after_the_record_of_a_tagged_save(made, tmp_path, monkeypatch, other):
+    """The session has ended when the save takes its tags off others: still nothing is written elsewhere."""
+    one_thread(monkeypatch, index=False)
+    total = operations(made, tmp_path, _save_tagged)
+    for at in range(total - 8, total):
+        (folder := tmp_path / str(at)).mkdir()
+        check(Renamed(folder, made, other), "save tagged", at, f"save tagged, {other} at {at} of {total}")
+
+
 def check(places: Renamed, verb: str, at: int, about: str) -> None:
     tally("swapped volumes")
     do, holds = VERBS[verb]
@@ -294,7 +309,7 @@ def test_a_remounted_volume_is_the_same_repository(made, tmp_path):
         assert snapshots.all_steps() == [0, 3]
 
 
-@pytest.mark.parametrize("how", ["gone", "another"])
+@pytest.mark.parametrize("how", ["gone", "another", "another, looked at"])
 def test_a_store_that_holds_another_repository_by_now(how):
     """Where there is nothing to pin, the config's uuid alone tells."""
     store, other = MemoryStore(), MemoryStore()
@@ -302,7 +317,9 @@ def test_a_store_that_holds_another_repository_by_now(how):
         save(repository, "a", 0, 0)
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
-        ours, store._objects = store._objects, dict(other._objects) if how == "another" else {}
+        ours, store._objects = store._objects, dict(other._objects) if how != "gone" else {}
+        if "looked at" in how:  # its records are cached now, and prove nothing
+            repository.snapshots()
         before = keys_of(store)
         for verb in (
             lambda: save(repository, "a", 1, 1),
@@ -318,6 +335,19 @@ def test_a_store_that_holds_another_repository_by_now(how):
         store._objects = ours
         save(repository, "a", 1, 1)
     check_whole(store)
+
+
+def test_a_repair_writes_no_config_into_an_empty_folder(made, tmp_path):
+    """It would make a repository of it, in which running jobs find their digest seed and commit."""
+    places = Renamed(tmp_path, made, "empty")
+    (places.root / "config").unlink()
+    with opened(LocalStore(places.root), damaged=True) as repository:
+        places.swap()
+        with pytest.raises(StorageError, match="it holds no record and no manifest; its volume was unmounted"):
+            repository.repair(apply=True)
+        places.back()
+        repository.repair(apply=True)
+    check_whole(LocalStore(places.root))
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged", "repaired"])

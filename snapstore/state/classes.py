@@ -18,7 +18,7 @@ import functools
 import pathlib
 import sys
 import types
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum
@@ -134,11 +134,16 @@ def form_of(value: Any) -> Form | None:
         return None
     if is_namespace(value):
         return Form("namespace", kind.__module__, kind.__qualname__, plain)
-    attributes = getattr(value, "__dict__", {})
+    attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
     if dataclasses.is_dataclass(value):
+        if isinstance(value, (*_BASES, tuple)):
+            raise UnsupportedLeafError(
+                f"{kind.__name__} is a dataclass and a subclass of {kind.__mro__[-2].__name__} at once, which has no "
+                "stored form; give it state_dict/load_state_dict"
+            )
         _refuse_others(value, attributes.keys() - {field.name for field in dataclasses.fields(value)})
         return Form("dataclass", kind.__module__, kind.__qualname__, plain)
-    _refuse_others(value, () if attributes is value else attributes)  # a dict may be its own attributes
+    _refuse_others(value, _slots(value) if getattr(value, "__dict__", None) is value else attributes)
     if isinstance(value, tuple):
         return Form("namedtuple", kind.__module__, kind.__qualname__, plain, kind._fields)
     return Form("subclass", kind.__module__, kind.__qualname__, plain)
@@ -157,12 +162,25 @@ def enum_form(value: Enum) -> tuple[str, str, str | None, Any]:
 def _as_base(base: type, value: Any) -> Any:
     """Return a value as its base class has it, whatever methods its own class overrides."""
     if base is dict:
-        return dict(dict.items(value))
+        return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
     if base is list:
         return list(list.__iter__(value))
     if base is str:
         return "".join(str.__iter__(value))
     return int.__int__(value) if base is int else float.__float__(value)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """Return the attributes of a value that its classes keep in slots."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            attribute = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+            if attribute not in ("__dict__", "__weakref__") and hasattr(value, attribute):
+                found[attribute] = getattr(value, attribute)
+    return found
 
 
 def _refuse_others(value: Any, names: Iterable[str]) -> None:
@@ -198,7 +216,7 @@ class Types:
     def __init__(self, classes: Iterable[type] = (), into: Any = None) -> None:
         if isinstance(classes, type | str):
             raise InvalidInputError(f"types {classes!r}: expected a list of classes, got one {type(classes).__name__}")
-        self._given = list(classes)
+        self._given = list(classes or ())
         for given in self._given:
             _check_class(given)
         self._into = into

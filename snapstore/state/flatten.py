@@ -71,6 +71,8 @@ def flatten_and_learn(state: Any) -> tuple[list[Part], Structure | None]:
     """
     flattener = _Flattener()
     parts = flattener.parts(state)
+    if flattener.is_repeated:  # two states of one object may differ
+        return parts, None
     names, trees, specs = zip(*((part.name, part.tree, part.specs) for part in parts), strict=True)
     try:
         return parts, Structure(state, flattener.states, names, trees, specs)
@@ -88,6 +90,7 @@ class _Flattener:
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
+        self.is_repeated = False  # whether an object was asked for its state twice
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
@@ -120,6 +123,7 @@ class _Flattener:
     def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
         if not is_stateful(value):
             return None
+        self.is_repeated = self.is_repeated or id(value) in self.states
         state = self.states[id(value)] = state_of(value, path)
         return (state,)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arrays import Column
-from ..errors import UnsupportedLeafError
+from ..errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, address_of, describe
 from .containers import CONTAINERS, Path
 from .held_array import Held
@@ -480,7 +480,7 @@ def _encode(value: Any, outer: Sequence[Any]) -> Node:
             encoder.enter(container, ())
         node = encoder.node(value, ())
         encoder.raise_problems()
-    except UnsupportedLeafError as error:
+    except InvalidInputError as error:  # `flatten` says where
         raise DifferentStructureError from error
     return node
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 import typing
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -487,3 +488,69 @@ def test_any_node_decodes_or_is_refused(tag, fields):
 
 def test_numpy_scalars_are_no_subclasses_of_float():
     same(again([np.float64(1), np.str_("x")]), [np.float64(1), np.str_("x")])
+
+
+# --- values whose plain form would lose a part of them
+
+
+@dataclasses.dataclass
+class FieldsAndText(str):
+    y: int = 0
+
+
+@dataclasses.dataclass
+class FieldsAndMembers(list):
+    y: int = 0
+
+
+class WithSlots(dict):
+    __slots__ = ("q",)
+
+
+class TextWithSlots(str):
+    __slots__ = ("__hidden",)
+
+    def hide(self):
+        self.__hidden = 1
+        return self
+
+
+class SlottedBase:
+    __slots__ = ("q",)
+
+
+@dataclasses.dataclass
+class FieldsAndSlots(SlottedBase):
+    x: int = 1
+
+
+def _with_slot(value):
+    value.q = 1
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        FieldsAndText.__new__(FieldsAndText, "hey"), FieldsAndMembers(3), _with_slot(WithSlots(a=1)),
+        TextWithSlots("x").hide(), _with_slot(FieldsAndSlots()),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_value_that_would_lose_a_part_is_refused(value):
+    with pytest.raises(UnsupportedLeafError, match=rf"^v: {type(value).__name__} "):
+        flatten({"v": value})
+    assert flatten({"v": [WithSlots(a=1), TextWithSlots("x"), FieldsAndSlots()]})[0].name == ""
+
+
+class Ordered(OrderedDict):
+    pass
+
+
+def test_a_subclass_of_ordereddict_keeps_its_order():
+    value = Ordered(a=1, b=2, c=3)
+    value.move_to_end("a")
+    with Repository.create(MemoryStore()) as repository:
+        repository.save({"v": value}, run="r", step=0)
+        assert list(repository.restore("r@0", types=[Ordered])["v"]) == ["b", "c", "a"]
+        assert list(repository.restore("r@0")["v"]) == ["b", "c", "a"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import SnapshotManager
+from snapstore import InvalidInputError, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten, flatten_and_learn
@@ -199,6 +199,51 @@ def test_an_interrupt_leaves_no_structure(monkeypatch):
     assert not recognised(twice.staging)
     state["n"] = 2.5
     assert not twice.again(state)
+
+
+class Counting:
+    """Another state at every call."""
+
+    def __init__(self):
+        self.n = 0
+
+    def state_dict(self):
+        self.n += 1
+        return {"n": self.n, "t": torch.full((3,), float(self.n))}
+
+    def load_state_dict(self, state): ...
+
+
+def test_an_object_that_is_in_the_state_twice():
+    counting = Counting()
+    with SnapshotManager(MemoryStore(), run="r") as snapshots:
+        for step in range(3):
+            counting.n = 10 * step
+            snapshots.save(step, {"w": A.clone(), "a": counting, "b": counting})
+        for step in range(3):
+            got = snapshots.restore(step)
+            for name in "ab":
+                assert float(got[name]["t"][0]) == got[name]["n"] > 10 * step
+
+
+def test_an_error_names_the_place_as_in_the_first_save():
+    class Fails:
+        broken = False
+
+        def state_dict(self):
+            if self.broken:
+                raise RuntimeError("no")
+            return {"n": 1}
+
+        def load_state_dict(self, state): ...
+
+    fails = Fails()
+    staging = Staging(Engines(0, threads=1))
+    state = {"w": A.clone(), "x": {"inner": fails, "t": B.clone()}}
+    staging.copy_state(state)()
+    fails.broken = True
+    with pytest.raises(InvalidInputError, match=r"^x\.inner: Fails\.state_dict\(\) failed"):
+        staging.copy_state(state)
 
 
 def test_a_structure_keeps_no_tensor_alive():

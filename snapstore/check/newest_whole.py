@@ -33,6 +33,8 @@ def newest_whole_named(context: Context, ref: str) -> Iterator[None]:
     except (IntegrityError, FormatError, StorageError) as error:
         if isinstance(error, CapabilityError):  # another release or machine can read it
             raise
+        if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
+            raise
         try:
             advice = _advice(context, ref, maybe_whole=isinstance(error, StorageError))
         except SnapstoreError as failure:  # the error of the restore is the one to see

@@ -203,11 +203,12 @@ class SnapshotManager:
         with self._holding_slot() as slot:
             inputs = inputs_of(flatten(state))
             self.repository.context.engines.start_loading()
-            self._in_background(partial(self._prepare, inputs), slot)
+            self._in_background(partial(self._take_memory, partial(self._staging.prepare, inputs)), slot)
 
-    def _prepare(self, inputs: Sequence[PartInput]) -> None:
+    def _take_memory(self, take: Callable[[], object]) -> None:
+        """Take memory for the copies of a later save, in the background."""
         try:
-            self._staging.prepare(inputs)
+            take()
         except Exception as error:  # noqa: BLE001  a save finds out, and says so
             log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
 
@@ -304,7 +305,7 @@ class SnapshotManager:
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
         if in_background:
-            self._staging.prepare_next()
+            self._take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
         """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""

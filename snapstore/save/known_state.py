@@ -80,7 +80,7 @@ class KnownState:
 
     Args:
         inputs: of the save from which the structure was learnt.
-        on_device: whether a tensor's device has an engine.
+        has_engine: whether a device has an engine.
 
     Attributes:
         on_devices: the tensors that a device copies, by device.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,13 +103,10 @@ class Staging:
         """
         known, self._known = self._known, None  # an interrupt leaves none
         if known is not None:
-            try:
-                with _without_gc():
-                    inputs = self._copy_known(known, state)
+            with suppress(DifferentStructureError), _without_gc():
+                inputs = self._copy_known(known, state)
                 self._known = known
                 return inputs
-            except DifferentStructureError:
-                self.release_copies()
         parts, structure = flatten_and_learn(state)
         copied = self.copy(parts)
         if structure is not None:

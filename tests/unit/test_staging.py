@@ -162,3 +162,16 @@ def test_every_mode_saves_host_tensors(mode, async_save):
         for step in range(3):
             save(snapshots, step, {"w": steady(step)})
         assert snapshots.repository.snapshot("a@2").depth == 2
+
+
+def test_a_save_stands_if_no_memory_can_be_taken_for_the_next_one(monkeypatch, caplog):
+    def fails(self):
+        raise OSError("no memory to lock")
+
+    monkeypatch.setattr(Staging, "prepare_next", fails)
+    with SnapshotManager(MemoryStore(), run="a", options=OPTIONS) as snapshots:
+        for step in range(2):
+            assert snapshots.save(step, {"w": noise(step)}).result(30).step == step
+        snapshots.wait_until_finished()
+        assert snapshots.all_steps() == [0, 1]
+    assert "no memory to lock" in caplog.text

@@ -69,12 +69,14 @@ def drop_temp(fd: int | None, folder: int, temp: str) -> None:
 def clean_temp(folder: int, name: str) -> int:
     """Unlink a temporary file unless its writer lives or it is not a regular file; return the bytes freed.
 
+    A file that this user may not open stays: another member of the group died before its mode was set, and cleans it.
+
     Raises:
         SymbolicLinkError: It is a link.
     """
     try:
         fd = open_file(folder, name, os.O_RDWR, f"tmp/{name}")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return 0
     if fd is None:
         return 0

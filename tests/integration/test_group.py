@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 
@@ -36,13 +37,14 @@ def every_verb(root, run, first=0):
 
 def dying_save(root):
     """Die behind the first pack; leave a temporary file."""
-    put = LocalStore.put
+    put, one_at_a_time = LocalStore.put, threading.Lock()
 
     def die(self, key, data):
-        put(self, key, data)
-        if key.startswith("packs/"):
-            os.link(root / key, root / "tmp" / ("0" * 32))
-            os._exit(0)
+        with one_at_a_time:  # no other thread has just made its temporary file, and not yet shared it
+            put(self, key, data)
+            if key.startswith("packs/"):
+                os.link(root / key, root / "tmp" / ("0" * 32))
+                os._exit(0)
 
     LocalStore.put = die
     with opened(root) as repository:
@@ -113,6 +115,27 @@ def test_two_users_of_a_group(folder, first, second):
     as_user(SECOND, second, folder, collect)
     as_user(SECOND, second, folder, dying_save, root)
     as_user(FIRST, first, folder, collect)
+
+
+def test_a_temporary_file_that_was_not_shared_yet(folder):
+    """Its writer died between making and sharing it: a gc of another member goes on, and the writer's removes it."""
+    root = shared(folder) / "repository"
+    left = root / "tmp" / ("1" * 32)
+
+    def create():
+        Repository.create(root, chunk_bytes=1024, options=OPTIONS).close()
+        every_verb(root, "one")
+        left.write_bytes(b"half an object")
+        left.chmod(0o600)
+
+    def collect(remains):
+        with opened(root) as repository:
+            repository.gc()
+        assert left.exists() is remains
+
+    as_user(FIRST, 0o022, folder, create)
+    as_user(SECOND, 0o022, folder, collect, True)
+    as_user(FIRST, 0o022, folder, collect, False)
 
 
 @pytest.mark.parametrize("umask", UMASKS)

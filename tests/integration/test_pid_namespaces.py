@@ -15,7 +15,7 @@ from snapstore.storage.local import LocalStore
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 SCRIPT = """
-import logging, os, sys
+import logging, os, sys, threading
 from kit.hosts import OPTIONS, save
 from snapstore import Repository
 from snapstore.storage.local import LocalStore
@@ -35,9 +35,11 @@ with Repository.open(root, options=OPTIONS) as repository:
         wait()
         save(repository, "a", 1)
     if verb == "stop":
+        first = threading.Lock()  # of several threads that put packs, one waits
+
         def stop(self, key, data):
             put(self, key, data)
-            if key.startswith("packs/"):
+            if key.startswith("packs/") and first.acquire(blocking=False):
                 wait()
         LocalStore.put = stop
         save(repository, "b", 0)

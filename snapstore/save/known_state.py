@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from ..engine.cuda.staging import Sources
 
 
+#: NumPy's types of words by their size [bytes].
+_WORDS = {4: "<u4", 8: "<u8"}
+
+
 class Group:
     """Tensors of a known state whose copies are made together.
 
@@ -38,41 +42,51 @@ class Group:
         self.at = np.array(at, np.int64)
         self.keys = [keys[row] for row in self.rows]
         self.nbytes: Column = structure.nbytes[self.at]
-        self._is_all = len(at) == len(structure.rows)
         in_pieces = set(structure.in_pieces)
         self._in_pieces = [row for row, k in enumerate(at) if k in in_pieces]
 
     def tensors(self, match: Match) -> list[Any]:
         """Return these tensors of a match."""
-        return match.tensors if self._is_all else [match.tensors[k] for k in self.at.tolist()]
+        return [match.tensors[k] for k in self.at.tolist()]
 
     def sources(self, device: Any, match: Match) -> Sources:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""
         from ..engine.cuda.staging import Sources
 
         addresses = match.addresses[self.at]
-        return Sources(device, self.keys, self.tensors(match), self.nbytes, addresses, self._in_pieces, match)
+        return Sources(device, self.keys, match.tensors, self.nbytes, self.at, addresses, self._in_pieces, match)
 
     def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
         """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each.
 
-        Raises:
-            DifferentStructureError: one has moved since the match.
+        Args:
+            match: confirmed; it keeps the memory.
         """
-        storages = match.hold(self.tensors(match), match.addresses[self.at])
-        together = copy_addresses(match.addresses[self.at].tolist(), self.nbytes.tolist())
-        del storages
+        together = copy_addresses(match.addresses[self.at], self.nbytes)
 
         def views() -> list[Bytes]:
             ends = np.cumsum(self.nbytes)
-            return np.split(np.frombuffer(together, np.uint8), ends[:-1]) if len(ends) else []
+            return np.split(together, ends[:-1]) if len(ends) else []
 
         return views
 
 
-def copy_addresses(addresses: Sequence[int], sizes: Sequence[int]) -> bytearray:
-    """Copy memory, one piece behind the other."""
-    return bytearray().join(map(ctypes.string_at, addresses, sizes))
+def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
+    """Copy memory at addresses (n,), of sizes (n,), one piece behind the other; return it as (bytes,) uint8."""
+    size = int(sizes[0]) if len(sizes) else 0
+    if size not in _WORDS or (sizes != size).any() or (addresses % size).any():
+        return np.frombuffer(bytearray().join(map(ctypes.string_at, addresses.tolist(), sizes.tolist())), np.uint8)
+    first = int(addresses.min())  # one gather from a view of all memory between them, which reads these words only
+    words = np.asarray(_Memory(first, (int(addresses.max()) - first) // size + 1, _WORDS[size]))
+    together: Bytes = words[(addresses - first) // size].view(np.uint8)
+    return together
+
+
+class _Memory:
+    """A span of memory as NumPy sees it; `__array_interface__` is NumPy's protocol for this."""
+
+    def __init__(self, address: int, count: int, kind: str) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, True), "shape": (count,), "typestr": kind}
 
 
 class KnownState:

@@ -184,8 +184,8 @@ class Staging:
                 sources = group.sources(device, match)
                 memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
                 copies.append((group.rows, memories))
-            copies.append((known.small.rows, known.small.copy_small(match)))
             match.confirm()
+            copies.append((known.small.rows, known.small.copy_small(match)))
             specs = [known.structure.specs[row] for row in known.others.rows]
             others = zip(known.others.rows, map(Held, known.others.tensors(match), specs), strict=True)
             for row, held in (*others, *match.others):

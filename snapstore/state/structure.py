@@ -10,6 +10,7 @@ are encoded again at every match.
 
 from __future__ import annotations
 
+import marshal
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,6 @@ _PROPERTIES: list[Any] = [
     *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
 ]
 _address: Any = methodcaller("data_ptr")
-_storage: Any = methodcaller("untyped_storage")
 
 
 class DifferentStructureError(Exception):
@@ -52,7 +52,7 @@ class _Container:
 
     Attributes:
         owner: the type of the object whose state it is, or None.
-        versions: `_metadata` of an OrderedDict: the versions of modules by name.
+        versions: `_metadata` of an OrderedDict: the versions of modules by name, as `_bytes_of` gives them.
         node: as it was encoded last.
         arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
         scalars: the plain children that are scalars, as they were encoded last.
@@ -66,7 +66,7 @@ class _Container:
     keys: list[Any]
     key_types: list[type]
     types: list[type]
-    versions: Any
+    versions: bytes | None
     node: Node
     part: str | None = None
     arrays: list[int] = field(default_factory=list)
@@ -107,17 +107,6 @@ class Match:
     _places: list[int]
     _storages: list[Any] = field(default_factory=list)
 
-    def hold(self, tensors: Sequence[Any], addresses: Column) -> list[Any]:
-        """Return storages of some tensors, which keep the memory at their addresses.
-
-        Raises:
-            DifferentStructureError: one lies elsewhere.
-        """
-        storages = list(map(_storage, tensors))
-        if list(map(_address, tensors)) != addresses.tolist():
-            raise DifferentStructureError
-        return storages
-
     def confirm(self) -> None:
         """Check that the tensors have the known form, and lie where they lay at the match.
 
@@ -125,7 +114,7 @@ class Match:
             DifferentStructureError: one does not.
         """
         known = self.structure
-        self._storages = list(map(_storage, self._all))  # then their addresses are asked again
+        self._storages = _storages(self._all)  # then their addresses are asked again
         if not known._has_form(self._all) or not known._lie_at(self._all, self._places):
             raise DifferentStructureError
 
@@ -223,7 +212,7 @@ class Structure:
         try:
             if self._lie_at(tensors, self._places):  # as at the last match, which has looked at the storages
                 return self._places
-            storages = list(map(_storage, tensors))
+            storages = _storages(tensors)
             places = list(map(_address, tensors))
             devices = [tensor.device for tensor in tensors]
         except (RuntimeError, NotImplementedError) as error:  # not strided
@@ -339,9 +328,10 @@ class _Learner:
         keys = list(value) if is_mapping else list(range(len(value)))
         values = list(value.values()) if is_mapping else list(value)
         versions = getattr(value, "_metadata", None)
-        found = _Container(
-            type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), versions, node
-        )
+        if not _are_versions(versions):
+            raise DifferentStructureError
+        noted = None if versions is None else _bytes_of(versions)
+        found = _Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, node)
         before = len(self.arrays)
         below: list[tuple[int, Any, Node]] = []
         for i, (child, child_node) in enumerate(zip(values, node[2 if is_mapping else 1], strict=True)):
@@ -358,13 +348,12 @@ class _Learner:
             self._learn_child(found, i, child, child_node, part)
         if len(self.arrays) == before:
             return None
-        if set(found.key_types) - {str, int} or not _are_versions(versions):
+        if set(found.key_types) - {str, int}:
             raise DifferentStructureError
         if is_mapping and len(found.nested) == len(values) and all(_is_row(child) for _, child in found.nested):
             rows = [child for _, child in found.nested]
             lengths = [len(row.keys) for row in rows]
             found.table = (lengths, [key for row in rows for key in row.keys], [t for row in rows for t in row.types])
-        found.versions = None if versions is None else {name: dict(version) for name, version in versions.items()}
         return found
 
     def _learn_child(self, parent: _Container, i: int, child: Any, node: Node, part: str) -> None:
@@ -396,6 +385,10 @@ def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Seq
     if list(map(type, arrays)) != types:
         raise DifferentStructureError
     return arrays
+
+
+def _storages(tensors: Sequence[Any]) -> list[Any]:
+    return list(map(sys.modules["torch"].Tensor.untyped_storage, tensors)) if tensors else []
 
 
 def _is_batched(array: Array) -> bool:
@@ -450,26 +443,32 @@ def _is_columns(node: Node) -> bool:
 
 
 def _are_versions(metadata: Any) -> bool:
-    """Return whether `_metadata` has int values only, at most one a module; then `==` compares it exactly."""
+    """Return whether `_metadata` has int values only."""
     if metadata is None:
         return True
-    if (
-        type(metadata) is not OrderedDict
-        or set(map(type, metadata.values())) - {dict}
-        or set(map(type, metadata)) - {str}
-    ):
+    if type(metadata) is not OrderedDict or set(map(type, metadata.values())) - {dict}:
         return False
-    inner = metadata.values()
-    versions = chain.from_iterable(map(dict.values, inner))
-    return set(map(len, inner)) <= {0, 1} and set(map(type, versions)) <= {int}
+    names = chain(metadata, *metadata.values())
+    values = chain.from_iterable(map(dict.values, metadata.values()))
+    return set(map(type, names)) <= {str} and set(map(type, values)) <= {int}
+
+
+def _bytes_of(metadata: Mapping[str, Mapping[str, int]]) -> bytes:
+    """Return bytes that are the same for the same versions in the same order, and of the same types."""
+    return marshal.dumps(list(metadata.items()), 0)  # marshal accepts no subclass; 0: strings may be interned or not
 
 
 def _check_versions(known: _Container, value: Any) -> None:
     """Check what an OrderedDict has beside keys and values."""
     attributes = dict(value.__dict__)
     versions = attributes.pop("_metadata", None)
-    if attributes or not _are_versions(versions) or versions != known.versions:
+    if attributes or (versions is None) != (known.versions is None):
         raise DifferentStructureError
+    try:
+        if versions is not None and (type(versions) is not OrderedDict or _bytes_of(versions) != known.versions):
+            raise DifferentStructureError
+    except ValueError as error:  # marshal has no form for it
+        raise DifferentStructureError from error
 
 
 def _encode(value: Any, outer: Sequence[Any]) -> Node:

@@ -170,7 +170,7 @@ def _kernels(engine: Any, state: State, base: State) -> dict[str, float]:
     with lane.current():
         for repeat in range(2):  # the first one compiles
             for batch in batches:
-                work = Encoding(engine.coders, lane, batch)
+                work = Encoding(engine.coders, lane, batch, engine.batch_bytes)
                 stages: dict[str, Callable[[], object]] = {
                     "digest": lambda w=work: lane.digests(w.addresses, w.lengths, engine.digest_seed),  # type: ignore[misc]
                     "delta_planes": lambda w=work: (w.sample(), w._split(np.ones(w.count, bool))),  # type: ignore[misc]

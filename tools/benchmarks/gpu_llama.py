@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_limits as limits
-from snapstore import SnapshotManager
+from snapstore import KeepLast, SnapshotManager
 
 State = dict[str, Any]
 #: hidden size, intermediate size, layers: about 0.4 and 1.0 G parameters in 181 tensors and in some 1,250.
@@ -33,7 +33,7 @@ LLAMAS = {
 }  # fmt: skip
 TINY = {"few tensors": (64, 128, 2), "many tensors": (16, 32, 20)}
 EXPERTS = (640, 1792, 12)  # with 8 experts a layer
-SAVES, WARM, MEMORY_SAVES = 5, 2, 10
+SAVES, WARM, MEMORY_SAVES = 9, 2, 10
 
 
 class Run:
@@ -127,56 +127,75 @@ def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def device_stalls(
-    run: Run, folder: Path, say: Callable[[str], None], *, memory_too: bool
-) -> dict[str, Any]:  # fmt: skip
-    """Stalls of saves with copies on the device, training in between, beside the floor of the copy.
-
-    Args:
-        memory_too: ten saves, and the device memory that each takes: what training keeps cached is released before.
-    """
+def device_stalls(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Stalls of saves with copies on the device, training in between, beside the floor of the copy."""
     run.train(2)
     limits.synchronize(run.device)
-    on_device = [t for t in tensors(run.state()) if t.device.type == run.device.type]
-    size, count = sum(t.nbytes for t in on_device), sum(1 for _ in tensors(run.state()))
+    size, count = _device_bytes(run), sum(1 for _ in tensors(run.state()))
     floor = copy_floor_s(run.device, size)
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-    stalls, calls, memory = [], [], []
-    wanted: dict[str, Any] = {"staging": "device"} if run.device.type == "cuda" else {}
-    with (
-        most_used_bytes(run.device) as most,
-        SnapshotManager(folder / "repository", run="bench", **wanted) as snapshots,
-    ):
-        for step in range(saves := MEMORY_SAVES if memory_too else SAVES):
+    _release(run.device)
+    stalls, calls = [], []
+    with SnapshotManager(folder / "stalls", run="bench", **_wanted(run.device)) as snapshots:
+        for step in range(SAVES):
             run.train()
             limits.synchronize(run.device)
             began = time.perf_counter()
             state = run.state()
             calls.append(time.perf_counter() - began)
-            if run.device.type == "cuda":
-                if memory_too or step == 0:
-                    torch.cuda.empty_cache()
-                most()
-                if step == 0:
-                    free, total = torch.cuda.mem_get_info()
-                    before = total - free
             stalls.append(stalled_s(run.device, snapshots, step, state))
             snapshots.wait_until_finished()
-            memory.append((most() - before) / size if run.device.type == "cuda" else 0.0)
-        wrong = [] if run.device.type != "cuda" else _differing(snapshots.restore(saves - 1), state)
+        wrong = [] if run.device.type != "cuda" else _differing(snapshots.restore(SAVES - 1), state)
     stall, call = statistics.median(stalls[WARM:]), statistics.median(calls[WARM:])
     goal = 1.5 * floor + 0.002 + 1e-6 * count
     text = f"{count} tensors, {size / 1e9:.1f} GB: stalls {[round(1e3 * s, 1) for s in stalls]} ms, "
-    text += f"floor {1e3 * floor:.1f}, goal {1e3 * goal:.1f}, state_dict {1e3 * call:.1f}; "
-    say(text + f"memory {[round(m, 2) for m in memory]}")
+    say(text + f"floor {1e3 * floor:.1f}, goal {1e3 * goal:.1f}, state_dict {1e3 * call:.1f}")
     assert not wrong, wrong
     return {
         "tensors": count, "state_bytes": size, "copy_floor_s": floor, "stall_s": stall, "state_dict_s": call,
         "stalls_s": [round(s, 5) for s in stalls], "stall_over_goal": stall / goal,
-        "memory_x": [round(m, 3) for m in memory] if memory_too else [],
     }  # fmt: skip
+
+
+def device_memory(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Device memory that each of ten saves takes beyond the state and the training, over the state's bytes.
+
+    What training keeps cached is released before each save, since the driver counts it as well.
+    """
+    size, memory, before = _device_bytes(run), [], 0
+    _release(run.device)
+    with (
+        most_used_bytes(run.device) as most,
+        SnapshotManager(folder / "memory", run="bench", **_wanted(run.device)) as snapshots,
+    ):
+        for step in range(MEMORY_SAVES):
+            run.train()
+            state = run.state()
+            limits.synchronize(run.device)
+            _release(run.device)
+            most()
+            if step == 0 and run.device.type == "cuda":
+                free, total = torch.cuda.mem_get_info()
+                before = total - free
+            snapshots.save(step, state)
+            snapshots.wait_until_finished()
+            memory.append((most() - before) / size)
+    say(f"memory of each save / {size / 1e9:.1f} GB: {[round(m, 2) for m in memory]}")
+    return {"memory_x": [round(m, 3) for m in memory]}
+
+
+def _device_bytes(run: Run) -> int:
+    return sum(t.nbytes for t in tensors(run.state()) if t.device.type == run.device.type)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wanted(device: torch.device) -> dict[str, Any]:
+    """Return options of the manager; it keeps few snapshots, since the folder may be memory."""
+    return {"keep": KeepLast(1)} | ({"staging": "device"} if device.type == "cuda" else {})
 
 
 def _differing(got: Any, wanted: Any) -> list[str]:

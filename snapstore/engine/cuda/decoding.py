@@ -50,6 +50,7 @@ class Decoding:
 
     def __init__(self, work: WorkStream, batch: DecodeBatch, digest_seed: int) -> None:
         self.work, self.batch, self.digest_seed = work, batch, digest_seed
+        work.batch_bytes = 0
         self.chunk_of = np.repeat(np.arange(len(batch.counts)), batch.counts)  # the chunk of every blob
 
     def run(self) -> Generator[None, None, Column]:

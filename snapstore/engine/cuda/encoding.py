@@ -21,7 +21,7 @@ from .graph_capture import beside_captures
 from .huffman import HUFFMAN
 from .nvcomp import ANS, Coder
 from .pinned import ALIGNMENT
-from .streams import WorkStream, addresses_of, copy_async, copy_stream, ragged, round_up
+from .streams import WorkStream, addresses_of, copy_async, copy_stream, ragged
 
 #: The device searches a plane of mostly one value for matches only if that saves this share of the blob.
 MATCHES_SAVE = 1 / 16
@@ -57,8 +57,9 @@ class DeviceEncoded:
 class Encoding:
     """One batch from chunks to blobs."""
 
-    def __init__(self, coders: dict[int, Coder], work: WorkStream, batch: EncodeBatch) -> None:
+    def __init__(self, coders: dict[int, Coder], work: WorkStream, batch: EncodeBatch, batch_bytes: int) -> None:
         self.coders, self.work, self.batch = coders, work, batch
+        work.batch_bytes = batch_bytes
         self.count = len(batch.chunks)
         self.lengths = batch.chunks.lengths.astype(np.int64)
         self.sizes = batch.element_sizes.astype(np.int64)
@@ -214,7 +215,7 @@ class Encoding:
         entries["offset"] = offsets
 
         headers, starts = blob.headers(entries, self.batch.layouts, block_bytes, block_counts, pieces[~raw, 1])
-        out = self.work.empty(round_up(int(rooms.sum()))).zero_()  # padding is zero
+        out = self.work.large(int(rooms.sum())).zero_()  # padding is zero
         (headers_at,) = self.work.upload(headers)
         before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs
         own = before - (np.cumsum(payload) - payload)[piece_row]

@@ -176,7 +176,8 @@ class CudaEngine:
             least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + BATCHES_AT_ONCE * ZSTD_BYTES
         )
         work_bytes = WORK_PER_BATCH_BYTE * BATCH_BYTES if least is None else least
-        self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, work_bytes // WORK_PER_BATCH_BYTE)))
+        fitting = work_bytes // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES  # alike from save to save
+        self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, fitting)))
 
     def _shrink(self, what: str) -> None:
         """Halve the batches and release memory, after the device ran out of it for `what`; warn once a save."""
@@ -255,7 +256,7 @@ class CudaEngine:
             return lambda: []
         if _any_on_host(batch.chunks) or _any_on_host(batch.bases):
             return self._cpu.start_encode(_batch_on_host(batch))
-        task = self._pool.start(lambda work: Encoding(self.coders, work, batch).run())
+        task = self._pool.start(lambda work: Encoding(self.coders, work, batch, self.batch_bytes).run())
 
         def finish() -> Sequence[Encoded]:
             count = len(batch.chunks)

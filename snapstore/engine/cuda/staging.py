@@ -32,7 +32,9 @@ log = logging.getLogger("snapstore")
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 #: The most that copies and work may take together, as a multiple of the state: 2.1 with the cache of torch's
 #: allocator.
-MAX_OF_STATE = 2.02
+MAX_OF_STATE = 2.05
+#: Device memory that streams take whatever the size of a batch: torch's allocator takes 20 MiB or more at a time.
+STREAMS_BYTES = 200 * 1024 * 1024
 #: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies are laid out again once this share of the state should lie apart.
@@ -49,7 +51,9 @@ class Sources:
 
     Attributes:
         keys: of the tensors. While it is the same list, the keys and sizes are the same.
+        all_tensors: these tensors, and maybe others.
         nbytes: (n,) their sizes.
+        at: (n,) their positions in `all_tensors`; None: it is these tensors.
         addresses: (n,) where they lie; None: each is asked.
         in_pieces: rows of tensors that are copied into one piece first; with addresses.
         keep: whatever keeps the memory at the addresses.
@@ -57,16 +61,21 @@ class Sources:
 
     device: torch.device
     keys: Sequence[TensorKey]
-    tensors: Sequence[torch.Tensor]
+    all_tensors: Sequence[torch.Tensor]
     nbytes: Column
+    at: Column | None = None
     addresses: Column | None = None
     in_pieces: Sequence[int] = ()
     keep: Any = None
 
+    def tensor(self, row: int) -> torch.Tensor:
+        """Return one of them. A list of all would take the caller of `save` longer than to find the few it needs."""
+        return self.all_tensors[row if self.at is None else int(self.at[row])]
+
     def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
         """Yield key, tensor and size of some of them."""
         for row in rows.tolist():
-            yield self.keys[row], self.tensors[row], int(self.nbytes[row])
+            yield self.keys[row], self.tensor(row), int(self.nbytes[row])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ class DeviceStaging:
                 rooms = self._without_memory(sources, layout, spare, base, delta_rejected)
                 small = [_copy_to_host(value, np.empty(n, np.uint8)) for _, value, n in sources.all_of(layout.small)]
                 hosted = partial(list, small)
-        self._sources[sources.device] = replace(sources, tensors=(), addresses=None, keep=None)
+        self._sources[sources.device] = replace(sources, all_tensors=(), at=None, addresses=None, keep=None)
         keys = sources.keys
 
         def memories() -> list[Memory]:
@@ -158,16 +167,16 @@ class DeviceStaging:
         """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
         device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append((sources.tensors, sources.keep))  # their owner may free them at once
+        self._keep.append((sources.all_tensors, sources.keep))  # their owner may free them at once
         if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
             self._keep.append(rooms)
         by_torch = not kernels.loaded(device.index)
         addresses = sources.addresses
         if addresses is None and not by_torch:
-            addresses = np.array([self._address(value) for value in sources.tensors], np.int64)
+            addresses = np.array([self._address(sources.tensor(row)) for row in range(len(sources.keys))], np.int64)
         elif addresses is not None and not by_torch:
             for row in sources.in_pieces:
-                addresses[row] = self._address(sources.tensors[row])
+                addresses[row] = self._address(sources.tensor(row))
         stream.wait_stream(training)
         with torch.cuda.stream(stream):
             if by_torch or addresses is None:
@@ -238,7 +247,8 @@ class DeviceStaging:
         """Wait for all copies, then let the save work in the device memory that they leave free."""
         self._wait()
         for device, mode in self._modes.items():
-            left = int(MAX_OF_STATE * self._state_bytes.get(device, 0)) - _bytes_on(device, spare, base)
+            most = int(MAX_OF_STATE * self._state_bytes.get(device, 0))
+            left = most - _bytes_on(device, spare, base) - STREAMS_BYTES
             work = min(left, int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 

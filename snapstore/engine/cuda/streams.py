@@ -25,7 +25,8 @@ from ..batches import Chunks
 from . import kernels
 
 log = logging.getLogger("snapstore")
-#: Sizes of large device memory are multiples of this, or of an eighth to a sixteenth of themselves if that is more.
+#: Sizes of large device memory are multiples of this, or of a quarter of a batch, or of an eighth to a sixteenth of
+#: themselves, whichever is most: freed memory then fits the next request.
 STEP_BYTES = 2 * 1024 * 1024
 #: How often a waiting thread polls the device [s].
 POLL_S = 20e-6
@@ -39,6 +40,7 @@ class WorkStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self.batch_bytes = 0  # plain bytes of a full batch, if that is known
         self._tables: list[torch.Tensor] = []  # launched kernels may still read them
         self._rooms: dict[str, torch.Tensor] = {}
 
@@ -50,8 +52,14 @@ class WorkStream:
         """Return large memory that every batch needs; the next call with this name returns it again."""
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms.pop(name, None)
-            self._rooms[name] = self.empty(round_up(nbytes))
+            if nbytes > self.batch_bytes // 4:  # else the memory of a smaller batch would fit no later one
+                nbytes = max(nbytes, self.batch_bytes)
+            self._rooms[name] = self.large(nbytes)
         return self._rooms[name]
+
+    def large(self, nbytes: int) -> torch.Tensor:
+        """Return new memory like `empty`, of one of few sizes."""
+        return self.empty(round_up(nbytes, self.batch_bytes))
 
     def upload(self, *columns: Column) -> list[int]:
         """Copy columns to the device in one transfer; return their addresses, valid until the next `sync`."""
@@ -244,9 +252,12 @@ class StreamPool:
                 work.release_memory()
 
 
-def round_up(nbytes: int) -> int:
-    """Round a size up to one of few sizes for long-lived memory, so that freed memory fits the next request."""
-    return nbytes if nbytes < STEP_BYTES else nbytes + -nbytes % max(STEP_BYTES, 1 << (nbytes.bit_length() - 4))
+def round_up(nbytes: int, batch_bytes: int) -> int:
+    """Round a size up to one of few, so that freed memory fits the next request (see STEP_BYTES)."""
+    if nbytes < STEP_BYTES:
+        return nbytes
+    quarter = batch_bytes // 4 + batch_bytes // 64 if nbytes > batch_bytes // 16 else 0  # more than the planes need
+    return nbytes + -nbytes % max(STEP_BYTES, quarter, 1 << (nbytes.bit_length() - 4))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -107,15 +107,20 @@ def stalled_s(device: torch.device, snapshots: SnapshotManager, step: int, state
 @contextmanager
 def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     """Watch the device's memory by the driver's count; the function gives the most since its last call."""
-    done, most = threading.Event(), [0]
+    done, lock, most = threading.Event(), threading.Lock(), [0]
+
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+        return total - free
 
     def watch() -> None:
         while not done.wait(0.001):
-            free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-            most[0] = max(most[0], total - free)
+            with lock:  # else an old count could come after `read`
+                most[0] = max(most[0], used())
 
     def read() -> int:
-        found, most[0] = most[0], 0
+        with lock:
+            found, most[0] = most[0], used()
         return found
 
     thread = threading.Thread(target=watch)

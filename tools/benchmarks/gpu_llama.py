@@ -164,7 +164,7 @@ def device_stalls(run: Run, folder: Path, say: Callable[[str], None]) -> dict[st
 def device_memory(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Device memory that each of ten saves takes beyond the state and the training, over the state's bytes.
 
-    What training keeps cached is released before each save, since the driver counts it as well.
+    Before each save, memory that training keeps cached is released, since the driver counts it as well.
     """
     size, memory, before = _device_bytes(run), [], 0
     _release(run.device)

@@ -21,7 +21,7 @@ from . import layout
 from .chunk_table import ChunkTable
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .keys import manifest_key, sha256_names
-from .records import MadeFor, ManifestRef, Seed
+from .records import Count, MadeFor, ManifestRef, Seed
 
 #: The first read of a header takes this much; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
@@ -54,6 +54,9 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digest_seed: the repository's seed, under which every digest was taken; so it outlives a lost config.
+        features: what a reader must know beyond format 1.
+        world_size: the number of ranks of the job; 0: one process, without ranks.
+        children: of a root manifest: the manifests of its part by rank. They hold the tensors' bytes.
     """
 
     save_id: bytes
@@ -72,6 +75,9 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     packs: bytes
     pack_sizes: bytes
     sections: list[layout.Section]
+    features: list[str] = []
+    world_size: Count = 0
+    children: list[ManifestRef] = []
 
     @property
     def made_for(self) -> MadeFor:
@@ -109,6 +115,8 @@ class ManifestContents:
         pack_sizes: of each of them [bytes].
         tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
+        features, world_size, children: see `ManifestHeader`.
+        depth: of the longest chain of deltas in the children.
     """
 
     save_id: bytes
@@ -125,11 +133,16 @@ class ManifestContents:
     pack_sizes: Sequence[int]
     logical_bytes: int
     made_for: MadeFor | None = None
+    features: Sequence[str] = ()
+    world_size: int = 0
+    children: Sequence[ManifestRef] = ()
+    depth: int = 0
 
     @classmethod
     def of(cls, m: Manifest) -> ManifestContents:
         """Return the contents of a manifest, for `dataclasses.replace` and another `encode`."""
-        names = ("save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "made_for")
+        names = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "made_for"]
+        names += ["features", "world_size", "children"]
         return cls(
             **{name: getattr(m.header, name) for name in names},
             tree=m.tree,
@@ -166,10 +179,13 @@ def encode(contents: ManifestContents) -> bytes:
         chunks=len(table),
         refs=len(table.ref_kinds),
         logical_bytes=c.logical_bytes,
-        depth=int(table.depths.max(initial=0)),
+        depth=max(int(table.depths.max(initial=0)), c.depth),
         packs=bytes.fromhex("".join(c.packs)),
         pack_sizes=np.asarray(c.pack_sizes, "<u8").tobytes(),
         sections=sections,
+        features=list(c.features),
+        world_size=c.world_size,
+        children=list(c.children),
     )
     return layout.join(msgspec.msgpack.encode(header), body)
 

@@ -104,6 +104,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         stored_bytes: pack and manifest bytes that this save added to the repository.
         stall_s: seconds that the caller of `save` waited until the state was safe to change.
         total_s: seconds until the commit.
+        features: what a reader of the snapshot must know beyond format 1.
     """
 
     id: str
@@ -130,6 +131,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float = 0.0
     policy: str = ""
     reason: str = ""
+    features: list[str] = []
 
     def __repr__(self) -> str:
         return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"

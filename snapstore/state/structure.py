@@ -10,7 +10,6 @@ are encoded again at every match.
 
 from __future__ import annotations
 
-import marshal
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from itertools import chain
 from operator import attrgetter, eq, methodcaller
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from ..arrays import Column
@@ -448,27 +448,24 @@ def _are_versions(metadata: Any) -> bool:
         return True
     if type(metadata) is not OrderedDict or set(map(type, metadata.values())) - {dict}:
         return False
-    names = chain(metadata, *metadata.values())
-    values = chain.from_iterable(map(dict.values, metadata.values()))
-    return set(map(type, names)) <= {str} and set(map(type, values)) <= {int}
+    versions = metadata.values()
+    names, numbers = chain.from_iterable(versions), chain.from_iterable(map(dict.values, versions))
+    return set(map(type, chain(metadata, names))) <= {str} and set(map(type, numbers)) <= {int}
 
 
 def _bytes_of(metadata: Mapping[str, Mapping[str, int]]) -> bytes:
-    """Return bytes that are the same for the same versions in the same order, and of the same types."""
-    return marshal.dumps(list(metadata.items()), 0)  # marshal accepts no subclass; 0: strings may be interned or not
+    """Return bytes that are the same for the same versions in the same order."""
+    return msgspec.msgpack.encode(list(metadata.items()))
 
 
 def _check_versions(known: _Container, value: Any) -> None:
     """Check what an OrderedDict has beside keys and values."""
     attributes = dict(value.__dict__)
     versions = attributes.pop("_metadata", None)
-    if attributes or (versions is None) != (known.versions is None):
+    if attributes or (versions is None) != (known.versions is None) or not _are_versions(versions):
         raise DifferentStructureError
-    try:
-        if versions is not None and (type(versions) is not OrderedDict or _bytes_of(versions) != known.versions):
-            raise DifferentStructureError
-    except ValueError as error:  # marshal has no form for it
-        raise DifferentStructureError from error
+    if versions is not None and _bytes_of(versions) != known.versions:
+        raise DifferentStructureError
 
 
 def _encode(value: Any, outer: Sequence[Any]) -> Node:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     __version__: str
     from .catalog.history import View
     from .check.report import CheckResult, Problem
+    from .distributed.base import Ranks
+    from .distributed.torch_ranks import TorchRanks
     from .errors import (
         AlreadyExistsError,
         CapabilityError,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         IntegrityError,
         InvalidInputError,
         NotFoundError,
+        RanksError,
         SnapstoreError,
         StorageError,
         StorageFullError,
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
     from .save.handle import SaveHandle
+    from .state.per_rank import PerRank
     from .state.rng import RngState
     from .storage.base import ObjectInfo, ObjectStore
 
@@ -101,8 +105,11 @@ _HOME = {
     "NotFoundError": "errors",
     "ObjectInfo": "storage.base",
     "ObjectStore": "storage.base",
+    "PerRank": "state.per_rank",
     "Policy": "retention",
     "Problem": "check.report",
+    "Ranks": "distributed.base",
+    "RanksError": "errors",
     "RecodeResult": "rewrite.recode",
     "RepairAction": "repair.report",
     "RepairResult": "repair.report",
@@ -118,6 +125,7 @@ _HOME = {
     "StorageError": "errors",
     "StorageFullError": "errors",
     "TensorDiff": "inspect.diff",
+    "TorchRanks": "distributed.torch_ranks",
     "UnknownFormatError": "errors",
     "UnsupportedLeafError": "errors",
     "View": "catalog.history",
@@ -151,8 +159,11 @@ __all__ = [
     "NotFoundError",
     "ObjectInfo",
     "ObjectStore",
+    "PerRank",
     "Policy",
     "Problem",
+    "Ranks",
+    "RanksError",
     "RecodeResult",
     "RepairAction",
     "RepairResult",
@@ -168,6 +179,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "TensorDiff",
+    "TorchRanks",
     "UnknownFormatError",
     "UnsupportedLeafError",
     "View",

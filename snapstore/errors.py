@@ -10,13 +10,14 @@ SnapstoreError                    all errors below; a message says which thing, 
 │   └── StorageFullError          no space or quota is left; committed snapshots stay
 ├── FormatError                   bytes are not of this format, or of a version that this release does not read
 ├── IntegrityError                bytes of this format are damaged or missing; see `snapstore check`
+├── RanksError                    another rank of the job failed, is silent, or called something else
 └── CapabilityError               this machine, store or installation lacks a capability
     └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .text import printable
@@ -74,6 +75,18 @@ class IntegrityError(SnapstoreError):
 
 class CapabilityError(SnapstoreError):
     """This machine, store or installation lacks a capability that the call needs."""
+
+
+class RanksError(SnapstoreError):
+    """Another rank of the job failed or is silent, or the ranks do not do alike.
+
+    Attributes:
+        ranks: the ranks that the error is about.
+    """
+
+    def __init__(self, *lines: object, ranks: Sequence[int] = ()) -> None:
+        super().__init__(*lines)
+        self.ranks = tuple(ranks)
 
 
 class UnknownFormatError(FormatError, CapabilityError):

@@ -3,42 +3,56 @@
 The caller's thread flattens the state and copies it (save/staging.py). One thread per save does the rest: hash, encode,
 put, commit, then forget and gc by policy. One save runs at a time: the next one waits for it, or is skipped. A failure
 in the background is raised at the next call. The names are Orbax's.
+
+In a job of several ranks each rank makes a manager, and all call it alike: a save stores one snapshot of all
+(save/rank_job.py). Rank 0 alone lists the store, applies the policies and deletes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from . import retention
-from .errors import AlreadyExistsError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from .distributed.base import Ranks
+from .distributed.preemption import Preemption, SignalHandler
+from .errors import (
+    AlreadyExistsError,
+    CapabilityError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    SnapstoreError,
+)
 from .format.argument_checks import check_name, check_step
-from .format.records import Snapshot
 from .options import SaveOptions
 from .ranks import check as check_ranks
+from .ranks import choose
 from .repository import Repository
+from .save.background import Background
 from .save.handle import SaveHandle, Slot
+from .steps import Steps
 from .storage.base import ObjectStore
-from .threads import no_threads
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
+    from .save.rank_job import RankJob
 
 log = logging.getLogger("snapstore")
-#: The thread of a save gives the interpreter back to its caller first, who would wait for it 5 ms otherwise [s].
-YIELD_S = 0.001
+#: A save that `close(timeout=)` gives up ends within this time, unless its store does not answer [s].
+GIVE_UP_S = 2.0
 
 
-class SnapshotManager:
+class SnapshotManager(Steps):
     """Snapshots of one run, from its training loop.
 
     Args:
@@ -57,8 +71,9 @@ class SnapshotManager:
         keep_base: keep the bytes of the last snapshot where they were staged, as bases for the next; else bases are
             read back from the store.
         read_only: never write; for evaluation jobs.
-        ranks: False says that no other rank of torch.distributed saves this run. Snapshots of several ranks together
-            are not built yet: without it, a manager on one of several ranks is an error.
+        ranks: the ranks of a job that save one snapshot together, such as `TorchRanks(group)`. None: all ranks, if
+            torch.distributed is initialised with several; each must make a manager within 60 s. False: this process
+            saves alone. Read-only managers take no ranks by themselves.
         options: how saves are stored, if the repository is opened here.
 
     Do not use it across a fork, or from a signal handler: set a flag there, and save from the loop.
@@ -77,13 +92,10 @@ class SnapshotManager:
         staging: Literal["auto", "device", "host"] = "auto",
         keep_base: bool = True,
         read_only: bool = False,
-        ranks: bool | None = None,
+        ranks: Ranks | Literal[False] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
         self.run = check_name("run", run)
-        if not read_only:
-            check_ranks(self.run, ranks)
-        self._ranks = ranks
         if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         if on_busy not in ("wait", "skip"):
@@ -92,29 +104,57 @@ class SnapshotManager:
         self.keep = retention.check(keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
-        self._owned = not isinstance(repository, Repository)
-        self.repository = repository if isinstance(repository, Repository) else self._open(repository, options)
-        from .save import pipeline  # noqa: F401  # before there are threads (threads.py)
+        from .save.rank_job import RankJob  # with all that threads run (threads.py)
         from .save.staging import Staging
 
-        self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging)
+        self._alone = ranks is False
+        chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
+        self._job: RankJob | None = RankJob(chosen) if chosen is not None else None
+        self._owned = not isinstance(repository, Repository)
+        try:
+            self.repository: Repository = self._first_on_rank_0(
+                "open", lambda: self._opened(repository, options, parent)
+            )
+        except BaseException:
+            if self._job is not None:
+                self._job.close(ends_channel=self._made_ranks)
+            raise
+        shares = self._job.shares(self.repository.context) if self._job is not None else None
+        self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
         if staging != "auto":
             self.repository.context.engines.required = True
         if not read_only:
             self.repository.context.engines.start_loading()
-        self._saving = threading.Lock()  # see Slot
-        self._inside: set[int] = set()  # threads that are inside save
+        self._background = Background(self.run, self.repository.context.engines)
         self._pid = os.getpid()
-        self._errors: list[BaseException] = []  # of saves
+        self._running: SaveRequest | None = None
+        self._preemption: Preemption | None = None
+        self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # costs space, so no save is refused for it
         self._closed = False
-        if self.keep and not read_only:
-            self.repository.set_policies(self.run, self.keep)
-        if parent is not None and (view := self.repository.view()).newest(self.run) is None:
-            self.repository.lineage.go_on_from(self.run, view.resolve(parent))
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
+
+    def _first_on_rank_0(self, question: str, act: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and once it is through there, on the other ranks; return what it returns."""
+        if self._job is None:
+            return act()
+        done: list[Any] = []
+        self._job.ask(question, lambda: done.append(act()))
+        return done[0] if done else act()
+
+    def _opened(
+        self, url: str | Path | ObjectStore | Repository, options: SaveOptions | None, parent: str | None
+    ) -> Any:
+        """Return the repository, with the policies and the parent of the run."""
+        repository = url if isinstance(url, Repository) else self._open(url, options)
+        if self._job is None or self._job.leads:
+            if self.keep and not self.read_only:
+                repository.set_policies(self.run, self.keep)
+            if parent is not None and (view := repository.view()).newest(self.run) is None:
+                repository.lineage.go_on_from(self.run, view.resolve(parent))
+        return repository
 
     def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
         try:
@@ -130,8 +170,9 @@ class SnapshotManager:
     # -- save
 
     def should_save(self, step: int) -> bool:
-        """Return whether `step` is a multiple of the interval."""
-        return not self.read_only and check_step(step) % self.save_interval_steps == 0
+        """Return whether `step` is a multiple of the interval, or the last one of a job that is told to end."""
+        on_interval = check_step(step) % self.save_interval_steps == 0
+        return not self.read_only and (on_interval or self._ends_at(step))
 
     def save(
         self,
@@ -149,37 +190,53 @@ class SnapshotManager:
             step: a step off the interval is skipped unless `force`.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
                 Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
-            metrics, metadata, tags: see `Repository.save`.
+            metrics, metadata, tags: see `Repository.save`. With several ranks they must be alike on all.
 
         Raises:
-            InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile.
-            SnapstoreError: an earlier save failed in the background; this one was not begun.
+            InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile. With several
+                ranks, an asynchronous save raises it at the next call, as on the other ranks.
+            SnapstoreError: an earlier save failed in the background, on this rank or another one, which is named; this
+                one was not begun.
         """
         self._check_open()
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
-        check_ranks(self.run, self._ranks)
+        if self._job is None:
+            check_ranks(self.run, False if self._alone else None)
+            self._background.raise_errors()
         step = check_step(step)
-        self._raise_of_saves()
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and self._saving.locked():
+        if self._skip_busy and not force and self._skips():
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
-        self._check_inside()
+        self._background.check_inside()
         if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
             self._async = False
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
 
-        request = SaveRequest(self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started)
+        make = partial(
+            SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
+        )
         handle = SaveHandle()
-        with self._holding_slot() as slot:
-            self._begin(handle, request, state, slot)
-        if not slot.handed_over:
+        begin = partial(self._begin, handle, make(), state) if self._job is None else None
+        with self._background.holding_slot() as slot:
+            if begin is not None:
+                begin(slot)
+            else:
+                self._begin_together(handle, make, state, slot)
+        if not slot.handed_over and (self._job is None or not self._async):
             handle.result()
+        if self._ending is not None and self._ends_at(step):
+            self._end()
         return handle
+
+    def _skips(self) -> bool:
+        """Return whether a save is skipped, because the last one still runs; rank 0 decides for all ranks."""
+        is_busy = self._background.saving.locked
+        return is_busy() if self._job is None else self._job.decide_skip(is_busy)
 
     def prepare(self, state: Any) -> None:
         """Get ready in the background for saves of a state: load kernels, and take and lock memory for its copies.
@@ -194,16 +251,16 @@ class SnapshotManager:
             InvalidInputError: the state cannot be saved.
         """
         self._check_open()
-        self._check_inside()
+        self._background.check_inside()
         if self.read_only:
             return
         from .save.inputs import inputs_of
         from .state.flatten import flatten
 
-        with self._holding_slot() as slot:
-            inputs = inputs_of(flatten(state))
+        with self._background.holding_slot() as slot:
+            inputs = inputs_of(flatten(state, of_rank=self._job is not None), self._staging.shares)
             self.repository.context.engines.start_loading()
-            self._in_background(partial(self._take_memory, partial(self._staging.prepare, inputs)), slot)
+            self._background.start(partial(self._take_memory, partial(self._staging.prepare, inputs)), slot)
 
     def _take_memory(self, take: Callable[[], object]) -> None:
         """Take memory for the copies of a later save, in the background."""
@@ -211,22 +268,6 @@ class SnapshotManager:
             take()
         except Exception as error:  # noqa: BLE001  a save finds out, and says so
             log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
-
-    @contextmanager
-    def _holding_slot(self) -> Iterator[Slot]:
-        """Wait for the running save, and hold the slot, until a thread in the background takes it over."""
-        thread, slot = threading.get_ident(), Slot(self._saving)
-        try:
-            self._inside.add(thread)
-            slot.acquire()
-            self._raise_of_saves()
-            yield slot
-        finally:
-            try:
-                if not slot.handed_over:
-                    slot.release()
-            finally:
-                self._inside.discard(thread)
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
@@ -242,35 +283,42 @@ class SnapshotManager:
         elif self._async:
             work.append(self._staging.copy_state(state))
             request.stall_s = time.monotonic() - request.started
-            self._in_background(partial(self._run, handle, request, work, in_background=True), slot)
+            try:
+                self._background.start(partial(self._run, handle, request, work, in_background=True), slot)
+            except CapabilityError:
+                self._staging.release_copies()
+                raise
             return
         else:
-            parts = flatten(state)
+            shares = self._staging.shares
+            parts = flatten(state, of_rank=shares is not None)
             copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-            work.append(partial(self._staging.copy if copies else inputs_of, parts))
+            work.append(partial(self._staging.copy, parts) if copies else partial(inputs_of, parts, shares))
             del parts
         self._run(handle, request, work, in_background=False)
 
-    def _in_background(self, function: Callable[[], object], slot: Slot) -> None:
-        """Run a function in a thread of its own, which holds the slot."""
+    def _begin_together(self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot) -> None:
+        """Begin a save with all ranks. An error ends it on all of them, and is raised where theirs is."""
+        from .save.streaming import is_stream
 
-        def run() -> None:
-            time.sleep(YIELD_S)
-            lock = slot.hand_over()
-            if lock is not None:
-                try:
-                    with self.repository.context.engines.in_background():
-                        function()
-                finally:
-                    lock.release()
-
-        # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
+        assert self._job is not None
+        number = self._job.next_number()
         try:
-            threading.Thread(target=run, name=f"snapstore-{self.run}").start()
-            slot.handed_over = True
-        except RuntimeError as error:
-            self._staging.release_copies()
-            raise no_threads() from error
+            if is_stream(state) and self._job.ranks.count > 1:
+                raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")
+            request = make()
+            request.number = number
+            if not is_stream(state):
+                self._job.learn_holders(self.repository.context, number, state, self._staging)
+            self._begin(handle, request, state, slot)
+        except BaseException as error:
+            if not slot.handed_over:
+                self._job.give_up(self.repository.context, number, error)
+            if not isinstance(error, Exception):
+                raise
+            handle._finish(None, error)
+            if self._async:
+                self._background.errors.append(error)
 
     def _run(
         self,
@@ -284,21 +332,27 @@ class SnapshotManager:
         from .save.pipeline import save
 
         inputs: Sequence[PartInput] = ()
+        context, lineage, self._running = self.repository.context, self.repository.lineage, request
         try:
             inputs = work.pop()()
-            staging = None if inputs[0].once else self._staging  # the tensors of an iterator are not kept as bases
-            snapshot = save(self.repository.context, self.repository.lineage, request, inputs, staging)
+            if self._job is not None and not inputs[0].once:
+                snapshot = self._job.save(context, lineage, request, inputs, self._staging)
+            else:
+                staging = None if inputs[0].once else self._staging  # the tensors of an iterator are no bases
+                snapshot = save(context, lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
+            if self._job is not None:
+                self._job.give_up(context, request.number, error)
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
             if in_background:
-                self._errors.append(error)
+                self._background.errors.append(error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)
             return
         handle._finish(snapshot, None)
         del inputs
-        if self.keep:
+        if self.keep and (self._job is None or self._job.leads):
             try:
                 self._retain()
             except Exception as error:  # noqa: BLE001  likewise, though not by `save`
@@ -322,46 +376,82 @@ class SnapshotManager:
 
     def wait_until_finished(self) -> None:
         """Wait for the running save, and raise the error of a save that failed in the background."""
-        self._join()
+        self._background.join()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raise what failed in the background since the last call, retention included. It does not wait."""
-        self._raise_of_saves()
+        self._background.raise_errors()
         if (error := self._retention_error) is not None:
             self._retention_error = None
             raise error
 
-    def _raise_of_saves(self) -> None:
-        if self._errors:
-            error, self._errors = self._errors[0], []
-            raise error
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the running save, release memory and repository, and raise what failed in the background.
 
-    def _join(self) -> None:
-        """Wait until no save runs."""
-        if os.getpid() == self._pid:  # a forked child has no such thread
-            self._check_inside()
-            with self._saving:
-                pass
+        Args:
+            timeout: give the running save up after this time, so that nothing of it is committed; None: wait for it.
 
-    def _check_inside(self) -> None:
-        """Raise for a call from within `save` in the same thread: it would wait for itself."""
-        if threading.get_ident() in self._inside:
-            raise InvalidInputError(
-                "SnapshotManager was called while this thread is inside save (from a signal handler?); "
-                "set a flag in the handler, and save or close from the training loop"
-            )
-
-    def close(self) -> None:
-        """Wait for the running save, release memory and repository, and raise what failed in the background."""
+        Raises:
+            SnapstoreError: a save failed, or was given up.
+            TimeoutError: the store does not answer, so that the save goes on; its memory is kept.
+        """
         if self._closed:
             return
-        self._join()
+        ended = self._background.join(timeout)
+        if not ended and self._running is not None:
+            self._running.unwanted = f"close(timeout={timeout:.6g}) has given it up"
+            ended = self._background.join(GIVE_UP_S)
         self._closed = True
+        if self._ending is not None:
+            self._ending.close()
+        if self._job is not None:
+            self._job.close(ends_channel=self._made_ranks)
+        if not ended:
+            raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
         self._staging.clear()
         if self._owned:
             self.repository.close()
         self.check_for_errors()
+
+    # -- preemption
+
+    def handle_preemption(self, *, end: bool = True, timeout: float = 25.0) -> None:
+        """From now on, let SIGTERM lead to one more save at the next step, the same step on all ranks.
+
+        Call it in the main thread. The handler only sets a flag; `close` puts the former handler back.
+
+        Args:
+            end: `should_save` is True at that step, and `save` there waits, closes this manager and ends the process
+                with status 143. False: the loop asks `reached_preemption`, saves and ends by itself.
+            timeout: of waiting for that save: schedulers kill a process some time after SIGTERM [s].
+
+        Raises:
+            InvalidInputError: this is not the main thread.
+        """
+        self._check_open()
+        if self._preemption is None:
+            self._preemption = self._job.preemption() if self._job is not None else Preemption(None, "")
+        self._ending = SignalHandler(self._preemption, end=end, timeout=timeout)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return whether the job is told to end, and this is the step to save at; alike on all ranks.
+
+        Call it at every step, on all ranks, after `handle_preemption`. It does not communicate.
+        """
+        if self._preemption is None:
+            raise InvalidInputError("reached_preemption: call handle_preemption() once before the training loop")
+        return self._preemption.reached(check_step(step))
+
+    def _ends_at(self, step: int) -> bool:
+        return self._ending is not None and self._ending.ends and self.reached_preemption(step)
+
+    def _end(self) -> None:
+        """Wait for the last save, and end the process."""
+        assert self._ending is not None
+        log.warning("run=%s the last save: this process was told to end", self.run)
+        self.close(self._ending.timeout)
+        raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self) -> SnapshotManager:
         return self
@@ -376,90 +466,12 @@ class SnapshotManager:
                 raise
             log.error("run=%s a save failed as well: %s", self.run, failure)  # the first error is the one to see
 
+    def _wait_idle(self) -> None:
+        self._check_open()
+        self._background.join()
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("this SnapshotManager is closed")
         if os.getpid() != self._pid:
             raise InvalidInputError("this SnapshotManager was made before a fork; make one in the child process")
-
-    # -- look and restore
-
-    def all_steps(self) -> list[int]:
-        """Return the steps that have a committed snapshot, ascending, each once."""
-        return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
-
-    def latest_step(self) -> int | None:
-        """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
-
-        After a return to an older step this may not be the highest step, which Orbax calls the latest.
-        """
-        newest = self.repository.view().latest(self.run)
-        return newest.step if newest else None
-
-    def highest_step(self) -> int | None:
-        """Return the highest step that has a committed snapshot; None if there is none."""
-        return self.repository.view().highest_step(self.run)
-
-    def best_step(self) -> int | None:
-        """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
-
-        Raises:
-            InvalidInputError: no KeepBest among the policies.
-        """
-        for policy in self.keep:
-            if isinstance(policy, retention.KeepBest):
-                ranked = policy.ranked(retention.current(self.repository.snapshots(self.run)))
-                return ranked[0].step if ranked else None
-        raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
-
-    def restore(
-        self,
-        step: int | str | None = None,
-        *,
-        keys: str | Sequence[str] | None = None,
-        device: Any = None,
-        types: Sequence[type] = (),
-    ) -> Any:
-        """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
-
-        The run's next save goes on from it.
-        """
-        from .check.newest_whole import newest_whole_named
-        from .restore.pipeline import read
-
-        context, ref = self.repository.context, self._ref(step)
-        with newest_whole_named(context, ref):
-            snapshot, state = read(context, ref, keys=keys, device=device, types=types)
-        self.repository.lineage.go_on_from(self.run, snapshot)
-        return state
-
-    def restore_into(
-        self,
-        target: Any,
-        step: int | str | None = None,
-        *,
-        keys: str | Sequence[str] | None = None,
-        types: Sequence[type] = (),
-    ) -> Snapshot:
-        """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
-
-        Waits for the running save. See `Repository.restore_into`. The run's next save goes on from it.
-        """
-        from .check.newest_whole import newest_whole_named
-        from .restore.pipeline import read_into
-
-        context, ref = self.repository.context, self._ref(step)
-        with newest_whole_named(context, ref):
-            snapshot = read_into(context, ref, target, keys=keys, types=types)
-        self.repository.lineage.go_on_from(self.run, snapshot)
-        return snapshot
-
-    def _ref(self, step: int | str | None) -> str:
-        """Return the reference of a step, once no save is running."""
-        self._check_open()
-        self._join()
-        if step is not None:
-            return f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
-        if self.repository.view().latest(self.run) is None:
-            raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
-        return f"{self.run}@latest"

@@ -1,7 +1,8 @@
-"""Ranks of one job under torch.distributed: refuse that two of them save the same run.
+"""Ranks of one job under torch.distributed: which of them save together.
 
-In: the run to save, and whether the caller takes care of ranks. Out: nothing, or an error that says what to do.
-torch.distributed is used only if the program has imported it.
+In: the `ranks=` of a SnapshotManager. Out: the `Ranks` of the job, or None for one process; or an error that says what
+to do, where two ranks would save the same run each by itself. torch.distributed is used only if the program has
+imported it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,54 @@ import logging
 import os
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .distributed.base import Ranks
+from .distributed.local import LocalRanks
 from .errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 log = logging.getLogger("snapstore")
 
-_UNTIL_THEN = (
-    "snapshots of several ranks together are not built yet; give each rank a run of its own, such as "
-    'run=f"{name}-rank{{rank}}", or save on rank 0 alone with the full state (torch.distributed.checkpoint.state_dict.'
-    "get_model_state_dict with StateDictOptions(full_state_dict=True)); either way pass ranks=False"
+_ADVICE = (
+    "save with a SnapshotManager, made on every rank: it stores one snapshot of all; if each rank saves a run of its "
+    'own, such as run=f"{name}-rank{{rank}}", or rank 0 alone saves the full state, pass ranks=False'
 )
+_NAMES: Sequence[str] = ("rank", "count", "attempt", "post", "look", "look_all", "beat", "silences", "close")
 
 
-def check(run: str, ranks: bool | None) -> None:
-    """Refuse to save a run from one of several ranks.
+def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None, bool]:
+    """Return the ranks that save a run together, and whether they were made here; None: this process alone.
+
+    Args:
+        ranks: False: this process alone. None: all ranks of the job, if torch.distributed is initialised.
+
+    Raises:
+        InvalidInputError: `ranks` is something else.
+        RanksError: not all ranks of the job have come here.
+    """
+    if ranks is False:
+        return None, False
+    if ranks is not None:
+        if not all(hasattr(ranks, name) for name in _NAMES):
+            raise InvalidInputError(f"ranks={ranks!r}: expected a Ranks such as TorchRanks(group), False or None")
+        return ranks, False
+    rank, count = place()
+    if not _is_initialized():
+        _warn_of_launcher(run)
+        return None, False
+    if count == 1:  # its tensors may be sharded on a mesh of one
+        return LocalRanks(1)[0], True
+    from .distributed.torch_ranks import TorchRanks
+
+    log.info("run=%s this is rank %d of %d: all ranks save together; ranks=False saves alone", run, rank, count)
+    return TorchRanks(), True
+
+
+def check(run: str, ranks: Literal[False] | None) -> None:
+    """Refuse to save a run alone from one of several ranks.
 
     If only a launcher (torchrun) has set WORLD_SIZE, log one warning: child processes inherit the variable, and
     programs that never form a group save only their own state.
@@ -33,26 +67,42 @@ def check(run: str, ranks: bool | None) -> None:
         ranks: False: the caller makes sure that no two ranks save the same run. None: unknown.
 
     Raises:
-        InvalidInputError: torch.distributed is initialised with more than one rank, or `ranks` is True.
+        InvalidInputError: torch.distributed is initialised with more than one rank.
     """
     if ranks is False:
         return
     if ranks is not None:
-        raise InvalidInputError(f"ranks={ranks!r}: {_UNTIL_THEN.format(name=run)}")
+        raise InvalidInputError(f"ranks={ranks!r}: expected False or None; {_ADVICE.format(name=run)}")
+    rank, count = place()
+    if count > 1:
+        raise InvalidInputError(
+            f"run {run!r}: this is rank {rank} of {count}, and each would save its own state as the same steps, of "
+            f"which one alone would be found: {_ADVICE.format(name=run)}"
+        )
+    _warn_of_launcher(run)
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks of its job; (0, 1) if torch.distributed has none."""
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            raise InvalidInputError(
-                f"run {run!r}: this is rank {distributed.get_rank()} of {size}, and each would save its own state as "
-                f"the same steps, of which one alone would be found: {_UNTIL_THEN.format(name=run)}"
-            )
-    elif os.environ.get("WORLD_SIZE", "").isdecimal() and int(os.environ["WORLD_SIZE"]) > 1 and "RANK" in os.environ:
-        _warn(run, os.environ["RANK"], os.environ["WORLD_SIZE"])
+    return (distributed.get_rank(), distributed.get_world_size()) if _is_initialized() else (0, 1)
+
+
+def _is_initialized() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _warn_of_launcher(run: str) -> None:
+    if _is_initialized():
+        return
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1 and "RANK" in os.environ:
+        _warn(run, os.environ["RANK"], size)
 
 
 @cache
 def _warn(run: str, rank: str, size: str) -> None:
     text = "run=%s a launcher has set RANK=%s and WORLD_SIZE=%s, and torch.distributed is not initialised: if these "
-    text += "processes save the same run, each overwrites the others' steps; pass ranks=False if they do not. %s"
-    log.warning(text, run, rank, size, _UNTIL_THEN.format(name=run))
+    text += "processes save the same run, each overwrites the others' steps; initialise it first, and %s"
+    log.warning(text, run, rank, size, _ADVICE.format(name=run))

@@ -165,7 +165,7 @@ class Repository:
         metadata: Any = None,
         tags: Sequence[str] = (),
         full: bool = False,
-        ranks: bool | None = None,
+        ranks: Literal[False] | None = None,
     ) -> Snapshot:
         """Save a state, and wait until it is committed. Nothing may change the state until then.
 

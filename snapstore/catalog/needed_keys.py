@@ -1,4 +1,7 @@
-"""Needed keys: list the packs and manifests that snapshots need, from the cached headers of their manifests."""
+"""Needed keys: list the packs and manifests that snapshots need, from the cached headers of their manifests.
+
+The header of a root manifest (manifest_refs.py) names its children, and all of their packs.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +39,6 @@ def all_needed_keys(
                 first_error = first_error or header
             else:
                 keys.add(ref.key)
+                keys.update(child.key for child in header.children)
                 keys.update(map(pack_key, header.pack_names))
         yield snapshot, first_error or keys

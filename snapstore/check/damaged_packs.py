@@ -6,6 +6,7 @@ In: manifests. Out: columns over their references, for scan_objects.py and repai
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,8 @@ from ..engine.cpu import ProvingEngine
 from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, StorageError
 from ..format import blob
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, manifest_name
+from ..state.tensors import StoredPart
 from ..storage.base import ObjectStore
 
 T = TypeVar("T")
@@ -94,17 +96,21 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
     """Check that the manifests together hold one whole state.
 
     Args:
+        manifests: the ones that a record names; of several ranks, then the children of all of them.
         with_pages: read the pages of large trees too, not only the trees in manifests. A page that cannot be read is
             passed by: rebuilding its chunks finds the damage.
 
     Raises:
         FormatError: they do not.
     """
-    from ..restore.pipeline import decoding_of, pages_of, part_of, read_pages
+    from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
     from ..state.tree_decode import decode, unpack_nodes
 
-    parts = []
+    parts: list[StoredPart] = []
     for m in manifests:
+        if m.header.world_size and any(part.name == m.header.part for part in parts):
+            check_own_values(context, m, with_pages=with_pages)
+            continue
         tree, pages = m.tree, pages_of(m)
         if pages is not None:
             if not with_pages and not m.header.part:
@@ -121,6 +127,32 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
         if isinstance(error, FormatError):
             raise
         # The values are too many for this machine, which is no damage.
+
+
+def check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None:
+    """Check the tree of the values that are a rank's own; see `check_tree`.
+
+    Raises:
+        FormatError: it is none.
+    """
+    from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
+    from ..state.tree_decode import decode, unpack_nodes
+
+    tree, pages = m.tree, pages_of(m)
+    if pages is not None:
+        try:
+            tree = unpack_nodes(read_pages(context, m, pages, "check")) if with_pages else None
+        except (*DAMAGE, StorageError, CapabilityError):
+            return
+    if tree is None:
+        return
+    if type(tree) is not list or len(tree) != 2 or tree[0] != "own" or type(tree[1]) is not list:
+        raise FormatError(f"{manifest_name(m.header)}: its tree is not one of the rank's own values")
+    try:
+        decode([replace(part_of(m, ["list", tree[1]]), name="")], decoded=decoding_of("check"))
+    except CapabilityError as error:
+        if isinstance(error, FormatError):
+            raise
 
 
 def unbuilt(

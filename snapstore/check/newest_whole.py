@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from ..catalog.read_twice import answers
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, SnapstoreError, StorageError
+from ..format.rank_checks import read_children
 from ..format.records import Snapshot
-from ..restore.pipeline import read_manifests
+from ..restore.manifests import read_manifests
 from .damaged_packs import DamagedPacks, check_tree
 from .verify_chunks import ChunkRebuilder
 
@@ -70,7 +71,10 @@ def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
 
 def _is_whole(context: Context, snapshot: Snapshot, packs: DamagedPacks, rebuilder: ChunkRebuilder) -> bool:
     try:
-        manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
+        seed = context.engines.digest_seed
+        manifests = read_manifests(context.store, seed, snapshot)
+        for ref, root in zip(snapshot.manifests, list(manifests), strict=True):
+            manifests += read_children(context.store, ref, root, seed)
         check_tree(context, manifests, with_pages=True)
     except (*DAMAGE, StorageError):
         answers(context.store)

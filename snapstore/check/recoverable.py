@@ -18,7 +18,9 @@ from ..context import Context
 from ..format import manifest, records
 from ..format.keys import parse_record_key, record_key
 from ..format.manifest import Manifest
-from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
+from ..format.rank_checks import read_children
+from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
+from ..format.tensor_layout import check_layouts
 from ..storage.base import ObjectStore
 from .damaged_packs import check_tree
 from .report import stand_in
@@ -105,6 +107,7 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
     if found is None:
         return None
     refs, manifests = found
+    several = any(m.header.world_size for m in manifests)
     tag = _repair_tag(stand.id)
     record = msgspec.structs.replace(
         stand,
@@ -116,8 +119,9 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
         depth=max(m.header.depth for m in manifests),
         chunks=sum(m.header.chunks for m in manifests),
         logical_bytes=sum(ref.logical_bytes for ref in refs),
-        stored_bytes=sum(ref.size_bytes for ref in refs),
+        stored_bytes=sum(sizes.values()),
         reason=records.RECONSTRUCTED,
+        features=[RANKS] if several else [],
     ).revised()
     if not has_all(context, scan.sizes, record):
         return None
@@ -129,13 +133,21 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
 
 
 def _read_manifests(context: Context, sizes: Mapping[str, int]) -> tuple[list[ManifestRef], list[Manifest]]:
-    """Return the manifests of one whole state, and their entries in a record."""
-    found = [manifest.read_bytes(context.store, key[-64:], size) for key, size in sizes.items()]
-    refs = [manifest.ref_of(data) for data in found]
-    seed = context.engines.digest_seed
-    manifests = [manifest.checked(data, ref, seed) for data, ref in zip(found, refs, strict=True)]
-    check_tree(context, manifests, with_pages=True)
-    return refs, manifests
+    """Return the references of a record to the manifests of one whole state, and all of these manifests."""
+    store, seed = context.store, context.engines.digest_seed
+    found = [manifest.read_bytes(store, key[-64:], size) for key, size in sizes.items()]
+    named = {manifest.ref_of(data).sha256: data for data in found}
+    for data in found:
+        header = manifest.decode_header(manifest.header_bytes(data), "manifest")
+        for child in header.children:
+            named.pop(child.sha256, None)
+    refs = [manifest.ref_of(data) for data in named.values()]
+    roots = [manifest.checked(data, ref, seed) for data, ref in zip(named.values(), refs, strict=True)]
+    for ref, root in zip(refs, roots, strict=True):
+        check_layouts(root, ref.key)
+    children = [m for ref, root in zip(refs, roots, strict=True) for m in read_children(store, ref, root, seed)]
+    check_tree(context, [*roots, *children], with_pages=True)
+    return refs, [*roots, *children]
 
 
 def _manifests_of(store: ObjectStore, scan: RecordScan, save_id: str) -> dict[str, int]:

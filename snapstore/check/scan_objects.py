@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..catalog.history import View
+from ..catalog.manifest_refs import all_manifests
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -27,8 +28,10 @@ from ..errors import (
 )
 from ..format import manifest
 from ..format.keys import pack_key, quarantined_names, record_key
-from ..format.manifest import Manifest, part_name
+from ..format.manifest import Manifest, manifest_name
+from ..format.rank_checks import RankCheck, check_roots
 from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestRef, Snapshot, decode
+from ..format.tensor_layout import check_layouts
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, require_level, stand_in
@@ -263,6 +266,7 @@ class _ObjectScanner:
                 return self._scan_snapshot(now) if now.state in _STATES else set()
         needed = {ref.key for ref in snapshot.manifests}
         for ref, m in found:
+            needed.update(child.key for child in m.header.children)
             keys = [pack_key(name) for name in m.header.pack_names]
             needed.update(keys)
             lost = self._packs.lost(m)
@@ -273,8 +277,10 @@ class _ObjectScanner:
                 self._need.setdefault(key, set()).add(snapshot.id)
             if self._packs.within(m).any():
                 self._affected.setdefault(snapshot.id, []).append(ref.sha256)
-        if len(found) == len(snapshot.manifests):
+        roots = [m for ref, m in found if ref in snapshot.manifests]
+        if not any(key.startswith("manifests/") for key in wrong):
             try:
+                check_roots((m.header for m in roots), snapshot.features, snapshot.key)
                 check_tree(self._context, [m for _, m in found], with_pages=self._level == "restore")
             except FormatError as error:
                 self._report_manifest(snapshot, snapshot.key, error)
@@ -293,35 +299,69 @@ class _ObjectScanner:
         self, snapshot: Snapshot
     ) -> tuple[list[tuple[ManifestRef, Manifest]], dict[str, SnapstoreError | str]]:
         """Return a snapshot's manifests that can be read, and key -> why of the other ones and of missing packs."""
-        found, wrong = [], dict[str, SnapstoreError | str]()
+        found, wrong = list[tuple[ManifestRef, Manifest]](), dict[str, SnapstoreError | str]()
         for ref in snapshot.manifests:
             try:
-                m = self._read_manifest(ref)
+                found.append((ref, self._read_manifest(ref)))
             except DAMAGE as error:
                 wrong[ref.key] = error
-                continue
-            found.append((ref, m))
+        for ref, root in [(ref, root) for ref, root in found if root.header.world_size]:
+            self._read_children(ref, root, found, wrong)
+        for _, m in found:
             keys = map(pack_key, m.header.pack_names)
             wrong.update({key: f"{key} is missing" for key in keys if not self._is_there(key)})
         return found, wrong
 
+    def _read_children(
+        self,
+        ref: ManifestRef,
+        root: Manifest,
+        found: list[tuple[ManifestRef, Manifest]],
+        wrong: dict[str, SnapstoreError | str],
+    ) -> None:
+        """Read the children of a root, and check that together they are one whole."""
+        before = len(wrong)
+        try:
+            ranks = RankCheck(root, ref.key)
+        except FormatError as error:
+            wrong[ref.key] = error
+            return
+        for child in root.header.children:
+            try:
+                m = self._read(child)
+                found.append((child, m))
+                if len(wrong) == before:  # one that is missing says all
+                    ranks.add(m, child.key)
+            except DAMAGE as error:
+                wrong[child.key] = error
+        if len(wrong) == before:
+            try:
+                ranks.finish()
+            except FormatError as error:
+                wrong[ref.key] = error
+
     def _read_manifest(self, ref: ManifestRef) -> Manifest:
-        """Return a manifest.
+        """Return a manifest that a record names.
 
         Raises:
             UnknownFormatError: only another release can read it.
             IntegrityError, NotFoundError: it is damaged, missing, or cannot be read though the store answers.
         """
-        from ..restore.pipeline import check_layouts
-
+        m = self._read(ref)
         try:
-            m = manifest.read(self._store, ref, self._digest_seed)
             check_layouts(m, ref.key)
+        except FormatError as error:
+            raise UnknownFormatError(str(error)) from error
+        return m
+
+    def _read(self, ref: ManifestRef) -> Manifest:
+        """Return a manifest; raises as `_read_manifest` does."""
+        try:
+            return manifest.read(self._store, ref, self._digest_seed)
         except StorageError as error:
             raise read_failure(self._store, ref.key, error) from error
         except FormatError as error:  # its name is its SHA-256, so it is as written, by a release that knows more
             raise UnknownFormatError(str(error)) from error
-        return m
 
     def _is_there(self, key: str) -> bool:
         """Return whether an object is listed, or was put since."""
@@ -339,9 +379,9 @@ class _ObjectScanner:
         wrong: Mapping[str, SnapstoreError | str],
     ) -> None:
         """Report manifests that cannot be read, and note packs that are missing or of another size."""
-        for ref in snapshot.manifests:
-            if ref.key in wrong:
-                self._report_manifest(snapshot, ref.key, wrong[ref.key])
+        for key, why in wrong.items():
+            if key.startswith("manifests/"):
+                self._report_manifest(snapshot, key, why)
         for _, m in found:
             keys = [pack_key(name) for name in m.header.pack_names]
             for key, size in zip(keys, m.header.pack_size_list, strict=True):
@@ -381,9 +421,9 @@ class _ObjectScanner:
         The scan calls this from the newest snapshot to the oldest, so that it decodes each blob about once. Failures
         are reported later, snapshot by snapshot.
         """
-        for ref in snapshot.manifests:
-            with suppress(*DAMAGE):
-                self._rebuilder.failures(snapshot.ref, self._read_manifest(ref), self._packs, prove=True)
+        with suppress(*DAMAGE):
+            for _, m in all_manifests(snapshot, self._read):
+                self._rebuilder.failures(snapshot.ref, m, self._packs, prove=True)
 
     def _report_chunks(self, snapshot: Snapshot, m: Manifest, failed: Mapping[int, SnapstoreError]) -> None:
         """Report chunks that cannot be rebuilt, and condemn the newest blob of each."""
@@ -392,10 +432,11 @@ class _ObjectScanner:
         if lacks:  # no damage, so no snapshot suffers; but nothing proves that all is well
             self._unknown.add(snapshot.id)
             lack = next(iter(lacks.values()))
-            message = f"{snapshot.ref}: {part_name(part)} cannot be rebuilt on this machine: {lack}"
+            message = f"{snapshot.ref}: {manifest_name(m.header)} cannot be rebuilt on this machine: {lack}"
             self._findings.problem("chunk", part, message, command="")
         damaged = [(row, error) for row, error in failed.items() if row not in lacks]
-        messages = [f"{tensor_of(m, row)}: {error}" for row, error in damaged[:CHUNKS_NAMED]]
+        of_rank = f"rank {m.header.rank}: " if m.header.world_size else ""
+        messages = [f"{of_rank}{tensor_of(m, row)}: {error}" for row, error in damaged[:CHUNKS_NAMED]]
         if len(damaged) > CHUNKS_NAMED:
             messages.append(f"more chunks that are lost: {len(damaged) - CHUNKS_NAMED}")
         for message in messages:

@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ..errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageE
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.pack import Encoded, PackWriter
-from ..protocol.commit import Claim
+from ..format.records import MadeFor
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
@@ -38,6 +39,19 @@ PUT_ATTEMPTS = 4
 COMPARED_BYTES = 4 * 1024 * 1024
 
 
+class Putter(Protocol):
+    """The owner of new packs and manifests: a claim, or a rank's part in the session of its job."""
+
+    id: str
+    store: ObjectStore
+    made_for: MadeFor
+    written: set[str]
+
+    def heartbeat(self) -> None:
+        """Tell others that this process lives; cheap to call often."""
+        ...
+
+
 class PackUploader:
     """The new packs of one session, filled one after the other.
 
@@ -46,7 +60,7 @@ class PackUploader:
         idle: buffers of packs that have been put; they go back to the engine that lent them.
     """
 
-    def __init__(self, session: Claim, pack_bytes: int, chunk_bytes: int) -> None:
+    def __init__(self, session: Putter, pack_bytes: int, chunk_bytes: int) -> None:
         store = session.store
         self._session, self._pack_bytes = session, pack_bytes
         self._buffer_bytes = pack_bytes + max(PACK_SLACK_BYTES, 2 * chunk_bytes)
@@ -144,7 +158,7 @@ class PackUploader:
         self._putters.close()
 
 
-def put_once(claim: Claim, key: str, data: bytes | memoryview) -> None:
+def put_once(claim: Putter, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object. If it exists already, compare it: a response was lost, and the put repeated.
 
     Its name covers the id of the session, so only this save or rewrite can have put it, and no gc deletes it.

@@ -139,6 +139,7 @@ def show(shell: Shell, ref: Ref) -> None:
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
         held = snapshot.state in ("committed", "forgotten")  # a gc may have deleted the manifests of others
         manifests = [manifest.read(repository.store, ref, None) for ref in snapshot.manifests] if held else []
+        ranks = max((m.header.world_size for m in manifests), default=0)
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
@@ -159,6 +160,7 @@ def show(shell: Shell, ref: Ref) -> None:
                 "new_chunks": snapshot.new_chunks,
                 "stall_s": snapshot.stall_s,
                 "total_s": snapshot.total_s,
+                "ranks": ranks,
                 "manifests": [{name: getattr(m, name) for name in columns} for m in snapshot.manifests],
                 "tensors": tensors,
                 "plain": [{"path": dotted(path), "value": value} for path, value in values],
@@ -175,12 +177,14 @@ def show(shell: Shell, ref: Ref) -> None:
         line(f"damaged   {_DAMAGED}")
     if snapshot.is_reconstructed:
         line(f"record    {_RECONSTRUCTED}")
-    _print_parts(snapshot, tensors)
+    if ranks:
+        line(f"ranks     {ranks}, each with a manifest for every part of which it holds something")
+    _print_parts(snapshot, tensors, ranks)
     _print_values(values)
 
 
 def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
-    from ..restore.pipeline import spec_of
+    from ..format.tensor_layout import spec_of
     from ..state.containers import display
 
     for entry in (entry for entry in m.tensors if entry.kind != "page"):
@@ -191,7 +195,7 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
             "dtype": entry.dtype,
             "shape": entry.shape,
             "bytes": spec_of(entry).nbytes,
-            "chunks": sum(box.chunks for box in entry.boxes),
+            "chunks": None if m.header.world_size else sum(box.chunks for box in entry.boxes),  # None: in children
         }
 
 
@@ -247,7 +251,7 @@ def _print_facts(
         line(f"{name:<9} {value}")
 
 
-def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]]) -> None:
+def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]], ranks: int) -> None:
     from ..text import human_bytes
 
     line()
@@ -258,7 +262,10 @@ def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]]) -> None:
     table(["part", "manifest", ">size", ">logical"], parts)
     if tensors:
         line()
-        rows = [[t["path"] or "(root)", t["dtype"], t["shape"], human_bytes(t["bytes"]), t["chunks"]] for t in tensors]
+        rows = [
+            [t["path"] or "(root)", t["dtype"], t["shape"], human_bytes(t["bytes"]), "-" if ranks else t["chunks"]]
+            for t in tensors
+        ]
         table(["tensor", "dtype", "shape", ">size", ">chunks"], rows)
 
 

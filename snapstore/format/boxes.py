@@ -36,3 +36,62 @@ def overlap(a: tuple[Offsets, Sizes], b: tuple[Offsets, Sizes]) -> tuple[tuple[i
     ends = [min(p + m, q + n) for p, m, q, n in zip(a[0], a[1], b[0], b[1], strict=True)]
     sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
     return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def start_of(at: Offsets, sizes: Sizes) -> int:
+    """Return the number of elements before a place in a box, in C order."""
+    start = 0
+    for offset, size in zip(at, sizes, strict=True):
+        start = start * size + offset
+    return start
+
+
+def is_run(inner: Sizes, sizes: Sizes) -> bool:
+    """Return whether the elements of a box within a box of `sizes` follow each other in C order."""
+    behind = False  # whether a dimension before this one has more than one row
+    for size, whole in zip(inner, sizes, strict=True):
+        if behind and size != whole:
+            return False
+        behind = behind or size > 1
+    return True
+
+
+def counts_before(ends: npt.NDArray[np.int64], at: Offsets, inner: Sizes, sizes: Sizes) -> npt.NDArray[np.int64]:
+    """Return how many elements of a box at `at` lie before each place of the box of `sizes` around it, in C order.
+
+    Args:
+        ends: (n,) places, 0 to the number of elements.
+
+    Returns:
+        (n,) int64.
+    """
+    counts = np.zeros(len(ends), np.int64)
+    is_within = np.ones(len(ends), bool)
+    left, stride, own = ends, math.prod(sizes), math.prod(inner)
+    for offset, count, size in zip(at, inner, sizes, strict=True):
+        stride, own = stride // size, own // count
+        row, left = np.divmod(left, stride)
+        counts += np.where(is_within, np.clip(row - offset, 0, count) * own, 0)
+        is_within &= (row >= offset) & (row < offset + count)
+    return counts
+
+
+def span_boxes(first: int, end: int, sizes: Sizes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the boxes (offsets, sizes) that a span of elements of a box consists of, in C order: at most two a
+    dimension, and one more.
+    """
+    if first >= end:
+        return []
+    if len(sizes) == 1:
+        return [((first,), (end - first,))]
+    inner = math.prod(sizes[1:])
+    (top, before), (bottom, behind) = divmod(first, inner), divmod(end, inner)
+    if top == bottom:
+        return [((top, *at), (1, *count)) for at, count in span_boxes(before, behind, sizes[1:])]
+    found = []
+    if before:
+        found += [((top, *at), (1, *count)) for at, count in span_boxes(before, inner, sizes[1:])]
+        top += 1
+    if top < bottom:
+        found.append(((top, *(0 for _ in sizes[1:])), (bottom - top, *sizes[1:])))
+    return found + [((bottom, *at), (1, *count)) for at, count in span_boxes(0, behind, sizes[1:])]

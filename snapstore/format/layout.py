@@ -30,9 +30,12 @@ _NODES = ("tree", "tensors")
 _NAMES = {*COLUMNS, *_NODES, "inline"}
 
 Section = tuple[str, int, int, int, int]  # name, offset behind the header, stored bytes, plain bytes, codec (1: zstd)
+Unknown = tuple[str, bytes, int, int]  # a section that this release does not know: name, as stored, plain bytes, codec
 
 
-def encode_sections(raw: Mapping[str, bytes | memoryview]) -> tuple[list[Section], list[bytes | memoryview]]:
+def encode_sections(
+    raw: Mapping[str, bytes | memoryview], unknown: Sequence[Unknown] = ()
+) -> tuple[list[Section], list[bytes | memoryview]]:
     """Compress sections where that makes them smaller; return what the header says of them, and their stored bytes."""
     compressor = zstandard.ZstdCompressor(level=1)
     body: list[bytes | memoryview] = []
@@ -43,6 +46,10 @@ def encode_sections(raw: Mapping[str, bytes | memoryview]) -> tuple[list[Section
         codec = int(len(stored) < len(data) <= _max_plain_bytes(name, len(stored), len(data)))
         stored = stored if codec else data
         sections.append((name, at, len(stored), len(data), codec))
+        body.append(stored)
+        at += len(stored)
+    for name, stored, plain_bytes, codec in unknown:
+        sections.append((name, at, len(stored), plain_bytes, codec))
         body.append(stored)
         at += len(stored)
     return sections, body
@@ -64,11 +71,39 @@ def decode_sections(data: bytes, start: int, sections: Sequence[Section], where:
     return {name: _decode_section(data, start, section, where) for name, section in known.items()}
 
 
-def _decode_section(data: bytes, start: int, section: Section, where: str) -> bytes:
-    name, offset, stored_bytes, plain_bytes, codec = section
+def unknown_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> list[Unknown]:
+    """Return the sections that this release does not know, as they are stored.
+
+    Raises:
+        FormatError: one lies outside the manifest, or they overlap.
+    """
+    if sum(section[2] for section in sections if section[0] not in _NAMES) > len(data):
+        raise FormatError(f"{where}: unknown sections declare more bytes than the manifest's {len(data)}")
+    return [
+        (name, bytes(_stored(data, start, (name, offset, stored_bytes, plain_bytes, codec), where)), plain_bytes, codec)
+        for name, offset, stored_bytes, plain_bytes, codec in sections
+        if name not in _NAMES
+    ]
+
+
+def _stored(data: bytes, start: int, section: Section, where: str) -> memoryview:
+    """Return the stored bytes of a section.
+
+    Raises:
+        FormatError: it lies outside the manifest.
+    """
+    name, offset, stored_bytes, plain_bytes, _ = section
     stored = memoryview(data)[start + offset : start + offset + stored_bytes]
-    if len(stored) != stored_bytes or codec not in (0, 1) or min(offset, plain_bytes) < 0:
-        raise FormatError(f"{where}: section {name!r} lies outside the manifest or has an unknown codec {codec}")
+    if len(stored) != stored_bytes or min(offset, plain_bytes) < 0:
+        raise FormatError(f"{where}: section {name!r} lies outside the manifest")
+    return stored
+
+
+def _decode_section(data: bytes, start: int, section: Section, where: str) -> bytes:
+    name, _, stored_bytes, plain_bytes, codec = section
+    stored = _stored(data, start, section, where)
+    if codec not in (0, 1):
+        raise FormatError(f"{where}: section {name!r} has an unknown codec {codec}")
     if codec == 1 and plain_bytes > _max_plain_bytes(name, stored_bytes, plain_bytes):
         raise FormatError(f"{where}: section {name!r} declares {plain_bytes} bytes, more than it can hold")
     if codec == 0:

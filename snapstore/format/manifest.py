@@ -17,18 +17,20 @@ import numpy as np
 from ..errors import FormatError, IntegrityError, NotFoundError
 from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
-from . import layout
+from ..text import counted
+from . import layout, open_maps
 from .chunk_table import ChunkTable
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .keys import manifest_key, sha256_names
-from .records import Count, MadeFor, ManifestRef, Seed
+from .open_maps import NONE_UNKNOWN, Unknown
+from .records import RANKS, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 
 #: The first read of a header takes this much; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A sub-array stored as a run of chunks; a plain tensor is one box."""
+class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A sub-array stored as a run of chunks; one without chunks lies in its entry's inline bytes."""
 
     offsets: list[int]
     sizes: list[int]
@@ -36,8 +38,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     chunks: int
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor (docs/format.md, "Tensor entry")."""
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor, or the boxes of it that a rank has written (docs/format.md, "Tensor entry")."""
 
     path: list[str | int]
     kind: str
@@ -57,12 +59,13 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
         features: what a reader must know beyond format 1.
         world_size: the number of ranks of the job; 0: one process, without ranks.
         children: of a root manifest: the manifests of its part by rank. They hold the tensors' bytes.
+        unknown: the keys that this release does not know; see open_maps.py.
     """
 
     save_id: bytes
     snapshot: bytes
     revision: int
-    rank: int
+    rank: Rank
     sequence: int
     part: str
     chunk_bytes: int
@@ -70,7 +73,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     chunks: int
     refs: int
-    logical_bytes: int
+    logical_bytes: Count
     depth: int
     packs: bytes
     pack_sizes: bytes
@@ -78,6 +81,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     features: list[str] = []
     world_size: Count = 0
     children: list[ManifestRef] = []
+    unknown: Unknown = NONE_UNKNOWN
 
     @property
     def made_for(self) -> MadeFor:
@@ -97,13 +101,14 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Manifest:
-    """A whole manifest in memory."""
+    """A whole manifest in memory; `unknown` has the sections that this release does not know."""
 
     header: ManifestHeader
     tree: Any
     tensors: list[TensorEntry]
     inline: bytes
     table: ChunkTable
+    unknown: Sequence[layout.Unknown] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class ManifestContents:
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
         features, world_size, children: see `ManifestHeader`.
         depth: of the longest chain of deltas in the children.
+        unknown_keys, unknown_sections: of the manifest that this one replaces.
     """
 
     save_id: bytes
@@ -137,10 +143,15 @@ class ManifestContents:
     world_size: int = 0
     children: Sequence[ManifestRef] = ()
     depth: int = 0
+    unknown_keys: Unknown = msgspec.UNSET
+    unknown_sections: Sequence[layout.Unknown] = ()
 
     @classmethod
     def of(cls, m: Manifest) -> ManifestContents:
-        """Return the contents of a manifest, for `dataclasses.replace` and another `encode`."""
+        """Return the contents of a manifest, for `dataclasses.replace` and another `encode`.
+
+        `depth` is the table's: a root manifest's is to be given again.
+        """
         names = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "made_for"]
         names += ["features", "world_size", "children"]
         return cls(
@@ -151,6 +162,8 @@ class ManifestContents:
             table=m.table,
             packs=m.header.pack_names,
             pack_sizes=m.header.pack_size_list,
+            unknown_keys=m.header.unknown,
+            unknown_sections=m.unknown,
         )
 
 
@@ -164,7 +177,8 @@ def encode(contents: ManifestContents) -> bytes:
             "tensors": msgspec.msgpack.encode(c.tensors),
             "inline": c.inline,
             **table.to_bytes(),
-        }
+        },
+        c.unknown_sections,
     )
     header = ManifestHeader(
         save_id=c.save_id,
@@ -186,8 +200,9 @@ def encode(contents: ManifestContents) -> bytes:
         features=list(c.features),
         world_size=c.world_size,
         children=list(c.children),
+        unknown=c.unknown_keys,
     )
-    return layout.join(msgspec.msgpack.encode(header), body)
+    return layout.join(open_maps.encode(header, "children"), body)
 
 
 def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
@@ -195,22 +210,54 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
 
     Raises:
         FormatError, IntegrityError: not a manifest, damaged, or inconsistent.
+        UnknownFormatError: of a version, or with a feature, that this release does not know.
     """
     packed = layout.packed_header(data, where)
     try:
+        require_known_features(packed, where)
         header = msgspec.msgpack.decode(packed, type=ManifestHeader)
+        header = open_maps.with_unknown(header, packed, "children")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest header does not decode: {error}") from error
     if len(header.packs) % 32 or len(header.pack_sizes) != len(header.packs) // 4:
         raise FormatError(f"{where}: {len(header.packs)} bytes of pack names, {len(header.pack_sizes)} of sizes")
     if header.chunk_bytes % 16 or not MIN_CHUNK_BYTES <= header.chunk_bytes <= MAX_CHUNK_BYTES:
         raise FormatError(f"{where}: chunks of {header.chunk_bytes} bytes")
+    _check_ranks(header, where)
     return header
+
+
+def _check_ranks(header: ManifestHeader, where: str) -> None:
+    """Check what a header says of ranks and children; raises FormatError."""
+    size, children = header.world_size, header.children
+    if (RANKS in header.features) != (size > 0):
+        raise FormatError(f"{where}: of {counted(size, 'rank')}, with the features {header.features}")
+    if size and header.rank >= size:
+        raise FormatError(f"{where}: rank {header.rank} of {size}")
+    if not children:
+        return
+    if not size or header.rank or header.chunks:
+        raise FormatError(f"{where}: rank {header.rank} of {size}, {header.chunks} chunks: it cannot have children")
+    before = -1
+    for child in children:
+        if child.part != header.part or not before < child.rank < size:
+            raise FormatError(
+                f"{where}: a child of rank {child.rank} of {size} for part {child.part!r} behind rank {before}, "
+                f"expected part {header.part!r} and ranks in order, each at most once"
+            )
+        before = child.rank
+    if len({child.sha256 for child in children}) < len(children):
+        raise FormatError(f"{where}: names a child twice")
 
 
 def part_name(part: str) -> str:
     """Return a part's name for people; the part at the root of a state has none."""
     return f"part {part!r}" if part else "the root part"
+
+
+def manifest_name(header: ManifestHeader) -> str:
+    """Return a manifest's name for people: its part, and its rank if there are several."""
+    return part_name(header.part) + (f" of rank {header.rank}" if header.world_size else "")
 
 
 def header_bytes(data: bytes) -> bytes:
@@ -329,6 +376,9 @@ def _check_sizes(m: Manifest, where: str) -> None:
         if end != total:
             raise FormatError(f"{where}: its tensors have {end} {what}, {total} are there")
     header, held = m.header, int(m.table.lengths.sum(dtype=np.int64)) + len(m.inline)
+    if header.children and held:
+        raise FormatError(f"{where}: has children, and {held} bytes of its own")
+    held += sum(child.logical_bytes for child in header.children)
     if header.logical_bytes != held:
         raise FormatError(f"{where}: holds {held} bytes of tensors, its header says {header.logical_bytes}")
 
@@ -372,11 +422,12 @@ def decode(data: bytes, where: str) -> Manifest:
     except FormatError as error:
         raise type(error)(f"{where}: {error}") from error
     table.check(header.chunks, header.chunk_bytes, np.frombuffer(header.pack_sizes, "<u8"), where)
+    unknown = layout.unknown_sections(data, layout.header_end(data, where), header.sections, where)
     if len(tensors) != header.tensors:
         raise FormatError(f"{where}: {len(tensors)} tensors, header says {header.tensors}")
     for entry in tensors:
         _check_entry(entry, len(table), len(inline), where)
-    return Manifest(header, tree, tensors, inline, table)
+    return Manifest(header, tree, tensors, inline, table, unknown)
 
 
 def _check_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> None:
@@ -388,7 +439,5 @@ def _check_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> No
             raise FormatError(f"{where}: {name}: a box of other rank than the tensor")
     if entry.inline and not 0 <= entry.inline[0] <= sum(entry.inline) <= inline:
         raise FormatError(f"{where}: {name}: inline bytes {entry.inline} of {inline}")
-    if entry.inline and entry.boxes:
-        raise FormatError(f"{where}: {name}: both inline and in chunks")
     if any(size < 0 for size in entry.shape):
         raise FormatError(f"{where}: {name}: shape {entry.shape}")

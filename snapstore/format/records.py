@@ -15,7 +15,9 @@ import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
 from ..state.tree_decode import decode_plain, unpack_nodes
+from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names
+from .open_maps import NONE_UNKNOWN, Unknown
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -36,8 +38,13 @@ MAX_COUNTED = 2**53
 #: The most that a writer counts on at once; see `highest_seq`.
 MAX_SEQ_STEP = 2**40
 Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
+#: The feature of the record and the manifests of a snapshot of several ranks.
+RANKS = "ranks"
+#: The features of records and manifests that this release knows.
+KNOWN_FEATURES = frozenset({RANKS})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 RECONSTRUCTED = "made up from its manifests by a repair"
@@ -72,14 +79,16 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         header_sha256: SHA-256 of its bytes up to the end of its header, so that a header can be proven alone.
+        unknown: the keys that this release does not know; see open_maps.py.
     """
 
     part: str
-    rank: int
+    rank: Rank
     sha256: Sha256
     header_sha256: Sha256
     size_bytes: Count
     logical_bytes: Count
+    unknown: Unknown = NONE_UNKNOWN
 
     @property
     def key(self) -> str:
@@ -105,6 +114,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         stall_s: seconds that the caller of `save` waited until the state was safe to change.
         total_s: seconds until the commit.
         features: what a reader of the snapshot must know beyond format 1.
+        unknown: the keys that this release does not know; see open_maps.py.
     """
 
     id: str
@@ -132,6 +142,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     reason: str = ""
     features: list[str] = []
+    unknown: Unknown = NONE_UNKNOWN
 
     def __repr__(self) -> str:
         return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"
@@ -301,7 +312,7 @@ def key_of(value: SmallObject) -> str:
 
 def encode(value: SmallObject) -> bytes:
     """Return the object's bytes as stored."""
-    payload = _ENCODER.encode(value)
+    payload = open_maps.encode(value, "manifests") if isinstance(value, Snapshot) else _ENCODER.encode(value)
     head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
     return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
 
@@ -349,13 +360,40 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
     if got_kind != _KINDS[kind]:
         raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
     try:
+        if kind is Snapshot:
+            require_known_features(payload, key)
         found = msgspec.msgpack.decode(payload, type=kind)
+        if isinstance(found, Snapshot):
+            found = open_maps.with_unknown(found, payload, "manifests")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
     if isinstance(found, Snapshot):
         _check_sizes(found, key)
         found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # else it keeps all the bytes
     return found
+
+
+class _Features(msgspec.Struct):
+    """The only key of a record or of a header that must be read before the others: it says what they mean."""
+
+    features: list[str] = []
+
+
+_FEATURES = msgspec.msgpack.Decoder(_Features)
+
+
+def require_known_features(packed: bytes | memoryview, where: str) -> None:
+    """Check the features of a packed record or header of a manifest.
+
+    Raises:
+        UnknownFormatError: it needs one that this release does not know.
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it does not decode.
+    """
+    if unknown := sorted(set(_FEATURES.decode(packed).features) - KNOWN_FEATURES):
+        raise UnknownFormatError(
+            f"{where}: needs {', '.join(map(repr, unknown))}, which this snapstore ({VERSION}) does not know; use the "
+            "release that wrote it, or a newer one"
+        )
 
 
 def _check_sizes(snapshot: Snapshot, key: str) -> None:
@@ -365,6 +403,8 @@ def _check_sizes(snapshot: Snapshot, key: str) -> None:
         raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, the sum over its manifests is {held}")
     if len({(ref.part, ref.rank) for ref in snapshot.manifests}) < len(snapshot.manifests):
         raise UnknownFormatError(f"{key}: two manifests of one part and rank")
+    if RANKS in snapshot.features and any(ref.rank for ref in snapshot.manifests):
+        raise UnknownFormatError(f"{key}: of several ranks, and names a manifest of another rank than 0")
 
 
 def highest_seq(seqs: Iterable[int]) -> int:

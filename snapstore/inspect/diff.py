@@ -6,10 +6,8 @@ tensors that differ; writes nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +16,17 @@ import msgspec
 import numpy as np
 
 from ..arrays import Bytes
-from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..errors import FormatError, IntegrityError
-from ..format.manifest import Manifest, TensorEntry
 from ..format.records import Snapshot
-from ..restore.pipeline import read_manifests, require_decoding, spec_of
+from ..restore.manifests import read_manifests, require_decoding
 from ..state.arrays import as_float64
-from ..state.containers import Path, display
+from ..state.containers import display
+from ..state.tree_decode import ELSEWHERE
 from ..state.tree_encode import encode_plain
 from ..text import brief
 from .plain_values import Chained, decode_tree, dotted, plain_values, show_value
+from .stored_tensors import StoredTensor, tensor_bytes, tensors_by_path
 
 #: Two tensors are compared in pieces of this size.
 COMPARED_BYTES = 1024 * 1024
@@ -55,7 +53,10 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffResult:
-    """The changes from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values that differ."""
+    """The changes from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values that differ.
+
+    Values that are each rank's own are left out.
+    """
 
     a: Snapshot
     b: Snapshot
@@ -63,9 +64,6 @@ class DiffResult:
     plain: list[tuple[str, str, str]]
 
     __repr__ = brief
-
-
-_Located = tuple[Manifest, TensorEntry]
 
 
 def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
@@ -77,11 +75,13 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     """
     with _naming(a):
         manifests_a = read_manifests(context.store, context.engines.digest_seed, a)
+        before = tensors_by_path(context, a.manifests, manifests_a)
     with _naming(b):
         manifests_b = read_manifests(context.store, context.engines.digest_seed, b)
-    before, after = _by_path(manifests_a), _by_path(manifests_b)
+        after = tensors_by_path(context, b.manifests, manifests_b)
     changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]
-    require_decoding(context.store, list(itertools.chain.from_iterable(changed)), f"comparing {a.ref} and {b.ref}:")
+    pieces_read = [piece for pair in changed for stored in pair for piece in stored.pieces]
+    require_decoding(context.store, pieces_read, f"comparing {a.ref} and {b.ref}:")
     tensors = []
     for key in [*before, *(key for key in after if key not in before)]:
         path = display(key[0])
@@ -108,35 +108,22 @@ def _naming(snapshot: Snapshot) -> Iterator[None]:
         raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
 
 
-def _by_path(manifests: Sequence[Manifest]) -> dict[tuple[Path, int], _Located]:
-    """Return every tensor by path and a number: dict keys such as 1.0 and "1.0" give the same path."""
-    seen: Counter[Path] = Counter()
-    found: dict[tuple[Path, int], _Located] = {}
-    for m in manifests:
-        for entry in m.tensors:
-            if entry.kind == "page":  # plain values are compared one by one
-                continue
-            path = tuple(entry.path)
-            found[path, seen[path]] = m, entry
-            seen[path] += 1
-    return found
-
-
-def _is_read(a: _Located, b: _Located) -> bool:
+def _is_read(a: StoredTensor, b: StoredTensor) -> bool:
     """Return whether two tensors can be compared and differ."""
-    entry, other = a[1], b[1]
-    return (entry.dtype, entry.shape) == (other.dtype, other.shape) and not _same_content(a, b)
+    return (a.spec.dtype, a.spec.shape) == (b.spec.dtype, b.spec.shape) and a.fingerprint != b.fingerprint
 
 
-def _compare(path: str, a: _Located, b: _Located, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]) -> TensorDiff:
-    spec_a, spec_b = spec_of(a[1]), spec_of(b[1])
+def _compare(
+    path: str, a: StoredTensor, b: StoredTensor, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]
+) -> TensorDiff:
+    spec_a, spec_b = a.spec, b.spec
     if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
         note = f"{spec_a.dtype} {list(spec_a.shape)} -> {spec_b.dtype} {list(spec_b.shape)}"
         return TensorDiff(path, "changed", note=note)
-    if _same_content(a, b):
+    if a.fingerprint == b.fingerprint:
         return TensorDiff(path, "same")
     changed, difference, norm = 0, 0.0, 0.0
-    for piece_a, piece_b in _in_step(*pieces, spec_a.itemsize):
+    for piece_a, piece_b in zip(*pieces, strict=True):
         rows_a = piece_a.reshape(-1, spec_a.itemsize)
         changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
         values_a, values_b = as_float64(piece_a, spec_a), as_float64(piece_b, spec_a)
@@ -144,6 +131,8 @@ def _compare(path: str, a: _Located, b: _Located, pieces: tuple[Iterator[Bytes],
             with np.errstate(all="ignore"):
                 difference += float(((values_b - values_a) ** 2).sum())
                 norm += float((values_a**2).sum())
+    if not changed:  # the same bytes in other boxes
+        return TensorDiff(path, "same")
     relative = None
     if as_float64(np.zeros(spec_a.itemsize, np.uint8), spec_a) is not None:
         relative = math.sqrt(difference) / math.sqrt(norm) if norm else math.inf if difference else 0.0
@@ -151,63 +140,21 @@ def _compare(path: str, a: _Located, b: _Located, pieces: tuple[Iterator[Bytes],
     return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
 
 
-def _same_content(a: _Located, b: _Located) -> bool:
-    return _fingerprint(a) == _fingerprint(b)
+def _pieces(context: Context, snapshot: Snapshot, stored: StoredTensor) -> Iterator[Bytes]:
+    """Yield a tensor's bytes in pieces of whole elements, all but the last of one length, at most a mebibyte each.
 
-
-def _fingerprint(located: _Located) -> bytes:
-    """Return the digests of a tensor's chunks, or its inline bytes."""
-    m, entry = located
-    if entry.inline:
-        return m.inline[entry.inline[0] : sum(entry.inline)]
-    return b"".join(m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes() for box in entry.boxes)
-
-
-def _pieces(context: Context, snapshot: Snapshot, located: _Located) -> Iterator[Bytes]:
-    """Yield a tensor's bytes in pieces of whole elements, about one per chunk.
-
-    Strings may have a size that does not divide that of a chunk.
+    As float64 a piece may take eight times that.
     """
-    itemsize = spec_of(located[1]).itemsize
+    step = stored.spec.itemsize * max(1, COMPARED_BYTES // stored.spec.itemsize)
     left = np.empty(0, np.uint8)
     with _naming(snapshot):
-        for piece in _chunks(context, located):
-            if 16 % itemsize == 0:
-                yield piece
-                continue
-            piece = np.concatenate([left, piece])
-            whole = piece.size - piece.size % itemsize
-            left = piece[whole:]
-            yield piece[:whole]
-
-
-def _chunks(context: Context, located: _Located) -> Iterator[Bytes]:
-    """Yield a tensor's bytes, chunk by chunk."""
-    m, entry = located
-    if entry.inline:
-        yield np.frombuffer(m.inline, np.uint8, entry.inline[1], entry.inline[0])
-    for box in entry.boxes:
-        lengths = m.table.lengths[box.first_chunk : box.first_chunk + box.chunks].tolist()
-        outs: list[Bytes] = []
-
-        def wanted(
-            first: int = box.first_chunk, lengths: list[int] = lengths, outs: list[Bytes] = outs
-        ) -> Iterator[Wanted]:
-            for i, length in enumerate(lengths):
-                outs.append(np.empty(length, np.uint8))
-                yield whole(m.table, m.header.pack_names, first + i, outs[-1])
-
-        for done in ChunkReader(context).rebuild(wanted()):
-            yield from outs[:done]
-            del outs[:done]
-
-
-def _in_step(a: Iterator[Bytes], b: Iterator[Bytes], itemsize: int) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield pairs of pieces of whole elements, at most a mebibyte each: as float64 they may take eight times that."""
-    step = itemsize * max(1, COMPARED_BYTES // itemsize)
-    for piece_a, piece_b in zip(a, b, strict=True):
-        for at in range(0, piece_a.size, step):
-            yield piece_a[at : at + step], piece_b[at : at + step]
+        for piece in tensor_bytes(context, stored, snapshot.ref):
+            left = np.concatenate([left, piece]) if left.size else piece
+            end = left.size - left.size % step
+            yield from (left[at : at + step] for at in range(0, end, step))
+            left = left[end:]
+    if left.size:
+        yield left
 
 
 def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
@@ -225,4 +172,8 @@ def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
 def _packed(tree: Any) -> dict[Chained, tuple[bytes, str]]:
     """Return (packed, shown) of every plain value, by path."""
     values = plain_values(tree)
-    return {path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for path, value in values}
+    return {
+        path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value))
+        for path, value in values
+        if value is not ELSEWHERE
+    }

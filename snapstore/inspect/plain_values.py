@@ -10,7 +10,7 @@ from typing import Any
 
 from ..context import Context
 from ..format.manifest import Manifest
-from ..restore.pipeline import decoding_of, stored_parts
+from ..restore.manifests import decoding_of, stored_parts
 from ..state.containers import CONTAINERS, children, is_mapping
 from ..state.tensors import Slot
 from ..state.tree_decode import decode

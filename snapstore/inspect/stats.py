@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..catalog.manifest_refs import all_manifests
 from ..context import Context
 from ..format import codecs, manifest, pack
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
+from ..format.tensor_layout import held_bytes
 from ..protocol.quarantine import in_quarantine
-from ..restore.pipeline import spec_of
 from ..text import brief
 
 
@@ -84,8 +85,7 @@ def stats(context: Context) -> StatsResult:
     for snapshot in view.snapshots():
         result.snapshots += 1
         result.logical_bytes += snapshot.logical_bytes
-        for ref in snapshot.manifests:
-            read = manifest.read(context.store, ref, None)
+        for ref, read in all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)):
             needed.add(ref.key)
             needed.update(map(pack_key, read.header.pack_names))
             tally.add(read)
@@ -124,7 +124,7 @@ class _Tally:
             self._blobs[name] = (length, head or self._blobs.get(name, (0, False))[1])
             self._owners.setdefault(name, owner)
         for entry in m.tensors:
-            self._group(group_of(entry.path)).logical_bytes += spec_of(entry).nbytes
+            self._group(group_of(entry.path)).logical_bytes += held_bytes(m, entry)
 
     def _group(self, name: str) -> GroupStats:
         return self._result.groups.setdefault(name, GroupStats())

@@ -70,6 +70,8 @@ class Claim:
         made_for: the record's id and revision, as packs and manifests state it.
         written: keys of the packs and manifests that were put, or may have been.
         quarantined: keys of the packs in quarantine; empty before `marked` is called.
+        shared: whether other processes may have put objects for this claim: ranks of the same job.
+        watch: called with every heartbeat; what it raises ends the claim.
     """
 
     def __init__(self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]) -> None:
@@ -89,6 +91,13 @@ class Claim:
         self._may_land = False  # a PUT of the record whose outcome is unknown
         self._key_taken = False  # by this process or another one
         self.quarantined: set[str] = set()
+        self.shared = False
+        self.watch: Callable[[], object] | None = None
+
+    @property
+    def is_unclear(self) -> bool:
+        """Return whether the record may be committed later, although `publish` has failed."""
+        return self._may_land and not self._key_taken
 
     def marked(self) -> set[str] | None:
         """Return the keys that gcs want to delete; None if a mark cannot be read. Set `quarantined`."""
@@ -136,12 +145,12 @@ class Claim:
         Args:
             error: ends the claim; None: there is none.
         """
-        if self.written and not self._key_taken:
+        if (self.written or self.shared) and not self._key_taken:
             orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
             # If `publish` has failed, it has tried this already, unless Ctrl-C has ended it.
             if not self._may_land or not isinstance(error, Exception):
                 self._abandon(printable(f"{self.verb} failed: {error}")[:500])
-        if self._key_taken or not self.written:
+        if self._key_taken or not (self.written or self.shared):
             orphaned_sessions.discard(self.id)
             self._release()
 
@@ -169,6 +178,8 @@ class Claim:
 
     def heartbeat(self) -> None:
         """Tell gcs that this process lives; cheap to call often."""
+        if self.watch is not None:
+            self.watch()
         if time.monotonic() - self._last_beat >= HEARTBEAT_S:
             self._last_beat = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""Session: a save's claim, with the snapshots that it may build on.
+"""Session: a save's claim, with the snapshots that it may build on; and the part in it of another rank of the job.
 
 In: run, step, parent. Out: lineage, bases and the next sequence number, chosen behind the announced session; then the
 committed record. The bases are committed snapshots whose packs no mark names, so no gc is deleting what this save will
@@ -8,8 +8,9 @@ reference.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
 
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
@@ -18,8 +19,9 @@ from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
-from ..format.records import ABORTED, COMMITTED, Snapshot
+from ..format.records import ABORTED, COMMITTED, MadeFor, Snapshot
 from .commit import Claim
+from .same_repository import confirmed
 
 log = logging.getLogger("snapstore")
 
@@ -105,3 +107,64 @@ class Session(Claim):
             write_id=records.new_id(),
             reason=reason,
         )
+
+
+class SharedSession:
+    """A rank's part in the session of its job, which rank 0 holds. It has what a writer needs of a `Session`.
+
+    Use as a context manager. It puts packs and manifests, and never a record: rank 0's session protects and explains
+    them, and if rank 0 gives the save up, its aborted record does.
+
+    Args:
+        snapshot_id, step: of the save, as rank 0 has begun it.
+        bases: the snapshots that it may build on; rank 0 has looked at the marks.
+        watch: called with every heartbeat; raises once rank 0 has given the save up.
+
+    Attributes:
+        See `Session`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        run: str,
+        step: int,
+        snapshot_id: str,
+        bases: list[Snapshot],
+        watch: Callable[[], object],
+    ) -> None:
+        self._context, self._watch, self._same_repository = context, watch, ExitStack()
+        self.store, self.id, self.run, self.step = context.store, snapshot_id, run, step
+        self.made_for = MadeFor(bytes.fromhex(snapshot_id), 0)
+        self.written: set[str] = set()
+        self.quarantined: set[str] = set()
+        self.usable_bases = bases
+
+    def __enter__(self) -> Self:
+        """Pin the place of the repository, as rank 0's session does on its host."""
+        self._same_repository.enter_context(confirmed(self._context))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._same_repository.close()
+
+    def heartbeat(self) -> None:
+        """Look whether the save goes on; cheap to call often. Gcs hear of rank 0's session alone."""
+        self._watch()
+
+    def confirm(self, sizes: Mapping[str, int]) -> None:
+        """Check that packs and manifests that were put are there.
+
+        Args:
+            sizes: of each, by key [bytes].
+
+        Raises:
+            StorageError: one is missing or has another size.
+        """
+        found = self.store.sizes(list(sizes))
+        for key, size in sizes.items():
+            if found.get(key) != size:
+                raise StorageError(
+                    f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
+                    f"{found.get(key, 'none')}; nothing was committed; save again"
+                )

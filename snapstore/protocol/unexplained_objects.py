@@ -47,12 +47,12 @@ class Origin:
     Attributes:
         save_id: id of the session.
         made_for: the record for which it was made.
-        packs: keys of the packs that a manifest names.
+        named: keys of the packs and the children that a manifest names.
     """
 
     save_id: str
     made_for: MadeFor
-    packs: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
 
 
 #: The origin of an object that names none: nothing explains it.
@@ -95,11 +95,11 @@ def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], ses
     for _, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         if not isinstance(keys, SnapstoreError):
             left -= keys
-    for kind in ("manifests/", "packs/"):  # an explained manifest explains its packs
+    for kind in ("manifests/", "packs/"):  # an explained manifest explains what it names
         chosen = sorted(key for key in left if key.startswith(kind))
         for key, origin in _origins(context, {key: sizes[key] for key in chosen}).items():
             if origin is None or _explains(view, sessions, origin):
-                left -= {key, *(origin.packs if origin else ())}
+                left -= {key, *(origin.named if origin else ())}
     return left
 
 
@@ -137,7 +137,8 @@ def _read_origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None
             return Origin(head.save_id.hex(), head.made_for)
         data = read_twice(store, partial(manifest.read_header, store, key, size_bytes))
         header = manifest.decode_header(data, key)
-        return Origin(header.save_id.hex(), header.made_for, frozenset(map(pack_key, header.pack_names)))
+        named = frozenset(map(pack_key, header.pack_names)) | {child.key for child in header.children}
+        return Origin(header.save_id.hex(), header.made_for, named)
     except NotFoundError:
         return None
     except DAMAGE:  # or of a later release

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from ..catalog.history import View
+from ..catalog.read_twice import tried
 from ..check.damaged_packs import DamagedPacks, lost_rows, unbuilt
 from ..chunks import limits
 from ..context import Context
@@ -26,7 +27,7 @@ from ..format import blob
 from ..format.chunk_table import MAX_CHAIN
 from ..format.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
 from ..format.keys import pack_key
-from ..format.manifest import Manifest, part_name
+from ..format.manifest import Manifest, manifest_name
 from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
 from ..rewrite.base import Part, Rewriting, Target, Work, moved, target_of
 from ..rewrite.stored_blobs import batches, stored_of
@@ -110,7 +111,7 @@ class Healer(Rewriting):
             return
         digests = _digests(wanted)
         for snapshot in view.snapshots():
-            for ref in snapshot.manifests:
+            for ref in tried(self.store, lambda: self.data_refs(snapshot)) or ():  # noqa: B023 (called at once)
                 with suppress(*DAMAGE):
                     self._add_chains(self.sized_manifest(ref), digests)
 
@@ -135,7 +136,7 @@ class Healer(Rewriting):
     def _affected_parts(self, snapshot: Snapshot) -> list[Part]:
         """Read the manifests of a snapshot that refer to damaged packs."""
         parts = []
-        for ref in snapshot.manifests:
+        for ref in self.data_refs(snapshot):
             if ref.sha256 in self._affected[snapshot.id]:
                 m = self.sized_manifest(ref)
                 parts.append(Part(ref, m, np.flatnonzero(self._packs.within(m))))
@@ -162,14 +163,14 @@ class Healer(Rewriting):
             IntegrityError, FormatError, NotFoundError: it was damaged further while we looked, or rewritten with its
                 damage.
         """
-        self._looked_at = {ref.sha256 for ref in snapshot.manifests}
+        self._looked_at = {ref.sha256 for ref in self.data_refs(snapshot)}
         revision = self.rewrite_one(snapshot)
         return None if revision is None else self._healing(revision)
 
     def _healing(self, snapshot: Snapshot) -> Healing:
         plans = list(self._plans.values())
         lost = [
-            f"{counted(len(plan.lost), 'chunk')} of {part_name(plan.manifest.header.part)}"
+            f"{counted(len(plan.lost), 'chunk')} of {manifest_name(plan.manifest.header)}"
             for plan in plans
             if plan.lost
         ]
@@ -182,7 +183,7 @@ class Healer(Rewriting):
         Raises:
             IntegrityError: another process has published a manifest that is damaged too.
         """
-        for ref in (ref for ref in ruling.manifests if ref.sha256 not in self._looked_at):
+        for ref in (ref for ref in self.data_refs(ruling) if ref.sha256 not in self._looked_at):
             self._look_at(ruling, ref, view)
             self._looked_at.add(ref.sha256)
         return self._affected_parts(ruling)

@@ -12,18 +12,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..chunks import limits
-from ..chunks.reader import ChunkReader
 from ..context import Context
 from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
-from ..format.manifest import Manifest
 from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
-from ..state.restore_buffers import RestoreBuffers
+from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from ..state.tree_decode import decode, part_names
-from .pipeline import complete, decoding_of, read_manifests, require_decoding, ruling_now, stored_parts, wanted
+from .manifests import decoding_of
+from .overlaps import Overlap
+from .pipeline import load, require_decoding_of, ruling_now
+from .sources import SHARED_ONLY, AsRank, Sources
 
 Named = tuple[str, Slot]
 
@@ -35,6 +36,7 @@ class TensorReader:
 
     Args:
         ref, keys, device: see `Repository.restore`.
+        as_rank: whose own values are read; by default none.
 
     Attributes:
         snapshot: as it was read last.
@@ -48,9 +50,15 @@ class TensorReader:
     """
 
     def __init__(
-        self, context: Context, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
+        self,
+        context: Context,
+        ref: str,
+        *,
+        keys: str | Sequence[str] | None = None,
+        device: Any = None,
+        as_rank: AsRank = SHARED_ONLY,
     ) -> None:
-        self._context, self._keys, self._device = context, keys, device
+        self._context, self._keys, self._device, self._as_rank = context, keys, device, as_rank
         self.snapshot = context.index.refresh().resolve(ref)
         while True:
             try:
@@ -63,16 +71,12 @@ class TensorReader:
             require_device(device)
         most = max((sum(self._spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
         limits.require_memory(most, f"{self.snapshot.ref}: reading its largest tensor")
-        entries = {(slot.part, slot.index) for group in self._groups for _, slot in group}
-        chosen = [(self._manifests[part], self._manifests[part].tensors[index]) for part, index in entries]
-        require_decoding(context.store, chosen, f"{self.snapshot.ref}: restoring")
+        require_decoding_of(context, self._overlaps, f"{self.snapshot.ref}: restoring")
 
     def _open(self, snapshot: Snapshot) -> None:
         """Read the manifests, and find the selected tensors."""
-        self._manifests: list[Manifest] = read_manifests(
-            self._context.store, self._context.engines.digest_seed, snapshot, self._keys
-        )
-        self._parts: list[StoredPart] = stored_parts(self._context, self._manifests, snapshot.ref)
+        sources = Sources(self._context, snapshot, self._keys, self._as_rank)
+        self._parts: list[StoredPart] = sources.parts
         self._selection = Selection(self._keys)
         tree = decode(self._parts, partial=self._keys is not None, decoded=decoding_of(snapshot.ref))
         self._selection.resolve(tree, part_names(self._parts))
@@ -86,7 +90,10 @@ class TensorReader:
             elif type(leaf) not in CONTAINERS:  # an empty container is a leaf too
                 self.others.append(display(path))
         self._groups = list(self._grouped([places[place] for place in sorted(places)]))
-        self.specs = [(path, self._spec(slot)) for group in self._groups for path, slot in group]
+        slots = [(path, slot) for group in self._groups for path, slot in group]
+        self.specs = [(path, self._spec(slot)) for path, slot in slots]
+        wants = dict.fromkeys(Want(slot.part, slot.index) for _, slot in slots)
+        self._overlaps: dict[Want, list[Overlap]] = sources.overlaps(wants)
 
     def _spec(self, slot: Slot) -> TensorSpec:
         return self._parts[slot.part].specs[slot.index]
@@ -133,12 +140,7 @@ class TensorReader:
             buffers = RestoreBuffers(self._parts, self._selection, self._device, on_device=engines.on_device)
             for _, slot in group:
                 buffers.add(slot)
-            pending: list[tuple[int, int, int]] = []
-            for done in ChunkReader(self._context).rebuild(
-                wanted(self._manifests, buffers.selected(), buffers, pending)
-            ):
-                complete(buffers, pending, done)
-            complete(buffers, pending, 0)
+            load(self._context, buffers.wants(), self._overlaps, buffers)
             return deque((path, buffers.build(slot)) for path, slot in group)
 
     def _reopen(self, error: IntegrityError | FormatError) -> None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..catalog.history import View
+from ..catalog.manifest_refs import data_refs
 from ..catalog.read_twice import read_twice, tried
 from ..chunks.uploader import PackUploader
 from ..context import Context
@@ -40,9 +41,10 @@ from ..format.delta_chain import Chain, Key, Link, Place, table_of
 from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
-from ..format.records import ManifestRef, Snapshot
+from ..format.records import RANKS, ManifestRef, Snapshot
 from ..protocol.commit import Claim
 from ..protocol.revisions import retry_conflicts
+from .roots import Written, new_roots
 from .stored_blobs import Stored, lengths_of, names_of
 
 log = logging.getLogger("snapstore")
@@ -120,10 +122,6 @@ class Work:
     def new_places(self) -> dict[Key, Place]:
         """Return where the new blobs lie; their packs are durable."""
         return {key: Place(self.packs.names[n], offset, length) for key, (n, offset, length) in self.new.items()}
-
-
-#: The manifests that a session has written, by the SHA-256 of the one that each replaces, with their bytes.
-Written = dict[str, tuple[ManifestRef, bytes]]
 
 
 class Rewriting(ABC):
@@ -238,6 +236,14 @@ class Rewriting(ABC):
         (self.skipped if revision is ruling else self.rewritten).append(revision)
         return revision
 
+    def data_refs(self, snapshot: Snapshot) -> list[ManifestRef]:
+        """Return the references of the manifests that hold a snapshot's chunks.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError: its root manifest is missing, damaged, or cannot be read twice.
+        """
+        return read_twice(self.store, lambda: data_refs(self.index, snapshot))
+
     def manifest_of(self, ref: ManifestRef) -> Manifest:
         """Read a whole manifest of this repository.
 
@@ -306,11 +312,14 @@ class Rewriting(ABC):
         """Return the next revision of a record, which names the new manifests."""
         ruling = work.ruling
         refs = [written[ref.sha256][0] if ref.sha256 in written else ref for ref in ruling.manifests]
+        before = {ref.sha256: ref.size_bytes for ref in (*ruling.manifests, *(part.ref for part in parts))}
         grown = sum(after - before for before, after in _lengths(work).values())
-        grown += sum(ref.size_bytes for ref in refs) - sum(ref.size_bytes for ref in ruling.manifests)
+        grown += sum(ref.size_bytes - before[old] for old, (ref, _) in written.items())
         depths = [manifest.decode_header(headers[ref.sha256], ref.key).depth for ref, _ in written.values()]
         depths += [part.manifest.header.depth for part in parts if part.ref.sha256 not in written]
-        if len(parts) < len(refs):  # the depths of the other manifests are not known one by one
+        if RANKS in ruling.features:
+            depths += [self.index.header(ref).depth for ref in refs if ref.sha256 not in headers]
+        elif len(parts) < len(refs):  # the depths of the other manifests are not known one by one
             depths.append(ruling.depth)
         return ruling.revised(manifests=refs, stored_bytes=max(0, ruling.stored_bytes + grown), depth=max(depths))
 
@@ -342,6 +351,7 @@ class Rewriting(ABC):
         self.sizes.update(zip(work.packs.names, work.packs.sizes, strict=True))
         places = work.places | work.new_places()
         written = {part.ref.sha256: self._new_manifest(work.claim, part, target, places) for part, target in targets}
+        written |= new_roots(self.index, self.manifest_of, work.claim, work.ruling, written)
         for durable in [work.packs.start_put(ref.key, data) for ref, data in written.values()]:
             durable()
         work.claim.heartbeat()
@@ -373,7 +383,7 @@ class Rewriting(ABC):
         new = manifest.decode(data, part.ref.key)
         if _content(new) != _content(m) or not np.array_equal(new.table.digests, m.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
-        return manifest.ref_of(data), data
+        return msgspec.structs.replace(manifest.ref_of(data), unknown=part.ref.unknown), data
 
     # -- blobs and packs that are there already
 

@@ -66,8 +66,8 @@ class BlobRewriting(Rewriting):
         """Return which blobs of a pack stay as they are, and may be shared, (n,) bool."""
 
     def parts(self, ruling: Snapshot, view: View) -> list[Part]:
-        """Read all manifests of a snapshot, and the footers of their packs."""
-        return [self._part(ref) for ref in ruling.manifests]
+        """Read all manifests of a snapshot that hold chunks, and the footers of their packs."""
+        return [self._part(ref) for ref in self.data_refs(ruling)]
 
     def _part(self, ref: ManifestRef) -> Part:
         m = self.sized_manifest(ref)

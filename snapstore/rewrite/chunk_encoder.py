@@ -19,7 +19,7 @@ from ..engine.batches import Chunks, EncodeBatch
 from ..format import planes
 from ..format.delta_chain import Chain, table_of
 from ..format.manifest import Manifest
-from ..restore.pipeline import spec_of
+from ..format.tensor_layout import spec_of
 from .stored_blobs import Stored, batches, gathered, new_verifier
 
 

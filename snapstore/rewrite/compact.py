@@ -146,6 +146,7 @@ def needed_bytes(index: Index, view: View) -> int:
     for ref, header in zip(refs, index.headers(refs), strict=True):
         sizes[ref.key] = ref.size_bytes
         if not isinstance(header, SnapstoreError):
+            sizes.update({child.key: child.size_bytes for child in header.children})
             sizes.update(zip(map(pack_key, header.pack_names), header.pack_size_list, strict=True))
     return sum(sizes.values())
 

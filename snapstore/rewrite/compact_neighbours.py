@@ -79,8 +79,9 @@ class Neighbours:
         if before is None or before.state != COMMITTED:
             return {}
         try:
-            refs = [ref for ref in before.manifests if ref.part == m.header.part]
-            bases = Bases([Base(before, [self._manifest_of(ref) for ref in refs])])
+            named = [self._manifest_of(ref) for ref in before.manifests if ref.part == m.header.part]
+            children = (child for root in named for child in root.header.children if child.rank == m.header.rank)
+            bases = Bases([Base(before, [*named, *map(self._manifest_of, children)])])
         except DAMAGE:
             return {}
         at = np.full(len(m.table), -1, np.int64)

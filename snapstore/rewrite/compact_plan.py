@@ -180,13 +180,16 @@ class LiveBlobs:
     def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
         """Yield (may be rewritten, snapshot, reference, manifest) for all parts of committed snapshots."""
         for snapshot in self._view.snapshots():
-            for ref in snapshot.manifests:
+            left = list(reversed(snapshot.manifests))
+            while left:
+                ref = left.pop()
                 try:
                     m = read_twice(self._store, partial(self._read, ref))
                     _check_chains(m.table, ref.key)
                 except DAMAGE as error:
                     self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
                     continue
+                left += reversed(m.header.children)
                 yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
 
     def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:

@@ -9,30 +9,62 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bytes
+from ..arrays import Bytes, Column
+from ..chunks.uploader import Putter
 from ..context import Context
 from ..errors import DAMAGE, StorageError
 from ..format import manifest
 from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
-from ..format.records import MAX_COUNTED, Snapshot
-from ..protocol.session import Session
+from ..format.manifest import Manifest, TensorEntry
+from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
 from ..state.containers import display
 from ..storage.base import ObjectStore
+from .near_children import NearChildren
 
 log = logging.getLogger("snapstore")
 
-Place = tuple[str, str, tuple[int, ...]]  # dotted path, dtype, shape
+#: Dotted path, dtype and shape of a tensor, and the offsets and sizes of a strip of it in all dimensions but the first.
+Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def place_of(path: Iterable[str | int], dtype: str, shape: Iterable[int]) -> Place:
-    """Return where a tensor lies in its state; a state saved from an iterator has the places of the nested one."""
-    return display(path), dtype, tuple(shape)
+def place_of(
+    path: Iterable[str | int],
+    dtype: str,
+    shape: Sequence[int],
+    offsets: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Place:
+    """Return where a box lies in its state, but for its rows; a state saved from an iterator has the same places.
+
+    Args:
+        offsets, sizes: of the box; None: it is the whole tensor.
+    """
+    offsets = (0,) * len(shape) if offsets is None else offsets
+    return display(path), dtype, tuple(shape), tuple(offsets[1:]), tuple((shape if sizes is None else sizes)[1:])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """The chunks of a stored box."""
+
+    start: int  # of the box in its strip [bytes]
+    first_row: int
+    count: int
+    in_first_base: bool
+
+
+class SessionLike(Putter, Protocol):
+    """The session of a save as the writers of its ranks see it; `protocol.session.Session` is one."""
+
+    run: str
+    quarantined: set[str]
+    usable_bases: list[Snapshot]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +95,7 @@ class Bases:
         self.ids = [base.snapshot.id for base in bases]
         self.snapshot = bases[0].snapshot if bases else None
         self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
-        self._places: dict[Place, tuple[int, bool]] = {}
+        self._places: dict[Place, list[_Run]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows = 0
@@ -71,9 +103,7 @@ class Bases:
             for m in base.manifests:
                 tables.append(self._adopt(m, known))
                 for entry in m.tensors:
-                    if len(entry.boxes) == 1:
-                        place = place_of(entry.path, entry.dtype, entry.shape)
-                        self._places.setdefault(place, (rows + entry.boxes[0].first_chunk, i == 0))
+                    self._note_boxes(m, entry, rows, in_first_base=i == 0)
                 rows += len(m.table)
         self.table = ChunkTable.concatenate(tables)
         self.depths = self.table.depths
@@ -84,6 +114,18 @@ class Bases:
         keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable)
         self._order = usable[np.argsort(keys[usable], kind="stable")]
         self._sorted = keys[self._order]
+
+    def _note_boxes(self, m: Manifest, entry: TensorEntry, rows: int, *, in_first_base: bool) -> None:
+        """Note where the chunks of a tensor lie; the table of its manifest begins at row `rows`."""
+        for box in entry.boxes:
+            if not box.chunks:
+                continue
+            start = 0
+            if any(box.offsets[:1]):
+                chunks = slice(box.first_chunk, box.first_chunk + box.chunks)
+                start = box.offsets[0] * (int(m.table.lengths[chunks].sum()) // max(box.sizes[0], 1))
+            place = place_of(entry.path, entry.dtype, entry.shape, box.offsets, box.sizes)
+            self._places.setdefault(place, []).append(_Run(start, rows + box.first_chunk, box.chunks, in_first_base))
 
     def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
         """Return the manifest's table, its packs renumbered into `self.packs`."""
@@ -113,10 +155,34 @@ class Bases:
 
     def first_row(self, place: Place) -> tuple[int, bool]:
         """(row of the first chunk of the tensor at `place`, whether the first base has it); (-1, False) if none has."""
-        return self._places.get(place, (-1, False))
+        first = next((run for run in self._places.get(place, ()) if run.start == 0), None)
+        return (first.first_row, first.in_first_base) if first else (-1, False)
+
+    def rows_at(self, place: Place | None, starts: Column, lengths: Column) -> tuple[Column, bool]:
+        """Return the row of the chunk at each place of a strip, or -1, and whether the first base has one of them.
+
+        Args:
+            place: None: nowhere.
+            starts, lengths: (n,) of each chunk in its strip [bytes].
+        """
+        runs = self._places.get(place, ()) if place else ()
+        rows = np.full(len(starts), -1, np.int64)
+        for run in runs:
+            if len(runs) == 1 and run.start == starts[0] and run.count == len(starts):
+                rows = np.arange(run.first_row, run.first_row + run.count)
+                return np.where(self.lengths[rows] == lengths, rows, -1), run.in_first_base
+            found = self.lengths[run.first_row : run.first_row + run.count].astype(np.int64)
+            ends = run.start + np.cumsum(found)
+            at = np.minimum(np.searchsorted(ends, starts, side="right"), run.count - 1)
+            same = (rows < 0) & (ends[at] - found[at] == starts) & (found[at] == lengths)
+            rows[same] = run.first_row + at[same]
+        firsts = [run.first_row for run in runs if run.in_first_base]
+        return rows, bool(firsts) and bool((rows >= 0).any())
 
 
-def load_bases(context: Context, session: Session, cached: Mapping[str, Manifest]) -> Bases:
+def load_bases(
+    context: Context, session: SessionLike, cached: Mapping[str, Manifest], near: NearChildren | None = None
+) -> Bases:
     """Return the chunks that a save may reference, out of the base snapshots that its session allows.
 
     A base whose manifests cannot be read is left out, and so are chunks in damaged packs. So is a base in chunks of
@@ -124,6 +190,7 @@ def load_bases(context: Context, session: Session, cached: Mapping[str, Manifest
 
     Args:
         cached: manifests in memory, by SHA-256.
+        near: chooses among the children of a base of several ranks; None: all are read.
 
     Raises:
         FormatError: a base has another digest seed: the config is not this repository's. A state that is saved under
@@ -131,25 +198,30 @@ def load_bases(context: Context, session: Session, cached: Mapping[str, Manifest
     """
     config = context.config
 
+    def read(ref: ManifestRef) -> Manifest:
+        return cached.get(ref.sha256) or manifest.read(context.store, ref, None)
+
     def readable() -> Iterator[Base]:
         for snapshot in session.usable_bases:
+            found: list[tuple[ManifestRef, Manifest]] = []
             try:
-                manifests = [
-                    cached.get(ref.sha256) or manifest.read(context.store, ref, None) for ref in snapshot.manifests
-                ]
+                for ref in snapshot.manifests:
+                    root = read(ref)
+                    found.append((ref, root))
+                    found += near.children(root, read) if near else ((of, read(of)) for of in root.header.children)
             except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
-            for ref, m in zip(snapshot.manifests, manifests, strict=True):
+            for ref, m in found:
                 manifest.check_seed(m.header, config.digest_seed, f"base {snapshot.ref}: {ref.key}")
-            if all(m.header.chunk_bytes == config.chunk_bytes for m in manifests):
-                yield Base(snapshot, manifests)
+            if all(m.header.chunk_bytes == config.chunk_bytes for _, m in found):
+                yield Base(snapshot, [m for _, m in found if not m.header.children])
 
     bases = list(readable())
     return Bases(bases, _damaged_packs(context.store, session, bases))
 
 
-def _damaged_packs(store: ObjectStore, session: Session, bases: Sequence[Base]) -> set[str]:
+def _damaged_packs(store: ObjectStore, session: SessionLike, bases: Sequence[Base]) -> set[str]:
     """Return the names of packs that are missing, of another size, or in quarantine: known chunks are not read again.
 
     Returns all packs if the store cannot tell, for example because of a bad sector: a full save needs none of them.

@@ -23,12 +23,12 @@ from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
-from ..format import blob, chunking, delta_choice, planes
+from ..format import blob, delta_choice, planes
+from ..format.boxes import cut, strip_start
 from ..format.pack import Encoded
-from ..protocol.session import Session
 from ..state.arrays import Memory
 from ..state.held_array import changed
-from .bases import Bases, place_of
+from .bases import Bases, SessionLike, place_of
 from .inputs import TensorInput
 
 #: Packs put at once when an engine fills them faster than one core hashes them.
@@ -43,19 +43,20 @@ class BaseDamagedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive chunks of one tensor."""
+    """Consecutive chunks of one tensor, or of one box of it."""
 
     tensor: TensorInput
-    number: int  # of the tensor within its part
     data: Memory
     base: Memory | None  # its bytes in the first base, if they are cached where the engine works
-    candidate: int  # row of the tensor's first chunk in a base, or -1
-    first: int  # which chunk of the tensor
-    count: int
+    starts: Column  # (n,) where each chunk begins in the data [bytes]
+    lengths: Column  # (n,) [bytes]
+    candidates: Column  # (n,) row of the chunk at its place in a base, or -1
+    numbers: Column  # (n,) of the chunk and its tensor, which spread keyframes
 
-    def starts(self, chunk_bytes: int) -> Column:
-        """Return where each chunk begins in the tensor, (count,) [bytes]."""
-        return (self.first + np.arange(self.count)) * chunk_bytes
+    def part(self, rows: slice) -> _Run:
+        """Return some of the chunks."""
+        columns = (self.starts, self.lengths, self.candidates, self.numbers)
+        return _Run(self.tensor, self.data, self.base, *(column[rows] for column in columns))
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class ChunkWriter:
         packs: the new packs.
     """
 
-    def __init__(self, context: Context, session: Session, bases: Bases, *, full: bool) -> None:
+    def __init__(self, context: Context, session: SessionLike, bases: Bases, *, full: bool) -> None:
         self.bases, self._session, self._full = bases, session, full
         self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
         self.packs = PackUploader(session, context.options.pack_bytes, self._chunk_bytes)
@@ -160,9 +161,9 @@ class ChunkWriter:
 
     # -- chunks in
 
-    def begin_part(self, name: str) -> None:
+    def begin_part(self, name: str, rank: int = 0) -> None:
         """Begin a part: packs never mix parts."""
-        self.packs.begin(0, name)
+        self.packs.begin(rank, name)
 
     def add(self, tensor: TensorInput, number: int) -> int:
         """Cut a tensor's bytes into chunks and begin to write them; return how many chunks there are.
@@ -174,25 +175,20 @@ class ChunkWriter:
             InvalidInputError: it was changed while it was saved.
             BaseDamagedError: a base cannot be read.
         """
-        spec, data = tensor.spec, tensor.data(self._engines.memory_of)
+        data = tensor.data(self._engines.memory_of)
         self._use(self._engines.of(data))
         if self._runs and (self._runs[0].tensor.copy is None) != (tensor.copy is None):  # a batch is of one kind
             self._flush()
             self._advance()
-        place = place_of(spec.path, spec.dtype, spec.shape)
-        candidate, is_first_base = self.bases.first_row(place) if tensor.may_delta else (-1, False)
-        base = tensor.base if is_first_base and candidate >= 0 else None
-        if base is not None and (len(base) < spec.nbytes or self._engines.of(base) is not self._engine):
-            base = None
-        total, chunk_bytes = chunking.chunk_count(spec.nbytes, self._chunk_bytes), self._chunk_bytes
-        first = 0
+        chunks = self._cut(tensor, data, number)
+        total, first = len(chunks.starts), 0
         while first < total:
-            room = (self._engine.batch_bytes - self._size_bytes) // chunk_bytes
+            room = (self._engine.batch_bytes - self._size_bytes) // self._chunk_bytes
             room = min(room, self._engine.batch_chunks - self._count)
             count = min(max(room, 0 if self._runs else 1), total - first)
             if count:
-                self._runs.append(_Run(tensor, number, data, base, candidate, first, count))
-                self._size_bytes += min(count * chunk_bytes, spec.nbytes - first * chunk_bytes)
+                self._runs.append(chunks.part(slice(first, first + count)))
+                self._size_bytes += int(self._runs[-1].lengths.sum())
                 self._count += count
                 first += count
             if first < total:
@@ -203,6 +199,27 @@ class ChunkWriter:
             self._finish_batches()
             self._verifier.finish()  # it may hold the memory
         return total
+
+    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _Run:
+        """Return the chunks of a tensor, or of a box: they end where those of its strip do."""
+        spec, of = tensor.spec, tensor.box_of
+        if of is None:
+            start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
+        else:
+            start = strip_start(of.offsets, spec.shape, spec.itemsize)
+            place = place_of(spec.path, spec.dtype, of.spec.shape, of.offsets, spec.shape)
+        nbytes, before = spec.nbytes, start % self._chunk_bytes
+        if before + nbytes <= self._chunk_bytes:  # most tensors of a state have one chunk
+            lengths, starts = np.array([nbytes]), np.zeros(1, np.int64)
+        else:
+            lengths = cut(start, nbytes, self._chunk_bytes)
+            starts = np.cumsum(lengths) - lengths
+        candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, start + starts, lengths)
+        base = tensor.base if is_cached else None
+        if base is not None and (len(base) < nbytes or self._engines.of(base) is not self._engine):
+            base = None
+        numbers = np.arange(len(starts)) + (number + start // self._chunk_bytes)
+        return _Run(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
         """Put everything of the part into its packs."""
@@ -235,14 +252,14 @@ class ChunkWriter:
         runs, self._runs, self._size_bytes, self._count = self._runs, [], 0, 0
         if not runs:
             return
-        engine, chunk_bytes = self._engine, self._chunk_bytes
-        which = np.repeat(np.arange(len(runs)), [run.count for run in runs])
-        starts = np.concatenate([run.starts(chunk_bytes) for run in runs])
-        lengths = np.minimum(np.array([run.tensor.spec.nbytes for run in runs])[which] - starts, chunk_bytes)
+        engine = self._engine
+        which = np.repeat(np.arange(len(runs)), [len(run.starts) for run in runs])
+        starts = np.concatenate([run.starts for run in runs])
+        lengths = np.concatenate([run.lengths for run in runs])
         for run in runs:
             run.tensor.confirm()  # before it is read: memory that was moved elsewhere is gone
         chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
-        candidates = self._candidates(runs, which, starts, lengths)
+        candidates = self._candidates(runs)
         has_base = np.array([run.base is not None for run in runs])[which]
         cached = np.flatnonzero((candidates >= 0) & has_base)
         memories = [run.base if run.base is not None else run.data for run in runs]
@@ -294,17 +311,15 @@ class ChunkWriter:
             )
         )
 
-    def _candidates(self, runs: Sequence[_Run], which: Column, starts: Column, lengths: Column) -> Column:
+    def _candidates(self, runs: Sequence[_Run]) -> Column:
         """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
-        first = np.array([run.candidate for run in runs])[which]
-        if self._full or not len(self.bases.table) or not (first >= 0).any():
-            return np.full(len(which), -1, np.int64)
-        index = starts // self._chunk_bytes
-        rows = np.where(first >= 0, first + index, 0)
-        number, max_depth = np.array([run.number for run in runs])[which], self._context.options.max_depth
-        allowed = (first >= 0) & (self.bases.depths[rows] < max_depth)
-        allowed &= self.bases.usable[rows] & (self.bases.lengths[rows] == lengths)
-        allowed &= ~delta_choice.is_keyframe(self.bases.generation, number + index, max_depth)
+        found = np.concatenate([run.candidates for run in runs])
+        if self._full or not len(self.bases.table) or not (found >= 0).any():
+            return np.full(len(found), -1, np.int64)
+        rows, max_depth = np.maximum(found, 0), self._context.options.max_depth
+        allowed = (found >= 0) & (self.bases.depths[rows] < max_depth) & self.bases.usable[rows]
+        numbers = np.concatenate([run.numbers for run in runs])
+        allowed &= ~delta_choice.is_keyframe(self.bases.generation, numbers, max_depth)
         return np.where(allowed, rows, -1)
 
     def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
@@ -363,7 +378,7 @@ class ChunkWriter:
             self._verifier.finish()  # the bases are read until then, and may be what is overwritten
         for run in encoding.runs:
             if run.tensor.keep_in is not None:
-                start, stop = run.first * self._chunk_bytes, (run.first + run.count) * self._chunk_bytes
+                start, stop = int(run.starts[0]), int(run.starts[-1] + run.lengths[-1])
                 run.tensor.keep_in[start:stop] = run.data[start:stop]
 
     def _check_unchanged(self, batch: _Hashing | _Encoding, run_of: Column, chunks: Chunks, digests: Bytes) -> None:

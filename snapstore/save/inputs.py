@@ -17,17 +17,21 @@ import msgspec
 
 from ..arrays import Bytes
 from ..context import Context
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, SnapstoreError
 from ..format.argument_checks import check_metrics, check_name, check_step, check_tags, encode_metadata
 from ..state.arrays import Memory
 from ..state.flatten import Part
 from ..state.held_array import Held
+from ..state.learner import own_key
 from ..state.metrics import Read
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
+from .replicas import Replica, replicas_of
+from .shares import Name, Piece, RankShares, names_of
 
-#: Part, path, and which of the tensors with that path: keys such as 1.0 and "1.0" look alike in a path.
-Key = tuple[str, tuple[str | int, ...], int]
+#: Part, path, and which of the tensors with that path: keys such as 1.0 and "1.0" look alike in a path. A rank
+#: adds the box, as offsets and sizes.
+Key = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -37,6 +41,8 @@ class SaveRequest:
     Attributes:
         started: when the caller began [s, time.monotonic].
         stall_s: how long the caller waited; None: until the commit.
+        unwanted: why this save is to end without a commit; any thread may set it while the save runs.
+        number: of this save among those of the job's ranks.
 
     Raises:
         InvalidInputError: an argument cannot be saved.
@@ -52,6 +58,8 @@ class SaveRequest:
     full: bool = False
     started: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
+    unwanted: str = ""
+    number: int = 0
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, Read] = field(init=False)
 
@@ -64,6 +72,11 @@ class SaveRequest:
         self.tags = check_tags(self.tags)
         self._metrics = check_metrics(metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
+
+    def require_wanted(self) -> None:
+        """Raise SnapstoreError if this save is to end without a commit."""
+        if self.unwanted:
+            raise SnapstoreError(f"save {self.run}@{self.step}: {self.unwanted}; nothing was committed")
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics; wait until devices have computed them."""
@@ -81,13 +94,38 @@ class SaveRequest:
         self.parent = view.resolve(self.parent).id if self.parent and view else lineage.parent(self.run)
 
 
+@dataclass(frozen=True, slots=True)
+class BoxOf:
+    """The whole tensor that a box is of.
+
+    Attributes:
+        name: part, path, and which of the tensors with that path.
+        spec: of the whole tensor, without ties: those are in the root manifest.
+        number: of the tensor among those of its part.
+        piece: where the box lies, in the whole tensor and in the local one.
+        same_path: the specs of all tensors of this path, where there are several.
+    """
+
+    name: Name
+    spec: TensorSpec
+    number: int
+    piece: Piece
+    same_path: Sequence[TensorSpec] = ()
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the offsets of the box in the whole tensor."""
+        return self.piece.offsets
+
+
 @dataclass(slots=True, eq=False)
 class TensorInput:
-    """A tensor on its way to the store.
+    """A tensor on its way to the store, or a box of one.
 
     Attributes:
         key: its name, the same in the next save.
-        spec: its path, kind, dtype and shape.
+        spec: its path, kind, dtype and shape; of a box its sizes.
+        box_of: the tensor that it is a box of; None: it is a whole tensor.
         array: the caller's array; None once its bytes are copied.
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
         base: its bytes in the prior snapshot, (nbytes,) uint8, if they are cached.
@@ -104,9 +142,14 @@ class TensorInput:
     base: Memory | None = None
     keep_in: Bytes | None = None
     lent: bool = False
+    box_of: BoxOf | None = None
     may_delta: bool = True
     bases_tried: int = 0
     deltas_stored: int = 0
+
+    def number(self, position: int) -> int:
+        """Return the number of the tensor among those of its part; `position` is that of this input."""
+        return position if self.box_of is None else self.box_of.number
 
     @property
     def delta_rejected(self) -> bool:
@@ -140,21 +183,68 @@ class PartInput:
     Attributes:
         tensors: in order. Those of an iterator (streaming.py) are made one at a time; `tree` is complete after them.
         once: whether `tensors` can be gone through only once.
+        specs: of one of several ranks: the whole tensors of the part, as its tree counts them; `tensors` are the boxes
+            that this rank stores.
+        plain: of a rank: the numbers of the tensors among `specs` that are not sharded.
+        own_nodes: see `state.flatten.Part`.
+        replicas: of a rank: the tensors of which other ranks hold the same bytes.
     """
 
     name: str
     tree: Node
     tensors: Iterable[TensorInput]
     once: bool = False
+    specs: Sequence[TensorSpec] = ()
+    own_nodes: Sequence[tuple[Node, int]] | None = None
+    replicas: Sequence[Replica] = ()
+    plain: Sequence[int] = ()
+
+    @property
+    def key(self) -> str:
+        """Return a name that no other part of the state has; see `state.flatten.Part`."""
+        return self.name if self.own_nodes is None else own_key(self.name)
 
 
-def inputs_of(parts: Sequence[Part]) -> list[PartInput]:
-    """Return the parts of a flattened state as inputs; nothing is copied."""
-    return [PartInput(part.name, part.tree, list(_tensors(part))) for part in parts]
+def inputs_of(parts: Sequence[Part], shares: RankShares | None = None) -> list[PartInput]:
+    """Return the parts of a flattened state as inputs; nothing is copied.
+
+    Args:
+        shares: which boxes this rank stores; None: there is one process, which stores all.
+    """
+    if shares is None:
+        return [PartInput(part.name, part.tree, list(_tensors(part))) for part in parts]
+    inputs = []
+    for part in parts:
+        if part.own_nodes is not None:
+            inputs.append(PartInput(part.name, part.tree, list(_tensors(part)), own_nodes=part.own_nodes))
+        else:
+            boxes, replicas = list(_boxes(part, shares)), list(replicas_of(part, shares))
+            plain = [number for number, sharding in enumerate(part.shardings) if sharding is None]
+            inputs.append(PartInput(part.name, part.tree, boxes, specs=part.specs, replicas=replicas, plain=plain))
+    return inputs
 
 
 def _tensors(part: Part) -> Iterator[TensorInput]:
-    seen: dict[tuple[str | int, ...], int] = {}
-    for spec, array in zip(part.specs, part.arrays, strict=True):
-        number = seen[spec.path] = seen.get(spec.path, -1) + 1
-        yield TensorInput((part.name, spec.path, number), spec, array)
+    for name, spec, array in zip(names_of(part.key, part.specs), part.specs, part.arrays, strict=True):
+        yield TensorInput(name, spec, array)
+
+
+def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
+    """Yield the boxes of a part that a rank stores."""
+    names = names_of(part.name, part.specs)
+    for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
+        pieces = shares.pieces(name, part.specs[number], sharding)
+        for of, piece in zip(_boxes_of(name, part.specs, number, pieces), pieces, strict=True):
+            spec = msgspec.structs.replace(of.spec, shape=piece.sizes)
+            key = (*name, piece.offsets, piece.sizes)
+            yield TensorInput(key, spec, piece.held(held), box_of=of)
+
+
+def _boxes_of(name: Name, specs: Sequence[TensorSpec], number: int, pieces: Sequence[Piece]) -> Iterator[BoxOf]:
+    """Yield, for each box that a rank stores of tensor `number` of a part, what it is a box of."""
+    whole = msgspec.structs.replace(specs[number], tie=None) if pieces else specs[number]
+    alike: list[TensorSpec] = []
+    if name[2] and pieces:
+        alike = [msgspec.structs.replace(spec, tie=None) for spec in specs if spec.path == whole.path]
+    for piece in pieces:
+        yield BoxOf(name, whole, number, piece, alike)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,44 +18,95 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
+from ..state.held_array import Held
 from ..state.structure import Match, Structure
-from .inputs import Key, PartInput, TensorInput
+from .inputs import PartInput, TensorInput
+from .replicas import Replica
+from .shares import Name, names_of
 
 if TYPE_CHECKING:
-    from ..engine.cuda.staging import Sources
+    from ..engine.cuda.sources import Sources
 
 
 #: NumPy's types of words by their size [bytes].
 _WORDS = {4: "<u4", 8: "<u8"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor of the state, or a box of one, as every save of the state copies it.
+
+    Attributes:
+        input: of the save from which the structure was learnt, without bytes.
+        row: of its tensor among the specs of the structure.
+    """
+
+    input: TensorInput
+    row: int
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first row and the number of rows of a box in its tensor; None: it is all of it, or no box."""
+        of = self.input.box_of
+        return None if of is None or not of.piece.sizes else (of.piece.first_row, of.piece.sizes[0])
+
+    def offset(self, nbytes: int) -> int:
+        """Return where the bytes of a box of `nbytes` begin in its tensor, if that lies in one piece."""
+        return 0 if self.span is None else self.span[0] * (nbytes // self.span[1])
+
+    def held(self, held: Held) -> Held:
+        """Return the box of a tensor."""
+        of = self.input.box_of
+        return held if of is None else of.piece.held(held)
+
+
 class Group:
     """Tensors of a known state whose copies are made together.
 
     Attributes:
-        rows: their positions among all tensors of the state.
-        at: (n,) their positions among the tensors of a match.
-        keys, nbytes: of these tensors; the same objects at every save.
+        rows: their positions among the slots of the state.
+        at: (n,) the positions of their tensors among those of a match.
+        keys, nbytes: of these; the same objects at every save.
     """
 
-    def __init__(self, structure: Structure, keys: Sequence[Key], at: Sequence[int]) -> None:
-        self.rows = [structure.rows[k] for k in at]
+    def __init__(self, structure: Structure, slots: Sequence[_Slot], rows: Sequence[int], at: Sequence[int]) -> None:
+        chosen = [slots[row] for row in rows]
+        self.rows, self._slots = list(rows), chosen
         self.at = np.array(at, np.int64)
-        self.keys = [keys[row] for row in self.rows]
-        self.nbytes: Column = structure.nbytes[self.at]
+        self.keys = [slot.input.key for slot in chosen]
+        self.nbytes: Column = np.array([slot.input.spec.nbytes for slot in chosen], np.int64)
+        self._offsets = np.array([s.offset(n) for s, n in zip(chosen, self.nbytes.tolist(), strict=True)], np.int64)
+        self._spans = [slot.span for slot in chosen] if any(slot.span for slot in chosen) else []
+        self._specs = [structure.specs[slot.row] for slot in chosen]
         in_pieces = set(structure.in_pieces)
-        self._in_pieces = [row for row, k in enumerate(at) if k in in_pieces]
+        self._in_pieces = [i for i, k in enumerate(at) if k in in_pieces]
 
-    def tensors(self, match: Match) -> list[Any]:
-        """Return these tensors of a match."""
-        return [match.tensors[k] for k in self.at.tolist()]
+    def held(self, match: Match) -> Iterator[tuple[int, Held]]:
+        """Yield the position and the array of each of these."""
+        for row, k, spec, slot in zip(self.rows, self.at.tolist(), self._specs, self._slots, strict=True):
+            yield row, slot.held(Held(match.tensors[k], spec))
 
     def sources(self, device: Any, match: Match) -> Sources:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""
-        from ..engine.cuda.staging import Sources
+        from ..engine.cuda.sources import Sources
 
+        return Sources(
+            device,
+            self.keys,
+            match.tensors,
+            self.nbytes,
+            self.at,
+            self._addresses(match),
+            self._in_pieces,
+            match,
+            self._spans,
+        )
+
+    def _addresses(self, match: Match) -> Column:
         addresses = match.addresses[self.at]
-        return Sources(device, self.keys, match.tensors, self.nbytes, self.at, addresses, self._in_pieces, match)
+        if self._spans:
+            addresses += self._offsets
+        return addresses
 
     def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
         """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each.
@@ -62,7 +114,7 @@ class Group:
         Args:
             match: confirmed; it keeps the memory.
         """
-        together = copy_addresses(match.addresses[self.at], self.nbytes)
+        together = copy_addresses(self._addresses(match), self.nbytes)
 
         def views() -> list[Bytes]:
             ends = np.cumsum(self.nbytes)
@@ -89,6 +141,40 @@ class _Memory:
         self.__array_interface__ = {"version": 3, "data": (address, True), "shape": (count,), "typestr": kind}
 
 
+class Groups:
+    """Slots of a known state by how their bytes are read.
+
+    Attributes:
+        on_devices: the ones on a device with an engine, by device.
+        small: the ones in host memory that are stored inline.
+        others: all others of the tensors of a match.
+    """
+
+    def __init__(self, structure: Structure, slots: Sequence[_Slot], has_engine: Callable[[Any], bool]) -> None:
+        self._slots = slots
+        self._slots_of_row: dict[int, list[int]] = defaultdict(list)
+        for i, slot in enumerate(slots):
+            self._slots_of_row[slot.row].append(i)
+        groups: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for k, (row, device) in enumerate(zip(structure.rows, structure.devices, strict=True)):
+            for i in self._slots_of_row.get(row, ()):
+                is_small = device.type == "cpu" and slots[i].input.spec.nbytes < INLINE_BYTES
+                rows, at = groups[device if has_engine(device) else "small" if is_small else "others"]
+                rows.append(i)
+                at.append(k)
+        made = {name: Group(structure, slots, *chosen) for name, chosen in groups.items()}
+        nothing = Group(structure, (), (), ())
+        self.small, self.others = made.pop("small", nothing), made.pop("others", nothing)
+        self.on_devices = made
+
+    def held(self, match: Match) -> Iterator[tuple[int, Held]]:
+        """Yield the position and the array of each slot that is read by itself."""
+        yield from self.others.held(match)
+        for row, held in match.others:
+            for i in self._slots_of_row.get(row, ()):
+                yield i, self._slots[i].held(held)
+
+
 class KnownState:
     """A structure, and what staging has worked out about it.
 
@@ -97,37 +183,67 @@ class KnownState:
         has_engine: whether a device has an engine.
 
     Attributes:
-        on_devices: the tensors that a device copies, by device.
-        small: tensors in host memory that are stored inline.
-        others: all other tensors of a match.
+        keys: of the slots: the tensors of the state, or the boxes that a rank stores.
+        copied: these slots.
+        hashed: the replicas among the tensors.
     """
 
     def __init__(self, structure: Structure, inputs: Sequence[PartInput], has_engine: Callable[[Any], bool]) -> None:
         self.structure = structure
-        self.keys = [tensor.key for part in inputs for tensor in part.tensors]
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for k, (device, nbytes) in enumerate(zip(structure.devices, structure.nbytes.tolist(), strict=True)):
-            is_small = device.type == "cpu" and nbytes < INLINE_BYTES
-            groups[device if has_engine(device) else "small" if is_small else "others"].append(k)
-        self.small = Group(structure, self.keys, groups.pop("small", []))
-        self.others = Group(structure, self.keys, groups.pop("others", []))
-        self.on_devices = {device: Group(structure, self.keys, at) for device, at in groups.items()}
+        self._slots = list(_slots_of(structure, inputs))
+        self._parts = [replace(part, tree=None, tensors=(), replicas=()) for part in inputs]
+        self._counts = [(len(list(part.tensors)), len(part.replicas)) for part in inputs]
+        self.keys = [slot.input.key for slot in self._slots]
+        self.copied = Groups(structure, self._slots, has_engine)
+        replicas = [one for part in inputs for one in part.replicas]
+        self.hashed = Groups(structure, list(_slots_of_replicas(structure, inputs)), has_engine)
+        self._replicas = [(one.name, one.group) for one in replicas]
 
     def inputs(
-        self, match: Match, copies: Sequence[tuple[Sequence[int], Callable[[], Sequence[Memory]]]]
+        self,
+        match: Match,
+        copies: Sequence[tuple[Sequence[int], Callable[[], Sequence[Memory]]]],
+        digests: Mapping[int, Callable[[], Bytes]],
     ) -> list[PartInput]:
         """Return the inputs of a save.
 
         Args:
-            copies: rows, and what gives the bytes of these tensors.
+            copies: positions of slots, and what gives the bytes of these.
+            digests: what gives those of a replica, by its position.
         """
-        specs = self.structure.specs
-        tensors = [TensorInput(key, spec, None) for key, spec in zip(self.keys, specs, strict=True)]
+        known = (slot.input for slot in self._slots)
+        tensors = [TensorInput(tensor.key, tensor.spec, None, box_of=tensor.box_of) for tensor in known]
         for rows, memories in copies:
             for row, memory in zip(rows, memories(), strict=True):
                 tensors[row].copy = memory
         rest = iter(tensors)
+        replicas = iter([Replica(*known, None, digests.get(i)) for i, known in enumerate(self._replicas)])
         return [
-            PartInput(name, match.trees[name], list(islice(rest, count)))
-            for name, count in self.structure.sizes.items()
+            replace(
+                part,
+                tree=match.trees[part.key],
+                tensors=list(islice(rest, count)),
+                replicas=list(islice(replicas, hashed)),
+            )
+            for part, (count, hashed) in zip(self._parts, self._counts, strict=True)
         ]
+
+
+def _slots_of(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Slot]:
+    starts = dict(zip(structure.sizes, accumulate(structure.sizes.values(), initial=0), strict=False))
+    for part in inputs:
+        for position, tensor in enumerate(part.tensors):
+            template = TensorInput(tensor.key, tensor.spec, None, box_of=tensor.box_of)
+            yield _Slot(template, starts[part.key] + tensor.number(position))
+
+
+def _slots_of_replicas(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Slot]:
+    rows: dict[Name, int] = {}
+    starts = accumulate(structure.sizes.values(), initial=0)
+    for key, start in zip(structure.sizes, starts, strict=False):
+        names = names_of(key, structure.specs[start : start + structure.sizes[key]])
+        rows.update((name, start + i) for i, name in enumerate(names))
+    for part in inputs:
+        for replica in part.replicas:
+            row = rows[replica.name]
+            yield _Slot(TensorInput(replica.name, structure.specs[row], None), row)

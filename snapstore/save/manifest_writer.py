@@ -1,7 +1,8 @@
 """Manifest writer: the inputs of a save into durable packs and manifests.
 
 In: the inputs, and the bases that they may reference. Out: one durable manifest a part; every pack that it names is
-durable before it. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a
+durable before it. One of several ranks writes child manifests, of the boxes that it stores; `root_writer` writes the
+roots above them. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a
 tree of less than 64 KiB. A larger one is cut into pages, which are stored as tensors are: known pages cost nothing.
 """
 
@@ -21,13 +22,19 @@ from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.records import ManifestRef
-from ..protocol.session import Session
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
-from .bases import Bases
+from .bases import Bases, SessionLike
 from .chunk_writer import ChunkWriter, Rows
-from .inputs import PartInput, TensorInput
+from .inputs import BoxOf, PartInput, TensorInput
+from .replicas import digest_arrays
+from .shares import Name
+
+#: The feature of manifests and records of several ranks.
+RANKS = "ranks"
+#: A packed tree of nothing.
+NO_TREE = b"\xc0"
 
 
 @dataclass(slots=True)
@@ -35,8 +42,8 @@ class Written:
     """The objects that a save has put into the store.
 
     Attributes:
-        manifests: one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by SHA-256)
-            are theirs.
+        manifests: at most one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by
+            SHA-256) are theirs.
         depth: of the longest chain of deltas.
         sizes: of every object put, by key [bytes].
     """
@@ -51,13 +58,37 @@ class Written:
     depth: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
+    def note(self, data: bytes) -> ManifestRef:
+        """Add a manifest that is about to be put, and return its reference."""
+        ref = manifest.ref_of(data)
+        made = manifest.decode(data, ref.key)
+        self.sizes[ref.key] = len(data)
+        self.manifests.append(ref)
+        self.headers[ref.sha256] = manifest.header_bytes(data)
+        self.in_memory.append(made)
+        self.logical_bytes += ref.logical_bytes
+        self.stored_bytes += len(data)
+        self.depth = max(self.depth, made.header.depth)
+        return ref
 
-def write(context: Context, session: Session, inputs: Sequence[PartInput], bases: Bases, *, full: bool) -> Written:
+
+def write(
+    context: Context,
+    session: SessionLike,
+    inputs: Sequence[PartInput],
+    bases: Bases,
+    *,
+    full: bool,
+    rank: int = 0,
+    world_size: int = 0,
+) -> Written:
     """Store the inputs; all of it is durable on return.
 
     Args:
         bases: the chunks that may be referenced.
         full: store no chains of deltas.
+        rank, world_size: of one of several ranks. It writes child manifests, and none for a part of which it stores
+            nothing. A `world_size` of 0: there is one process, which writes all.
 
     Raises:
         InvalidInputError: the caller's memory was changed meanwhile.
@@ -67,45 +98,73 @@ def write(context: Context, session: Session, inputs: Sequence[PartInput], bases
     layouts: list[_Layout] = []
     with ChunkWriter(context, session, bases, full=full) as chunks:
         for part in inputs:
-            layouts.append(_Layout(first_row=chunks.rows))
-            chunks.begin_part(part.name)
+            if part.own_nodes is None:
+                layouts.append(_Layout(part.name, first_row=chunks.rows))
+                chunks.begin_part(part.name, rank)
+                digest_arrays(part.replicas, context.engines)
+            layout = layouts[-1]  # a rank's own values follow the boxes of their part
+            for node, index in part.own_nodes or ():
+                node[1] = len(layout.entries) + index
             for number, tensor in enumerate(part.tensors):
                 session.heartbeat()
                 if tensor.spec.nbytes >= INLINE_BYTES:
-                    layouts[-1].append(tensor.spec, chunks.add(tensor, number), b"")
+                    layout.append(tensor, chunks.add(tensor, tensor.number(number)), b"")
                 else:
-                    layouts[-1].append(tensor.spec, 0, _inline_bytes(context, tensor))
-            _add_tree(chunks, part, layouts[-1])
+                    layout.append(tensor, 0, _inline_bytes(context, tensor))
+            if not world_size or part.own_nodes is not None:
+                _add_tree(chunks, part, layout)
             chunks.end_part()
         chunks.finish()
-        return _write_manifests(context, session, chunks, inputs, layouts)
+        return _write_manifests(context, session, chunks, layouts, (rank, world_size))
 
 
 @dataclass(slots=True)
 class _Layout:
     """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`; and its packed tree."""
 
-    tree: bytes = b""
+    part: str
+    tree: bytes = NO_TREE
     entries: list[TensorEntry] = field(default_factory=list)
     inline: bytearray = field(default_factory=bytearray)
     first_row: int = 0
     rows: int = 0
     logical_bytes: int = 0
+    whole: Name | None = None  # the tensor of which the last entry has boxes
 
     @property
     def span(self) -> slice:
         """The rows of the part's chunks."""
         return slice(self.first_row, self.first_row + self.rows)
 
-    def append(self, spec: TensorSpec, chunks: int, inline: bytes) -> None:
-        """Add the entry of a tensor that lies in so many chunks, or inline."""
-        boxes = [Box([0] * len(spec.shape), list(spec.shape), self.rows, chunks)] if chunks else []
+    def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
+        """Add the entry of a tensor, or a box to it, which lies in so many chunks, or inline."""
+        spec = tensor.spec
         place = (len(self.inline), spec.nbytes) if inline else None
-        form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
-        self.entries.append(TensorEntry(*form, spec.requires_grad, spec.tie, boxes, place))
+        if tensor.box_of is None:
+            boxes = [Box([0] * len(spec.shape), list(spec.shape), self.rows, chunks)] if chunks else []
+            self.entries.append(_entry(spec, boxes, place))
+        else:
+            self._append_box(tensor, tensor.box_of, chunks, place)
         self.rows += chunks
         self.logical_bytes += spec.nbytes
         self.inline += inline
+
+    def _append_box(self, tensor: TensorInput, of: BoxOf, chunks: int, place: tuple[int, int] | None) -> None:
+        if self.whole != of.name:
+            before = sum(tuple(entry.path) == of.spec.path for entry in self.entries) if of.name[2] else 0
+            missing = of.same_path[before : of.name[2]]  # readers count the entries of a path
+            self.entries += [_entry(spec, [], None) for spec in (*missing, of.spec)]
+            self.whole = of.name
+        last = self.entries[-1]
+        last.boxes.append(Box(list(of.offsets), list(tensor.spec.shape), self.rows, chunks))
+        if place is not None:
+            start, size = last.inline or (place[0], 0)
+            self.entries[-1] = msgspec.structs.replace(last, inline=(start, size + place[1]))
+
+
+def _entry(spec: TensorSpec, boxes: list[Box], inline: tuple[int, int] | None) -> TensorEntry:
+    form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
+    return TensorEntry(*form, spec.requires_grad, spec.tie, boxes, inline)
 
 
 def _add_tree(chunks: ChunkWriter, part: PartInput, layout: _Layout) -> None:
@@ -119,7 +178,7 @@ def _add_tree(chunks: ChunkWriter, part: PartInput, layout: _Layout) -> None:
     for number, end in enumerate(page_ends(data)):
         spec = TensorSpec(path, "page", "bytes", (end - start,), False, None)
         page = TensorInput((part.name, path, number), spec, None, copy=data[start:end], may_delta=False)
-        layout.append(spec, chunks.add(page, first + number), b"")
+        layout.append(page, chunks.add(page, first + number), b"")
         start = end
     layout.tree = pack(["pages", first, len(layout.entries) - first])
 
@@ -142,20 +201,27 @@ def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
 
 
 def _write_manifests(
-    context: Context, session: Session, chunks: ChunkWriter, inputs: Sequence[PartInput], layouts: Sequence[_Layout]
+    context: Context,
+    session: SessionLike,
+    chunks: ChunkWriter,
+    layouts: Sequence[_Layout],
+    writer: tuple[int, int],
 ) -> Written:
-    """Put one manifest a part, after every pack that it names."""
+    """Put one manifest a part, after every pack that it names; `writer` is (rank, world size)."""
+    rank, world_size = writer
     written = Written(stored_bytes=sum(chunks.packs.sizes), chunks=chunks.rows, new_chunks=chunks.new_chunks)
     written.sizes.update(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
     rows = Rows.concatenate(chunks.done)
     puts = []
-    for sequence, (part, layout) in enumerate(zip(inputs, layouts, strict=True)):
+    for sequence, layout in enumerate(layouts):
+        if world_size and not layout.entries and layout.tree == NO_TREE:
+            continue  # this rank stores nothing of the part
         table, packs, sizes = _table(chunks, rows, layout)
         contents = manifest.ManifestContents(
             save_id=bytes.fromhex(session.id),
-            rank=0,
+            rank=rank,
             sequence=sequence,
-            part=part.name,
+            part=layout.part,
             chunk_bytes=context.config.chunk_bytes,
             digest_seed=context.engines.digest_seed,
             tree=msgspec.Raw(layout.tree),
@@ -165,17 +231,11 @@ def _write_manifests(
             packs=packs,
             pack_sizes=sizes,
             logical_bytes=layout.logical_bytes,
+            features=[RANKS] if world_size else [],
+            world_size=world_size,
         )
         data = manifest.encode(contents)
-        ref = manifest.ref_of(data)
-        puts.append(chunks.packs.start_put(ref.key, data))
-        written.sizes[ref.key] = len(data)
-        written.manifests.append(ref)
-        written.headers[ref.sha256] = manifest.header_bytes(data)
-        written.in_memory.append(manifest.decode(data, ref.key))
-        written.logical_bytes += layout.logical_bytes
-        written.stored_bytes += len(data)
-        written.depth = max(written.depth, int(table.depths.max(initial=0)))
+        puts.append(chunks.packs.start_put(written.note(data).key, data))
     for wait in puts:
         wait()
     session.heartbeat()

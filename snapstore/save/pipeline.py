@@ -52,6 +52,7 @@ def save(
                 out_of_memory("save", advice),
                 Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
             ):
+                session.watch = request.require_wanted
                 bases, written = load_bases(context, session, lineage.cached_manifests()), None
                 while written is None:
                     if staging:
@@ -59,12 +60,7 @@ def save(
                     try:
                         written = write(context, session, inputs, bases, full=request.full)
                     except BaseDamagedError as damage:
-                        if any(part.once for part in inputs):
-                            raise _cannot_repeat(damage) from damage
-                        log.warning(
-                            "run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage
-                        )
-                        bases = Bases()
+                        bases = without_bases(request, inputs, damage)
                 if context.options.verify_writes == "full":
                     session.confirm(written.sizes)
                 snapshot = _commit(session, request, bases, written)
@@ -74,21 +70,38 @@ def save(
         lineage.note_saved(
             snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
         )
-        log.info(
-            "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
-            snapshot.run,
-            snapshot.step,
-            human_bytes(snapshot.logical_bytes),
-            human_bytes(snapshot.stored_bytes),
-            snapshot.new_chunks,
-            snapshot.chunks,
-            1000 * snapshot.stall_s,
-            snapshot.total_s,
-        )
-        return _take_tags(context, request, snapshot, before) if before is not None else snapshot
+        log_saved(snapshot)
+        return take_tags(context, request, snapshot, before) if before is not None else snapshot
 
 
-def _take_tags(context: Context, request: SaveRequest, snapshot: Snapshot, before: View) -> Snapshot:
+def without_bases(request: SaveRequest, inputs: Sequence[PartInput], damage: BaseDamagedError) -> Bases:
+    """Return no bases: the inputs are to be written again, in full.
+
+    Raises:
+        SnapstoreError: they are those of an iterator, which cannot be read again.
+    """
+    if any(part.once for part in inputs):
+        raise _cannot_repeat(damage) from damage
+    log.warning("run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage)
+    return Bases()
+
+
+def log_saved(snapshot: Snapshot) -> None:
+    """Log the sizes and times of a committed save."""
+    log.info(
+        "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
+        snapshot.run,
+        snapshot.step,
+        human_bytes(snapshot.logical_bytes),
+        human_bytes(snapshot.stored_bytes),
+        snapshot.new_chunks,
+        snapshot.chunks,
+        1000 * snapshot.stall_s,
+        snapshot.total_s,
+    )
+
+
+def take_tags(context: Context, request: SaveRequest, snapshot: Snapshot, before: View) -> Snapshot:
     """Take the tags of a save off the other snapshots of its run; see `tags.take`."""
     try:
         return tags.take(context, request.tags, snapshot, before)

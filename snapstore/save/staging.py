@@ -24,15 +24,19 @@ from ..arrays import Bytes
 from ..engine.registry import Engines
 from ..errors import CapabilityError, InvalidInputError, out_of_memory
 from ..format.chunking import INLINE_BYTES
-from ..state.arrays import Memory
+from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
-from ..state.structure import DifferentStructureError
+from ..state.learner import DifferentStructureError
 from .inputs import Key, PartInput, TensorInput, inputs_of
-from .known_state import KnownState
+from .known_state import Groups, KnownState
+from .replicas import Replica, digests_of, spans
+from .shares import RankShares
 
 if TYPE_CHECKING:
+    from ..engine.cuda.sources import Sources
     from ..engine.cuda.staging import DeviceStaging
+    from ..state.structure import Match
 
 Mode = Literal["auto", "device", "host"]
 MODES = ("auto", "device", "host")
@@ -60,7 +64,8 @@ class Staging:
     """The buffers of one SnapshotManager. One save at a time uses them, in this order:
 
         inputs = staging.copy_state(state)()    asynchronous: the call in the caller's thread, the rest behind it;
-        inputs = inputs_of(flatten(state))      or synchronous: the caller waits, and its own memory is read
+        inputs = inputs_of(flatten(state))      or synchronous: the caller waits, and its own memory is read;
+                                                a rank passes its shares
         with staging.saving(inputs):            waits until the copies are complete
             staging.use_base(inputs, id)        lends the bytes of snapshot `id`, if they are the ones kept here
             ...                                 the inputs are written, and committed
@@ -71,12 +76,21 @@ class Staging:
     Args:
         keep_base: keep the bytes of the last save as the next one's base; else they are read back from the store.
         mode: where copies of CUDA tensors lie: "device", "host", or "auto" by the memory that is free.
+        shares: of one of several ranks: which boxes it copies. None: there is one process, which copies all.
     """
 
-    def __init__(self, engines: Engines, *, keep_base: bool = True, mode: Mode = "auto") -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        *,
+        keep_base: bool = True,
+        mode: Mode = "auto",
+        shares: RankShares | None = None,
+    ) -> None:
         if mode not in MODES:
             raise InvalidInputError(f"staging {mode!r}: expected 'auto', 'device' or 'host'")
         self._engines, self._keep_base, self._mode = engines, keep_base, mode
+        self.shares = shares
         self._base = Buffers()
         self._spare = Buffers()
         self._base_id: str | None = None
@@ -91,6 +105,11 @@ class Staging:
     def _has_engine(self, device: Any) -> bool:
         """Return whether a device has an engine. NumPy arrays have the device "cpu", a str; values may have none."""
         return getattr(device, "type", "cpu") != "cpu" and self._engines.on_device(device)
+
+    def use_shares(self, shares: RankShares) -> None:
+        """Copy other boxes from the next save on: other ranks hold what this one holds as well."""
+        if shares != self.shares:
+            self.shares, self._known = shares, None
 
     def copy_state(self, state: Any) -> Callable[[], list[PartInput]]:
         """Flatten a state and copy it; a state with the structure of the last one is recognised, which is faster.
@@ -107,7 +126,7 @@ class Staging:
                 inputs = self._copy_known(known, state)
                 self._known = known
                 return inputs
-        parts, structure = flatten_and_learn(state)
+        parts, structure = flatten_and_learn(state, of_rank=self.shares is not None)
         copied = self.copy(parts)
         if structure is not None:
             self._known = KnownState(structure, copied, self._has_engine)
@@ -122,7 +141,7 @@ class Staging:
         Raises:
             InvalidInputError: an array is not the one that was flattened, or is changed while it is copied.
         """
-        inputs = inputs_of(parts)
+        inputs = inputs_of(parts, self.shares)
         if self._spare:
             self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
         with self._copying():
@@ -136,7 +155,30 @@ class Staging:
                     tensor.copy, tensor.array = self._copy_to_host(tensor.key, held, inline_below), None
             for device, tensors in on_devices.items():
                 self._copy_on_device(device, tensors, inline_below)
+            self._digest_replicas([one for part in inputs for one in part.replicas])
         return inputs
+
+    def _digest_replicas(self, replicas: Sequence[Replica]) -> None:
+        """Hash replicas of a state that is not recognised."""
+        on_devices: dict[Any, list[tuple[Replica, Held]]] = defaultdict(list)
+        for one in replicas:
+            held, one.array = one.array, None
+            if held is None:
+                continue
+            if self.on_device(held.value):
+                on_devices[held.value.device].append((one, held))
+            else:
+                found = held.memory(lambda alias: digests_of(as_bytes(alias), self._engines.digest_seed))
+                one.digests = found.copy
+        for device, chosen in on_devices.items():
+            from ..engine.cuda.sources import Sources
+
+            nbytes = np.array([held.spec.nbytes for _, held in chosen], np.int64)
+            sources = Sources(device, [one.name for one, _ in chosen], [held.take() for _, held in chosen], nbytes)
+            digests = self._start_digests(range(len(chosen)), sources)
+            for i, (one, held) in enumerate(chosen):
+                held.confirm()
+                one.digests = digests.get(i)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -155,7 +197,7 @@ class Staging:
         return room
 
     def _copy_on_device(self, device: Any, tensors: list[tuple[TensorInput, Held]], inline_below: int) -> None:
-        from ..engine.cuda.staging import Sources
+        from ..engine.cuda.sources import Sources
 
         keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
         sources = Sources(device, keys, [held.take() for _, held in tensors], np.array(nbytes, np.int64))
@@ -179,18 +221,36 @@ class Staging:
         """
         match = known.structure.match(state)
         copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
+        digests: dict[int, Callable[[], Bytes]] = {}
         with self._copying():
-            for device, group in known.on_devices.items():
+            for device, group in known.copied.on_devices.items():
                 sources = group.sources(device, match)
                 memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
                 copies.append((group.rows, memories))
+            for device, group in known.hashed.on_devices.items():
+                digests |= self._start_digests(group.rows, group.sources(device, match))
             match.confirm()
-            copies.append((known.small.rows, known.small.copy_small(match)))
-            specs = [known.structure.specs[row] for row in known.others.rows]
-            others = zip(known.others.rows, map(Held, known.others.tensors(match), specs), strict=True)
-            for row, held in (*others, *match.others):
+            copies.append((known.copied.small.rows, known.copied.small.copy_small(match)))
+            for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
-        return partial(known.inputs, match, copies)
+            digests |= self._digest_on_host(known.hashed, match)
+        return partial(known.inputs, match, copies, digests)
+
+    def _start_digests(self, rows: Sequence[int], sources: Sources) -> dict[int, Callable[[], Bytes]]:
+        """Begin to hash replicas on their device; they are complete when the copies are."""
+        found = self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
+        return {row: partial(found, i) for i, row in enumerate(rows)} if found else {}
+
+    def _digest_on_host(self, known: Groups, match: Match) -> dict[int, Callable[[], Bytes]]:
+        """Hash replicas in host memory: small ones are copied now, and hashed when asked."""
+        seed, small = self._engines.digest_seed, known.small.copy_small(match)
+        digests: dict[int, Callable[[], Bytes]] = {
+            row: partial(_digest_nth, small, i, seed) for i, row in enumerate(known.small.rows)
+        }
+        for row, held in known.held(match):
+            found = held.memory(lambda alias: digests_of(as_bytes(alias), seed))
+            digests[row] = found.copy
+        return digests
 
     def prepare(self, inputs: Sequence[PartInput]) -> None:
         """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
@@ -202,7 +262,7 @@ class Staging:
             elif tensor.spec.nbytes >= INLINE_BYTES:
                 self._spare.room(tensor.key, tensor.spec.nbytes).fill(0)
         for device, tensors in on_devices.items():
-            from ..engine.cuda.staging import Sources
+            from ..engine.cuda.sources import Sources
 
             nbytes = np.array([tensor.spec.nbytes for tensor in tensors], np.int64)
             sources = Sources(device, [tensor.key for tensor in tensors], (), nbytes)
@@ -282,6 +342,10 @@ class Staging:
     def clear(self) -> None:
         """Give all memory back."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
+
+
+def _digest_nth(small: Callable[[], Sequence[Bytes]], i: int, seed: int) -> Bytes:
+    return digests_of(small()[i], seed)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..arrays import Bytes
 from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
+from .sharded import local_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Array = Any  # torch.Tensor | np.ndarray | bytes
 Memory = Any  # np.ndarray (nbytes,) uint8 in host memory, or torch.Tensor (nbytes,) uint8 on a device
+Boxed = tuple[Memory, Sequence[int], Sequence[int]]
 OnDevice = Callable[["torch.device"], bool] | None  # whether tensors of a device keep their bytes there; None: none do
 
 
@@ -152,7 +154,16 @@ def extent_of(target: Any) -> tuple[str, int, int]:
 
 
 def mismatch(spec: TensorSpec, target: Any) -> str | None:
-    """Return why an array of `into` cannot be filled with a stored one, or None if it can."""
+    """Return why an array of `into` cannot be filled with a stored one, or None if it can.
+
+    A sharded tensor must have the whole shape that is stored.
+    """
+    try:
+        sharding = sharding_of(target)
+    except UnsupportedLeafError as error:
+        return f"type: {error}"
+    if sharding is not None:
+        target = local_of(target)
     if not is_array(target):
         return f"type: expected {type(target).__name__} as in `into`, got {spec.kind} {spec.dtype}{list(spec.shape)}"
     try:
@@ -161,8 +172,9 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
         return f"type: {error}"
     if family(kind) != family(spec.kind):
         return f"type: expected {kind} as in `into`, got {spec.kind}"
-    if shape != spec.shape:
-        return f"shape: expected {shape} as in `into`, got {spec.shape}"
+    whole = shape if sharding is None else sharding.global_shape
+    if whole != spec.shape:
+        return f"shape: expected {whole} as in `into`, got {spec.shape}"
     if dtype != spec.dtype:
         return f"dtype: expected {dtype} as in `into`, got {spec.dtype}"
     strides = target.strides if kind == "array" else target.stride()
@@ -294,6 +306,27 @@ def fill(memory: Memory, data: np.ndarray[Any, Any]) -> None:
         import torch
 
         memory.copy_(torch.from_numpy(data.copy()))  # a copy: torch warns of read-only memory
+
+
+def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
+    """Copy a box of bytes out of one box of bytes into another, both in C order.
+
+    Args:
+        target, source: each (memory of the box, its sizes, where the copied box begins in it). Host memory may go into
+            device memory.
+        sizes: of the box that is copied, as many as the boxes have dimensions.
+    """
+    (to, to_sizes, to_start), (of, of_sizes, of_start) = target, source
+    there = to.reshape(to_sizes)[tuple(slice(at, at + size) for at, size in zip(to_start, sizes, strict=True))]
+    here = of.reshape(of_sizes)[tuple(slice(at, at + size) for at, size in zip(of_start, sizes, strict=True))]
+    if isinstance(to, np.ndarray):
+        there[...] = here
+    elif isinstance(of, np.ndarray):
+        import torch
+
+        there.copy_(torch.from_numpy(here.copy()))  # a copy: torch warns of read-only memory
+    else:
+        there.copy_(here)
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:

@@ -13,6 +13,8 @@ Rules that users see:
 - Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
   left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
   functions remain.
+- A rank of a job may hold sharded tensors (sharded.py), and values of its own (per_rank.py). The tree and the specs are
+  then those of the whole job, and the arrays are local tensors. Values of its own lie in parts of their own.
 
 Invariants: the part "" comes first, and a tie refers to an earlier part. torch is imported only when there are tensors.
 `flatten` runs in the thread that owns the state.
@@ -20,17 +22,24 @@ Invariants: the part "" comes first, and a tie refers to an earlier part. torch 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
+from ..errors import UnsupportedLeafError
 from .arrays import address_of, describe, memory_key
 from .containers import CONTAINERS, Path, children
 from .held_array import Held
+from .learner import DifferentStructureError, own_key
+from .per_rank import is_per_rank
+from .sharded import Sharding, local_of, sharding_of
 from .stateful import is_stateful, state_of
-from .structure import DifferentStructureError, Structure
+from .structure import Structure
 from .tensors import Node, TensorSpec
 from .tree_encode import PLAIN, Encoder
 
@@ -39,43 +48,61 @@ MAX_PARTS = 64  # a state with more top-level containers and objects has only th
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a flattened state; `specs[i]` describes `arrays[i]`, which is still the user's memory."""
+    """One part of a flattened state; `specs[i]` describes `arrays[i]`, which is still the user's memory.
+
+    Attributes:
+        shardings: of a rank: for each array its sharding, or None for a plain one. `specs[i]` then describes the whole
+            tensor, and `arrays[i].spec` the local one.
+        own_nodes: of a part of a rank's own values, whose tree is `["own", [node, ...]]`: each node of an array in it,
+            and the index of that array in `arrays`. None: the values are the whole job's.
+    """
 
     name: str
     tree: Node
     specs: list[TensorSpec]
     arrays: list[Held]
+    shardings: list[Sharding | None] = field(default_factory=list)
+    own_nodes: list[tuple[Node, int]] | None = None
+
+    @property
+    def key(self) -> str:
+        """Return a name that no other part of the state has."""
+        return self.name if self.own_nodes is None else own_key(self.name)
 
 
-def flatten(state: Any) -> list[Part]:
+def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
     """Split a state into parts; nothing is copied.
 
     Args:
         state: Any nesting of containers over tensors, arrays, plain values and objects with state_dict/load_state_dict.
+        of_rank: Whether it is what one of several ranks holds: sharded tensors are allowed, and values of its own are
+            kept apart.
 
     Returns:
         The part "" with the root of the tree, then one part per top-level container or object of a dict, in its order.
+        A part of a rank's own values comes behind the part of the same name.
 
     Raises:
         UnsupportedLeafError: Values have no stored form; all of them (up to 20) are named.
         InvalidInputError: The state contains itself, is nested too deeply, or a `state_dict()` failed.
     """
-    return _Flattener().parts(state)
+    return (_RankFlattener() if of_rank else _Flattener()).parts(state)
 
 
-def flatten_and_learn(state: Any) -> tuple[list[Part], Structure | None]:
-    """Split a state into parts, and learn its structure, by which a later state can be recognised.
+def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part], Structure | None]:
+    """Split a state into parts as `flatten` does, and learn its structure, by which a later state can be recognised.
 
     Returns:
-        The parts, as `flatten` gives them, and the structure, or None if the state has one that cannot be recognised.
+        The parts, and the structure, or None if the state has one that cannot be recognised.
     """
-    flattener = _Flattener()
+    flattener = _RankFlattener() if of_rank else _Flattener()
     parts = flattener.parts(state)
     if flattener.is_repeated:  # two states of one object may differ
         return parts, None
-    names, trees, specs = zip(*((part.name, part.tree, part.specs) for part in parts), strict=True)
+    keys, trees = [part.key for part in parts], [part.tree for part in parts]
+    specs = [[held.spec for held in part.arrays] for part in parts]
     try:
-        return parts, Structure(state, flattener.states, names, trees, specs)
+        return parts, Structure(state, flattener.states, keys, trees, specs)
     except DifferentStructureError:
         return parts, None
 
@@ -129,23 +156,37 @@ class _Flattener:
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else value
-        kind, dtype, shape = describe(stored)
-        tag = "bytearray" if stored is not value else kind
+        try:
+            kind, dtype, shape = describe(stored)
+        except UnsupportedLeafError:
+            stored = _whole(value)
+            if stored is None:
+                raise
+            kind, dtype, shape = describe(stored)
+        tag = "bytearray" if type(value) is bytearray else kind
         grad = tag in ("tensor", "parameter") and value.requires_grad
-        part, index = self._part, len(self._part.specs)
-        first = self._put_first(stored, (part.name, index))
-        tie = None if first[0] == part.name else first
+        return self._node(TensorSpec(path, kind, dtype, shape, grad, None), stored, tag)
+
+    def _node(self, spec: TensorSpec, stored: Any, tag: str) -> Node:
+        """Add an array to the part, unless it is there, and return its node."""
+        part, path, grad = self._part, spec.path, spec.requires_grad
+        index = len(part.specs)
+        first = self._put_first(stored, (part.key, index))
+        tie = None if first[0] == part.key else first
         index = first[1] if tie is None else self._tied.setdefault(tie, index)
         if index == len(part.specs):
-            spec = TensorSpec(path, kind, dtype, shape, grad, tie)
-            part.specs.append(spec)
-            part.arrays.append(Held(stored, spec))
-            self._held[part.name, index] = part.arrays[-1]
+            spec = spec if tie is None else msgspec.structs.replace(spec, tie=tie)
+            self._append(spec, stored)
+            self._held[part.key, index] = part.arrays[-1]
             if tie is not None:
                 part.arrays[-1].ties += ((self._held[tie].spec.path, self._held[tie].value),)
         if self._held[first].value is not stored:
             self._held[first].ties += ((path, stored),)
         return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
+
+    def _append(self, spec: TensorSpec, stored: Any) -> None:
+        self._part.specs.append(spec)
+        self._part.arrays.append(Held(stored, spec))
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         """Return the (part, index) where this memory was put first, which may be `here`."""
@@ -163,6 +204,86 @@ class _Flattener:
             return place
         self._first[key] = (value, here)  # a `state_dict()` moved the first array; its old memory was reused
         return here
+
+
+class _RankFlattener(_Flattener):
+    """One walk over what a rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoder = Encoder(self._put, self._expand, self._special, columnar=True)
+        self._own: dict[str, Part] = {}  # by the name of the part
+        self._empty: dict[tuple[Any, ...], tuple[str, int]] = {}  # place of an empty local tensor -> (part, index)
+        self._sharding: Sharding | None = None  # of the array that is being put
+
+    def parts(self, state: Any) -> list[Part]:
+        done = []
+        for part in super().parts(state):
+            done.append(part)
+            if own := self._own.get(part.name):
+                done.append(own)
+        return done
+
+    def _special(self, value: Any, path: Path) -> Node:
+        """Return the node of a value that only ranks have, or None."""
+        if is_per_rank(value) and self._part.own_nodes is None:
+            return self._put_own(value, path)
+        return self._put(value, path) if sharding_of(value) is not None else None
+
+    def _put(self, value: Any, path: Path) -> Node:
+        self._sharding = sharding_of(value)
+        if self._sharding is None:
+            node = super()._put(value, path)
+            if self._part.own_nodes is not None:
+                self._part.own_nodes.append((node, node[1]))
+            return node
+        if self._part.own_nodes is not None:
+            raise UnsupportedLeafError("is sharded over ranks, so it is no rank's own: take it out of PerRank")
+        local = local_of(value)
+        _, dtype, _ = describe(local)
+        kind = "parameter" if isinstance(value, sys.modules["torch"].nn.Parameter) else "tensor"
+        grad = bool(getattr(value, "requires_grad", False))
+        return self._node(TensorSpec(path, kind, dtype, self._sharding.global_shape, grad, None), local, kind)
+
+    def _append(self, spec: TensorSpec, stored: Any) -> None:
+        self._part.shardings.append(self._sharding)
+        self._part.specs.append(spec)
+        if self._sharding is not None:
+            spec = TensorSpec(spec.path, "tensor", spec.dtype, tuple(stored.shape), False, spec.tie)
+        self._part.arrays.append(Held(stored, spec))
+
+    def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
+        if self._sharding is None or address_of(value):
+            return super()._put_first(value, here)
+        # A tied tensor of which this rank holds nothing has no address; but rank 0 may hold some of it.
+        place = (value.untyped_storage()._cdata, value.storage_offset(), self._sharding.global_shape)
+        return self._empty.setdefault(place, here)
+
+    def _put_own(self, value: Any, path: Path) -> Node:
+        """Put a value that is this rank's own into the part of such values; return the node that stands for it."""
+        shared, name = self._part, self._part.name
+        own = self._own.setdefault(name, Part(name, ["own", []], [], [], own_nodes=[]))
+        outer = self._at, self._first, self._tied
+        self._part, self._at, self._first, self._tied = own, {}, {}, {}  # it is tied to nothing outside
+        state = self._expand(value, path)
+        assert state is not None
+        self._encoder.enter(value, path)
+        node = self._encoder.node(state[0], path)
+        self._encoder.leave(value)
+        self._part, (self._at, self._first, self._tied) = shared, outer
+        own.tree[1].append(node)
+        return ["rank", len(own.tree[1]) - 1]
+
+
+def _whole(value: Any) -> Any:
+    """Return the local tensor of a sharded one that lies here as a whole, as in a job of one rank; else None."""
+    try:
+        sharding = sharding_of(value)
+    except UnsupportedLeafError:
+        return None
+    if sharding is None or len(sharding.boxes) != 1 or tuple(sharding.boxes[0][1]) != sharding.global_shape:
+        return None
+    return local_of(value)
 
 
 def _part_names(root: Any) -> list[str]:

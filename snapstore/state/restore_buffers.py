@@ -2,7 +2,8 @@
 
 In: the parts, the selected slots, and the arrays of `into` that can be filled directly. Out: one buffer per array that
 is read, whatever number of places wants it, and decoded trees with arrays in their slots. A buffer is host memory, or
-device memory that the caller can write itself.
+device memory that the caller can write itself. For a sharded tensor of `into` it has the boxes that the local tensor
+holds, one after the other.
 
 Invariants: nothing of `into` is modified before the first `buffer`. Tied arrays are read once, and share memory if
 there is no `into`. Arrays of `into` that overlap are filled last and then compared: both must have the stored values.
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..errors import FormatError, InvalidInputError
@@ -36,23 +38,37 @@ from .arrays import (
 )
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
+from .sharded import Boxes, local_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, family
-from .tree_decode import Decoded
+from .tree_decode import ELSEWHERE, Decoded
 
 if TYPE_CHECKING:
     import torch
 
 
+class Want(NamedTuple):
+    """An array to read.
+
+    Attributes:
+        part: the position of its part.
+        entry: the index of its spec in the part.
+        boxes: (offsets, sizes) of the boxes that are wanted of it, whose bytes follow each other; None: all of it.
+    """
+
+    part: int
+    entry: int
+    boxes: Boxes | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One stored array, and every place that wants it.
+    """One stored array, or some boxes of it, and every place that wants it; `spec` has the shape of the memory.
 
     Its bytes arrive in `home`: the memory of the first target that can be filled directly, else the fresh array that
     the state will contain, else a temporary buffer.
     """
 
-    part: int
-    index: int
+    want: Want
     spec: TensorSpec
     slots: list[Slot] = field(default_factory=list)
     fresh: Any = None  # a new array for the places without a target
@@ -66,7 +82,7 @@ class RestoreBuffers:
     """The arrays of one restore and their memory.
 
     Call sequence: `add` every selected slot, `claim` the arrays of `into` for them, `find_overlaps`; then `buffer` and
-    `complete` every entry of `selected`; at the end `fill_overlapping` and `build`.
+    `complete` every entry of `wants`; at the end `fill_overlapping` and `build`.
 
     Args:
         parts: The decoded parts; slots contain their positions.
@@ -91,7 +107,9 @@ class RestoreBuffers:
         self._device = device
         self._on_device = on_device
         self._decoded = decoded or Decoded()
-        self._sources: dict[tuple[int, int], _Source] = {}
+        self._sources: dict[Want, _Source] = {}
+        self._boxes: dict[Slot, Boxes] = {}  # of the targets that are sharded
+        self._locals: dict[Slot, Any] = {}  # their local tensors
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
         self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
@@ -109,10 +127,25 @@ class RestoreBuffers:
         self._targets[slot] = target
         if owned:
             self._owned.add(slot)
+        sharding = sharding_of(target)
+        if sharding is None:
+            return
+        whole = self._source(slot)
+        whole.slots.remove(slot)
+        if not whole.slots:
+            del self._sources[whole.want]
+        self._boxes[slot], self._locals[slot] = sharding.boxes, local_of(target)
+        source = self._source(slot)
+        source.slots.append(slot)
+        source.spec = msgspec.structs.replace(source.spec, shape=tuple(self._locals[slot].shape))
 
-    def selected(self) -> list[tuple[int, int]]:
-        """Return (position of the part, index) of every array to read, in order."""
-        return sorted(self._sources)
+    def wants(self) -> list[Want]:
+        """Return every array to read, in the order of the manifests."""
+        return sorted(self._sources, key=lambda want: (want.part, want.entry, want.boxes or ()))
+
+    def _array(self, slot: Slot) -> Any:
+        """Return the array of `into` for a place; of a sharded one the local tensor."""
+        return self._locals.get(slot, self._targets[slot])
 
     def spec(self, slot: Slot) -> TensorSpec:
         """Return the spec of the array that is stored for a place."""
@@ -127,10 +160,10 @@ class RestoreBuffers:
         return slot in self._overlapping
 
     def _source(self, slot: Slot) -> _Source:
-        place = self._origin(slot.part, slot.index)
-        if place not in self._sources:
-            self._sources[place] = _Source(*place, self._parts[place[0]].specs[place[1]])
-        return self._sources[place]
+        want = Want(*self._origin(slot.part, slot.index), self._boxes.get(slot))
+        if want not in self._sources:
+            self._sources[want] = _Source(want, self._parts[want.part].specs[want.entry])
+        return self._sources[want]
 
     def _origin(self, part: int, index: int) -> tuple[int, int]:
         """Follow a tie to its origin if that is selected too."""
@@ -154,8 +187,9 @@ class RestoreBuffers:
 
         They are filled at the end and compared: the stored values may be the same (views saved as copies) or differ.
         """
+        arrays = ((slot, self._array(slot)) for slot in self._targets)
         claims = sorted(
-            ((*extent_of(target), memory_key(target), slot) for slot, target in self._targets.items()),
+            ((*extent_of(array), memory_key(array), slot) for slot, array in arrays),
             key=lambda claim: claim[:3],
         )
         group: list[Any] = []
@@ -173,7 +207,7 @@ class RestoreBuffers:
         if len(places) > 1:
             self._overlapping.update(slot for *_, slot in group)
             for *_, slot in group:
-                if slot in self._owned:  # its object decides how to load it
+                if slot in self._owned and slot not in self._locals:  # its object decides how to load it
                     del self._targets[slot]
 
     def fresh_bytes(self) -> int:
@@ -188,14 +222,14 @@ class RestoreBuffers:
             total += source.spec.nbytes if is_new and not on_device else 0
         return total
 
-    def buffer(self, part: int, index: int) -> Memory:
-        """Return the memory for an entry of `selected`, allocated now if it is not that of `into`.
+    def buffer(self, want: Want) -> Memory:
+        """Return the memory for an entry of `wants`, allocated now if it is not that of `into`.
 
         Returns:
             (nbytes,) uint8, writable; the same on every call until `complete`. Work on the current stream may still use
             device memory: other streams must wait for it before they write.
         """
-        source = self._sources[part, index]
+        source = self._sources[want]
         if source.home is None:
             places = ((slot, self._memory_of(slot)) for slot in source.slots)
             source.home_slot, source.home = next((place for place in places if place[1] is not None), (None, None))
@@ -210,7 +244,7 @@ class RestoreBuffers:
         """Return the memory of a target that can be filled directly, else None."""
         if slot not in self._targets or slot in self._overlapping:
             return None
-        return memory_view(self._targets[slot], self._on_device)
+        return memory_view(self._array(slot), self._on_device)
 
     def _in_fresh(self, source: _Source) -> bool:
         """Return whether the bytes can be read directly into the new array of a place without a target."""
@@ -227,27 +261,27 @@ class RestoreBuffers:
     def _temporary_device(self, source: _Source) -> torch.device | None:
         """Return the device of the first target that does not overlap; overlapping ones use host memory to the end."""
         slots = [slot for slot in source.slots if slot in self._targets and slot not in self._overlapping]
-        devices = (device_of(self._targets[slot], self._on_device) for slot in slots)
+        devices = (device_of(self._array(slot), self._on_device) for slot in slots)
         return next(filter(None, devices), None)
 
-    def complete(self, part: int, index: int) -> None:
+    def complete(self, want: Want) -> None:
         """Copy the bytes in `buffer`, which are complete and verified, to every place that wants them.
 
         Device memory is copied on the current stream, which must have waited for the streams that wrote it.
         """
-        source = self._sources[part, index]
-        home = self.buffer(part, index)
+        source = self._sources[want]
+        home = self.buffer(want)
         if source.fresh is None and any(slot not in self._targets for slot in source.slots):
             source.fresh = from_bytes(home, source.spec, self._device)
         for slot in source.slots:
             if slot in self._targets and slot is not source.home_slot and slot not in self._overlapping:
-                assign(self._targets[slot], home, source.spec)
+                assign(self._array(slot), home, source.spec)
         source.complete = True
         if self._overlapping.isdisjoint(source.slots):
             source.home = None
 
     def fill_overlapping(self) -> None:
-        """Fill the arrays of `into` that share memory; every entry of `selected` is complete.
+        """Fill the arrays of `into` that share memory; every entry of `wants` is complete.
 
         Raises:
             InvalidInputError: The snapshot has different values for them.
@@ -255,7 +289,7 @@ class RestoreBuffers:
         slots = [slot for slot in self._overlapping if slot in self._targets]
         for slot in slots:
             source = self._source(slot)
-            assign(self._targets[slot], self.buffer(source.part, source.index), source.spec)
+            assign(self._array(slot), self.buffer(source.want), source.spec)
         for slot in slots:
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
 
@@ -266,7 +300,8 @@ class RestoreBuffers:
             InvalidInputError: It has others.
         """
         source = self._source(slot)
-        if not np.array_equal(as_bytes(value), as_bytes(self.buffer(source.part, source.index))):
+        array = value if slot not in self._locals else local_of(value)
+        if not np.array_equal(as_bytes(array), as_bytes(self.buffer(source.want))):
             raise InvalidInputError(
                 f"{shown(path)}: shares memory with another array in `into`, but the snapshot has different values "
                 "for the two; untie them in `into` and restore again"
@@ -276,13 +311,16 @@ class RestoreBuffers:
         """Return a decoded tree with its arrays in their slots."""
         if type(tree) is Slot:
             return self._value(tree)
+        if tree is ELSEWHERE:
+            return None
         if type(tree) not in CONTAINERS:
             return tree
         new = tree
         if id(tree) not in self._decoded.plain:
             items = []
             for _, key, child in children(tree):
-                items.append((key, self.build(child)))
+                if child is not ELSEWHERE:
+                    items.append((key, self.build(child)))
             new = like(tree, items)
         _, make = self._decoded.makers.get(id(tree), (None, None))
         return new if make is None else make(new)

@@ -11,6 +11,9 @@ Rules that users see:
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
 - With `keys` and no `into`, lists and tuples contain only the selected items, so positions close up.
+- Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer without state gets that of
+  its sharded parameters in their sharding.
+- Values of other ranks are left out, and `into` keeps what it has in their places.
 - An object whose class has `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
 
 torch is imported only when there are tensors. `RestorePlan.__init__` and `finish` belong to the thread that owns the
@@ -28,15 +31,17 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, SnapstoreError
+from ..text import some
 from . import classes
 from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
-from .restore_buffers import RestoreBuffers
+from .restore_buffers import RestoreBuffers, Want
 from .selection import Selection
+from .sharded_optimizer import with_sharded_state
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import Decoded, decode, part_names
+from .tree_decode import ELSEWHERE, Decoded, decode, part_names
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
@@ -65,7 +70,7 @@ Replace = Callable[[], Any]  # makes the new value that replaces the present one
 class RestorePlan:
     """The plan of one restore: which arrays it reads, where they go, and how the state is built.
 
-    Call sequence: construct, then for every entry of `selected`: `buffer`, fill, verify, `complete`; at the end
+    Call sequence: construct, then for every entry of `wants`: `buffer`, fill, verify, `complete`; at the end
     `finish`. Construction finds every difference between the snapshot and `into`; nothing is modified before the first
     `buffer`. If a restore stops between `buffer` and `finish`, `into` has a mixture of values: restore it again.
 
@@ -78,9 +83,10 @@ class RestorePlan:
             memory.
         decoded: Counts the memory of large plain values before they are made, and has the classes of users; None: the
             memory is not bounded, and values come back in their plain forms.
+        elsewhere: The error if values of other ranks are selected; None: they are left out.
 
     Attributes:
-        selected: (position of the part, index) of every array to read, in the order of the manifests.
+        wants: Every array to read, in the order of the manifests.
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; the differences are counted by part, and up to 50 listed.
@@ -97,6 +103,7 @@ class RestorePlan:
         device: str | torch.device | None = None,
         on_device: OnDevice = None,
         decoded: Decoded | None = None,
+        elsewhere: str | None = None,
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError(
@@ -112,13 +119,16 @@ class RestorePlan:
         self._loads: list[_Load] = []
         stored = decode(parts, partial=keys is not None, decoded=decoded)
         self._selection.resolve(stored, part_names(parts))
+        missing = [shown(path) for path in decoded.elsewhere if self._selection.matches(path)]
+        if missing and elsewhere is not None:
+            raise InvalidInputError(f"{some(missing, 5)}: {elsewhere}")
         self._stored = self._selection.prune(stored, ()) if into is None else stored
         for path, slot in _slots(stored, (), decoded.plain):
             if self._selection.matches(path):
                 self._buffers.add(slot)
         if into is not None:
             self._plan_root()
-        self.selected: list[tuple[int, int]] = self._buffers.selected()
+        self.wants: list[Want] = self._buffers.wants()
 
     # --- plan: compare, and change nothing ---
 
@@ -134,6 +144,8 @@ class RestorePlan:
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan one place; return how to make its new value if the parent must replace it."""
+        if stored is ELSEWHERE:
+            return None
         extent = self._selection.extent(stored, path)
         if extent == "none":
             self._plan_missing(target, path)
@@ -204,7 +216,7 @@ class RestorePlan:
                 replacement = self._plan(child, present.pop(key)[1], (*path, element))
                 if replacement is not None:
                     replacements[key] = replacement
-            else:
+            elif child is not ELSEWHERE:
                 absent[element] = child
         extra = dict(present.values())
         for element in self._plan_renamed(absent, extra, path, is_module=False):
@@ -229,7 +241,7 @@ class RestorePlan:
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
-            self._match(stored, present, path)
+            self._match(stored, with_sharded_state(target, stored, present, self._buffers.spec), path)
         build = self._merge(stored, present, path) if extent == "some" else lambda: self._buffers.build(stored)
         self._loads.append(_Load(path, target, stored, build))
 
@@ -298,18 +310,18 @@ class RestorePlan:
         """Return the bytes of host memory for arrays that `into` has no memory for."""
         return self._buffers.fresh_bytes()
 
-    def buffer(self, part: int, index: int) -> Memory:
-        """Return the memory for an entry of `selected`; see `RestoreBuffers.buffer`."""
-        return self._buffers.buffer(part, index)
+    def buffer(self, want: Want) -> Memory:
+        """Return the memory for an entry of `wants`; see `RestoreBuffers.buffer`."""
+        return self._buffers.buffer(want)
 
-    def complete(self, part: int, index: int) -> None:
+    def complete(self, want: Want) -> None:
         """Copy the bytes of an entry to every place that wants them; see `RestoreBuffers.complete`."""
-        self._buffers.complete(part, index)
+        self._buffers.complete(want)
 
     # --- finish ---
 
     def finish(self) -> Any:
-        """Put the state together; every entry of `selected` is complete.
+        """Put the state together; every entry of `wants` is complete.
 
         Returns:
             The state, or `into`.
@@ -400,7 +412,7 @@ def _stored_name(stored: Any) -> str:
 def _is_plain(tree: Any, path: Path = ()) -> bool:
     """Return whether a tree has neither arrays nor objects; long bytes are plain."""
     return not any(
-        (type(leaf) is Slot and family(leaf.tag) != "bytes") or is_array(leaf) or is_stateful(leaf)
+        (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE or is_array(leaf) or is_stateful(leaf)
         for _, leaf in leaves(tree, path)
     )
 

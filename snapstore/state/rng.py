@@ -29,9 +29,11 @@ class RngState:
 
     Attributes:
         load_last: Makes a restore load this after all other objects, which may draw random numbers when they load.
+        per_rank: Makes a save of several ranks keep the generators of each.
     """
 
     load_last = True
+    per_rank = True
 
     def __init__(self, *, cuda: bool = True) -> None:
         self._cuda = cuda

@@ -18,21 +18,18 @@ from itertools import chain
 from operator import attrgetter, eq, methodcaller
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from ..arrays import Column
 from ..errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, address_of, describe
-from .containers import CONTAINERS, Path
+from .containers import Path
 from .held_array import Held
+from .known_shards import KnownShards
+from .learner import MAPPINGS, Container, DifferentStructureError, Learner, are_versions, bytes_of, is_own_key
 from .stateful import is_stateful, state_of
-from .tensors import Node, TensorSpec, is_array
+from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
-
-_MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
-_SCALARS = frozenset({type(None), bool, int, float, str})
-_ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
 
 #: Properties of a tensor that must be as they were, beside its type, its device and its address.
 _PROPERTIES: list[Any] = [
@@ -40,50 +37,6 @@ _PROPERTIES: list[Any] = [
     *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
 ]
 _address: Any = methodcaller("data_ptr")
-
-
-class DifferentStructureError(Exception):
-    """The state does not have the structure that is known."""
-
-
-@dataclass(slots=True, eq=False)
-class _Container:
-    """A container of the known state with arrays in it.
-
-    Attributes:
-        owner: the type of the object whose state it is, or None.
-        versions: `_metadata` of an OrderedDict: the versions of modules by name, as `_bytes_of` gives them.
-        node: as it was encoded last.
-        arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
-        scalars: the plain children that are scalars, as they were encoded last.
-        part: the name of the part whose tree it is.
-        table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
-    """
-
-    kind: Any
-    owner: type | None
-    path: Path
-    keys: list[Any]
-    key_types: list[type]
-    types: list[type]
-    versions: bytes | None
-    node: Node
-    part: str | None = None
-    arrays: list[int] = field(default_factory=list)
-    plain: list[int] = field(default_factory=list)
-    nested: list[tuple[int, _Container]] = field(default_factory=list)
-    plain_parts: list[tuple[int, str]] = field(default_factory=list)
-    scalars: dict[int, Any] = field(default_factory=dict)
-    table: tuple[list[int], list[str], list[type]] | None = None
-
-    def replace(self, nodes: Mapping[int, Node]) -> None:
-        """Put other nodes of children into the node; the old one may still be in use."""
-        at = 2 if self.kind in _MAPPINGS else 1
-        node, children = list(self.node), list(self.node[at])
-        for i, child in nodes.items():
-            children[i] = child
-        node[at] = children
-        self.node = node
 
 
 @dataclass(slots=True, eq=False)
@@ -125,11 +78,11 @@ class Structure:
     Args:
         state: as it was flattened.
         states: what `state_dict` returned, by the id of its object.
-        names, trees, specs: of its parts.
+        keys, trees, specs: of its parts. Specs of sharded tensors are those of the local tensors.
 
     Attributes:
         specs: of all parts, in order.
-        sizes: how many specs each part has, by name.
+        sizes: how many specs each part has, by key.
         rows: positions of the specs of tensors that a match gives as columns: all on devices, and all in host memory
             that lie in one piece.
         nbytes: (n,) sizes of these tensors.
@@ -144,19 +97,26 @@ class Structure:
         self,
         state: Any,
         states: Mapping[int, Any],
-        names: Sequence[str],
+        keys: Sequence[str],
         trees: Sequence[Node],
         specs: Sequence[Sequence[TensorSpec]],
     ) -> None:
         self.specs = [spec for part in specs for spec in part]
-        self.sizes = dict(zip(names, map(len, specs), strict=True))
-        starts = np.cumsum([0, *self.sizes.values()]).tolist()
-        learner = _Learner(states, dict(zip(names, trees, strict=True)), dict(zip(names, starts, strict=False)))
+        self.sizes = dict(zip(keys, map(len, specs), strict=True))
+        starts = dict(zip(keys, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
+        by_key = dict(zip(keys, trees, strict=True))
+        learner = Learner(states, by_key, starts)
         root = learner.learn(state, trees[0], (), "")
         if root is None:
             raise DifferentStructureError  # there are no arrays
         self._root = root
-        self._note_arrays(learner.arrays, learner.rows, starts=dict(zip(names, starts, strict=False)))
+        self._own_counts = {key: len(tree[1]) for key, tree in by_key.items() if is_own_key(key)}
+        try:
+            self._sharded = KnownShards(learner.arrays)
+            arrays = self._sharded.localize(learner.arrays)
+        except ValueError as error:
+            raise DifferentStructureError from error
+        self._note_arrays(arrays, learner.rows, starts)
 
     def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int], starts: Mapping[str, int]) -> None:
         batched = [_is_batched(array) for array in arrays]
@@ -195,9 +155,13 @@ class Structure:
             InvalidInputError: a `state_dict()` failed.
         """
         arrays: list[Array] = []
-        trees: dict[str, Node] = {}
+        trees: dict[str, Node] = {key: ["own", [None] * count] for key, count in self._own_counts.items()}
         self._match(self._root, state, arrays, trees, [])
         trees[""] = self._root.node
+        try:
+            arrays = self._sharded.localize(arrays)
+        except ValueError as error:
+            raise DifferentStructureError from error
         tensors = arrays if not self._others else [arrays[i] for i in self._batched]
         places = self._locate(tensors)
         others = self._hold_others(arrays)
@@ -242,7 +206,7 @@ class Structure:
         )
 
     def _match(
-        self, known: _Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
+        self, known: Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
     ) -> None:
         """Compare a container with the known one; note its arrays, and encode its plain values."""
         if known.owner is not None:
@@ -252,7 +216,7 @@ class Structure:
         if type(value) is not known.kind:
             raise DifferentStructureError
         values: Any = value
-        if known.kind in _MAPPINGS:
+        if known.kind in MAPPINGS:
             if list(value) != known.keys or list(map(type, value)) != known.key_types:
                 raise DifferentStructureError
             values = list(value.values())
@@ -272,10 +236,14 @@ class Structure:
         for i, child in known.nested:
             node = child.node
             self._match(child, values[i], arrays, trees, outer)
-            if child.part is not None:
+            if child.own is not None:
+                _note_own(trees, child.part, *child.own, child.node)
+            elif child.part is not None:
                 trees[child.part] = child.node
             elif child.node is not node:
                 nodes[i] = child.node
+        for i, part, key, number in known.plain_own:
+            _note_own(trees, part, key, number, _encode(values[i], outer))
         for i, name in known.plain_parts:
             trees[name] = _encode(values[i], outer)
         for i in known.plain:
@@ -307,73 +275,11 @@ class Structure:
         return others
 
 
-class _Learner:
-    """One walk over a state and its trees; `arrays` and `rows` are in the order in which a match finds the arrays."""
-
-    def __init__(self, states: Mapping[int, Any], trees: Mapping[str, Node], starts: Mapping[str, int]) -> None:
-        self._states, self._trees, self._starts = states, trees, starts
-        self.arrays: list[Array] = []
-        self.rows: list[int] = []  # the position of its spec
-
-    def learn(self, value: Any, node: Node, path: Path, part: str) -> _Container | None:
-        """Return a container, or the container that is the state of an object; None if there are no arrays in it."""
-        owner = None
-        if id(value) in self._states and type(value) not in CONTAINERS:
-            owner, value = type(value), self._states[id(value)]
-        if type(value) not in (*_MAPPINGS, *_SEQUENCES) or _is_columns(node):
-            if _has_arrays(node):
-                raise DifferentStructureError
-            return None
-        is_mapping = type(value) in _MAPPINGS
-        keys = list(value) if is_mapping else list(range(len(value)))
-        values = list(value.values()) if is_mapping else list(value)
-        versions = getattr(value, "_metadata", None)
-        if not _are_versions(versions):
-            raise DifferentStructureError
-        noted = None if versions is None else _bytes_of(versions)
-        found = _Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, node)
-        before = len(self.arrays)
-        below: list[tuple[int, Any, Node]] = []
-        for i, (child, child_node) in enumerate(zip(values, node[2 if is_mapping else 1], strict=True)):
-            if is_array(child) or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
-                found.arrays.append(i)
-                self.arrays.append(child)
-                self.rows.append(self._starts[part] + child_node[1])
-            elif type(child) in _SCALARS:
-                found.plain.append(i)
-                found.scalars[i] = child
-            else:
-                below.append((i, child, child_node))
-        for i, child, child_node in below:
-            self._learn_child(found, i, child, child_node, part)
-        if len(self.arrays) == before:
-            return None
-        if set(found.key_types) - {str, int}:
-            raise DifferentStructureError
-        if is_mapping and len(found.nested) == len(values) and all(_is_row(child) for _, child in found.nested):
-            rows = [child for _, child in found.nested]
-            lengths = [len(row.keys) for row in rows]
-            found.table = (lengths, [key for row in rows for key in row.keys], [t for row in rows for t in row.types])
-        return found
-
-    def _learn_child(self, parent: _Container, i: int, child: Any, node: Node, part: str) -> None:
-        is_part = part == "" and type(node) is list and node[0] == "part"
-        name = node[1] if is_part else part
-        path = (*parent.path, str(parent.keys[i]))
-        nested = self.learn(child, self._trees[name] if is_part else node, path, name)
-        if nested is not None:
-            nested.part = name if is_part else None
-            parent.nested.append((i, nested))
-        elif is_part:
-            parent.plain_parts.append((i, name))
-        else:
-            parent.plain.append(i)
-
-
-def _is_row(container: _Container) -> bool:
-    """Return whether a container is a plain dict of arrays with names."""
-    is_plain = container.kind is dict and container.owner is None and container.part is None
-    return is_plain and len(container.arrays) == len(container.keys) and set(container.key_types) == {str}
+def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:
+    """Put a rank's own value among those of its part; `part`: it is all of that part."""
+    trees[key][1][number] = node
+    if part is not None:
+        trees[part] = ["rank", number]
 
 
 def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Sequence[Any]) -> list[Array]:
@@ -428,43 +334,13 @@ def _first_places(keys: Sequence[int]) -> list[int]:
     return [first.setdefault(key, i) for i, key in enumerate(keys)]
 
 
-def _has_arrays(node: Node) -> bool:
-    """Return whether there may be arrays in a node."""
-    if type(node) is not list or _is_columns(node):
-        return False
-    if len(node) > 1 and node[0] in _ARRAY_TAGS and type(node[1]) is int:
-        return True
-    return any(map(_has_arrays, node))
-
-
-def _is_columns(node: Node) -> bool:
-    """Return whether a node is that of a large plain value."""
-    return type(node) is list and node[:1] == ["columns"]
-
-
-def _are_versions(metadata: Any) -> bool:
-    """Return whether `_metadata` has int values only."""
-    if metadata is None:
-        return True
-    if type(metadata) is not OrderedDict or set(map(type, metadata.values())) - {dict}:
-        return False
-    versions = metadata.values()
-    names, numbers = chain.from_iterable(versions), chain.from_iterable(map(dict.values, versions))
-    return set(map(type, chain(metadata, names))) <= {str} and set(map(type, numbers)) <= {int}
-
-
-def _bytes_of(metadata: Mapping[str, Mapping[str, int]]) -> bytes:
-    """Return bytes that are the same for the same versions in the same order."""
-    return msgspec.msgpack.encode(list(metadata.items()))
-
-
-def _check_versions(known: _Container, value: Any) -> None:
+def _check_versions(known: Container, value: Any) -> None:
     """Check what an OrderedDict has beside keys and values."""
     attributes = dict(value.__dict__)
     versions = attributes.pop("_metadata", None)
-    if attributes or (versions is None) != (known.versions is None) or not _are_versions(versions):
+    if attributes or (versions is None) != (known.versions is None) or not are_versions(versions):
         raise DifferentStructureError
-    if versions is not None and _bytes_of(versions) != known.versions:
+    if versions is not None and bytes_of(versions) != known.versions:
         raise DifferentStructureError
 
 

@@ -144,11 +144,17 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One part as its manifest stores it: name, tree and specs; the values are in packs."""
+    """One part as its manifest stores it: name, tree and specs; the values are in packs.
+
+    Attributes:
+        of_rank: whether it has the values of one rank's own of the part with that name; its tree is then
+            `["own", [node, ...]]`. Such parts come behind all others.
+    """
 
     name: str
     tree: Node
     specs: Sequence[TensorSpec]
+    of_rank: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,7 @@ str, bytes (up to 4 KiB), or a list whose first element is a tag:
 | ["parameter", index, requires_grad]   | the same, as a torch.nn.Parameter                                        |
 | ["array", index]                      | the same, as a numpy.ndarray                                             |
 | ["part", name]                        | the tree of another part; only in the root dict of part ""               |
+| ["rank", i]                           | a value of each rank's own: item i of the rank's `["own", [node...]]`    |
 | ["columns", column]                   | a large list, tuple or dict of plain values; see "Columns"               |
 
 Invariants: decoding a node returns the encoded value, equal in every bit and type, or raises FormatError. It runs no

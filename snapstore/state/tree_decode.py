@@ -23,6 +23,13 @@ from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, s
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from .tree import FACTORIES
 
+
+class _Elsewhere:
+    def __repr__(self) -> str:
+        return "<each rank's own>"
+
+
+ELSEWHERE: Any = _Elsewhere()  # replaces a value of each rank's own, if no part has that of the rank that reads
 _DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
 _MAP = re.compile(rb"[\x80-\x8f\xde\xdf]")  # first bytes of maps, which numbers and texts may contain too
 ABSENT: Any = object()  # replaces a part that was not read; its key is left out of the root
@@ -116,27 +123,30 @@ class Decoded:
     Attributes:
         plain: Containers that have neither arrays nor objects in them, by id.
         makers: Containers that are plain forms, by id, each with what makes a value of its class of it.
+        elsewhere: Paths of values of other ranks, which no part has.
     """
 
     def __init__(self, spend: columns.Spend = lambda nbytes: None, types: Types | None = None) -> None:
         self.spend, self.types = spend, types or Types()
         self.plain: dict[int, Any] = {}
         self.makers: dict[int, tuple[Any, Make]] = {}
+        self.elsewhere: list[Path] = []
 
 
 def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decoded | None = None) -> Any:
     """Return the state that the parts' trees describe, with a `Slot` in place of every array.
 
     Args:
-        parts: Must include the part "". Their specs are checked too.
+        parts: Must include the part "". Their specs are checked too. Parts of one rank come last.
         partial: Whether parts may be missing; their keys are then left out.
         decoded: Counts the memory, and takes note of what is plain.
 
     Raises:
         FormatError: `flatten` cannot have made a tree or a spec, or they contradict each other.
     """
-    positions = {part.name: position for position, part in enumerate(parts)}
-    if "" not in positions or len(positions) < len(parts):
+    shared = [part.name for part in parts if not part.of_rank]
+    positions = {name: position for position, name in enumerate(shared)}
+    if "" not in positions or len(positions) < len(shared):
         raise FormatError(f"parts {[part.name for part in parts]}: expected each name once, and the name '' among them")
     for part in parts:
         for spec in part.specs:
@@ -233,6 +243,19 @@ class _Decoder:
             (node,) = metadata
             new._metadata = self.value(node, (*path, "_metadata"), depth + 1)
         return new
+
+    def read_rank(self, path: Path, depth: int, index: int) -> Any:
+        part = self._parts[self._position] if self._parts else None
+        if part is None or part.of_rank:
+            raise ValueError("a value of each rank's own inside of another")
+        for position, own in enumerate(self._parts):
+            if own.of_rank and own.name == part.name:
+                nodes = _own_nodes(own.tree)
+                if not 0 <= _expect(index, int) < len(nodes):
+                    raise ValueError(f"the rank has {len(nodes)} values of its own")
+                return _Decoder(self._parts, position, {}, decoded=self._decoded).value(nodes[index], path, depth)
+        self._decoded.elsewhere.append(path)
+        return ELSEWHERE
 
     def read_columns(self, path: Path, depth: int, column: Node) -> Any:
         leaves = _Decoder([], 0, {}, decoded=self._decoded)  # without arrays
@@ -388,6 +411,14 @@ def _expect(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def _own_nodes(tree: Node) -> list[Node]:
+    """Return the nodes of a rank's own values."""
+    if type(tree) is not list or len(tree) != 2 or tree[0] != "own":
+        raise ValueError("the tree of the rank's own values is another")
+    nodes: list[Node] = _expect(tree[1], list)
+    return nodes
 
 
 def _brief(node: Node) -> str:

@@ -36,6 +36,7 @@ class Encoder:
         put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
             UnsupportedLeafError.
         expand: Returns (state,) for an object that is stored as its state, None for any other.
+        special: Returns the node of a value that no rule below is for, or None.
         columnar: Whether large trees of plain values become columns (columns.py).
     """
 
@@ -43,11 +44,13 @@ class Encoder:
         self,
         put: Callable[[Any, Path], Node],
         expand: Callable[[Any, Path], tuple[Any] | None],
+        special: Callable[[Any, Path], Node] | None = None,
         *,
         columnar: bool = False,
     ) -> None:
         self._problems: list[str] = []
         self._columnar = columnar
+        self._special = special
         self._put = put
         self._expand = expand
         self._open: dict[int, Path] = {}  # containers and objects being walked, to find cycles and bound the depth
@@ -68,6 +71,8 @@ class Encoder:
         try:
             if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
                 return self._put(value, path)
+            if self._special is not None and (found := self._special(value, path)) is not None:
+                return found
             node = _scalar(value, len(self._open))
             state = self._expand(value, path) if node is _NO_NODE else None
             if node is _NO_NODE and state is None:

@@ -822,7 +822,7 @@ def test_keyboard_interrupt_while_waiting(root):
             snapshots.save(2, state(2))
         except KeyboardInterrupt:
             say("interrupted")
-        say("idle", not snapshots._saving.locked())
+        say("idle", not snapshots._background.saving.locked())
         SLOW = False
         STRUCK.set()
         snapshots.save(3, state(3))  # must not begin before the first has ended: they share buffers
@@ -866,9 +866,9 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
                     snapshots.save(1, big(1))
             finally:
                 sys.settrace(tracing)
-            held = snapshots._saving.acquire(timeout=600)
+            held = snapshots._background.saving.acquire(timeout=600)
             assert held, struck
-            snapshots._saving.release()
+            snapshots._background.saving.release()
             snapshots.save(2, big(2))
             snapshots.wait_until_finished()
             assert 2 in snapshots.all_steps(), struck

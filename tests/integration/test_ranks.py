@@ -1,4 +1,4 @@
-"""No rank of a distributed job saves over the run of another rank without `ranks=False`."""
+"""Which ranks save together: those given, all of the job, or one process; and no rank saves over another's run."""
 
 from __future__ import annotations
 
@@ -13,84 +13,9 @@ from pathlib import Path
 import pytest
 
 import snapstore
-from snapstore import InvalidInputError, Repository, SnapshotManager, ranks
+from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager, ranks
+from snapstore.distributed.local import LocalRanks
 from snapstore.storage.memory import MemoryStore
-
-RANK = textwrap.dedent("""
-    import sys
-    from datetime import timedelta
-
-    import torch
-
-    import snapstore
-    from snapstore import InvalidInputError, Repository, SnapshotManager
-
-    def refused(act):
-        try:
-            act()
-        except InvalidInputError as error:
-            assert "ranks=False" in str(error) and f"rank {rank} of 2" in str(error), error
-        else:
-            raise AssertionError("was not refused")
-
-    folder, rank = sys.argv[1], int(sys.argv[2])
-    early = SnapshotManager(folder, run=f"early-{rank}")
-    early.save(0, {"w": torch.ones(3)}).result()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=240)
-    )
-    refused(lambda: early.save(1, {"w": torch.ones(3)}))
-    early.close()
-    refused(lambda: SnapshotManager(folder, run="job"))
-    with Repository.open(folder) as repository:
-        refused(lambda: repository.save({"w": torch.ones(3)}, run="job", step=0))
-        repository.save({"w": torch.ones(3)}, run=f"alone-{rank}", step=0, ranks=False)
-    torch.manual_seed(rank)
-    state = {"w": torch.full((5000,), float(rank)), "rng": snapstore.RngState()}
-    with SnapshotManager(folder, run=f"job-rank{rank}", ranks=False) as snapshots:
-        snapshots.save(7, state)
-    expected = torch.rand(4)
-    torch.distributed.barrier()
-    with SnapshotManager(folder, run=f"job-rank{1 - rank}", read_only=True) as other:
-        assert (other.restore()["w"] == 1 - rank).all()
-    with SnapshotManager(folder, run=f"job-rank{rank}", ranks=False) as snapshots:
-        torch.manual_seed(99)
-        state["w"].zero_()
-        assert snapshots.restore_into(state).step == 7
-    assert (state["w"] == rank).all()
-    assert torch.equal(torch.rand(4), expected)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    print("done", rank)
-""")
-
-
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    """Two processes with gloo: each is refused; with a run each, and told so, each restores what is its own."""
-    folder = tmp_path / "repository"
-    Repository.create(folder).close()
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "SNAPSTORE_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), str(rank)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=250)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, text in enumerate(said):
-        assert processes[rank].returncode == 0, text
-        assert f"done {rank}" in text
-    with Repository.open(folder) as repository:
-        runs = {snapshot.run for snapshot in repository.snapshots()}
-        assert runs == {f"{name}{rank}" for name in ("early-", "alone-", "job-rank") for rank in range(2)}
-        assert repository.check("restore").ok
 
 
 def distributed(size, *, initialized=True, available=True):
@@ -109,17 +34,39 @@ def repository():
 
 def test_the_error_says_what_to_do(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed(4))
-    said = r"run 'a': this is rank 1 of 4.*run=f\"a-rank\{rank\}\".*rank 0 alone.*full_state_dict=True.*ranks=False"
+    said = r"run 'a': this is rank 1 of 4.*SnapshotManager, made on every rank.*run=f\"a-rank\{rank\}\".*ranks=False"
     with pytest.raises(InvalidInputError, match=said):
         repository.save({}, run="a", step=0)
-    with pytest.raises(InvalidInputError, match=said):
-        SnapshotManager(repository, run="a")
     assert repository.snapshots() == []
 
 
-def test_nothing_is_made_where_a_manager_is_refused(tmp_path, monkeypatch):
+def test_a_manager_takes_the_ranks_of_the_job_by_itself(repository, monkeypatch, caplog):
+    """It says so, and it closes the channel that it has made, and not one that it was given."""
+    made = LocalRanks(4)[1]
+    made.close = lambda: made.posted.append("closed")
+    torch_ranks = types.SimpleNamespace(TorchRanks=lambda: made)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed(4))
+    monkeypatch.setitem(sys.modules, "snapstore.distributed.torch_ranks", torch_ranks)
+    with caplog.at_level(logging.INFO, "snapstore"):
+        assert ranks.choose("a", None) == (made, True)
+    assert "run=a this is rank 1 of 4: all ranks save together; ranks=False saves alone" in caplog.text
+    assert ranks.choose("a", False) == (None, False)
+    assert ranks.choose("a", made) == (made, False)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed(1))
+    alone, is_made_here = ranks.choose("a", None)
+    assert (alone.count, is_made_here) == (1, True)
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert ranks.choose("a", None) == (None, False)
+
+
+def test_nothing_is_made_where_the_ranks_do_not_come(tmp_path, monkeypatch):
+    def torch_ranks():
+        raise RanksError("rank 0 of 2: did not come")
+
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed(2))
-    with pytest.raises(InvalidInputError, match="rank 1 of 2"):
+    module = types.SimpleNamespace(TorchRanks=torch_ranks)
+    monkeypatch.setitem(sys.modules, "snapstore.distributed.torch_ranks", module)
+    with pytest.raises(RanksError, match="rank 0 of 2"):
         SnapshotManager(tmp_path / "new", run="a")
     assert list(tmp_path.iterdir()) == []
 
@@ -153,9 +100,9 @@ def test_a_group_that_is_formed_later_is_seen_at_the_next_save(repository, monke
 
 @pytest.mark.parametrize("given", [True, 2, "no"])
 def test_no_other_value_is_taken(repository, given):
-    with pytest.raises(InvalidInputError, match=f"ranks={given!r}: .*not built yet.*ranks=False"):
+    with pytest.raises(InvalidInputError, match=f"ranks={given!r}: expected False or None.*ranks=False"):
         repository.save({}, run="a", step=0, ranks=given)
-    with pytest.raises(InvalidInputError, match="not built yet"):
+    with pytest.raises(InvalidInputError, match=f"ranks={given!r}: expected a Ranks"):
         SnapshotManager(repository, run="a", ranks=given)
 
 

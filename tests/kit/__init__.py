@@ -5,6 +5,7 @@ kit get it from `kit.processes.environment`.
 
 | module | it gives | take it when |
 |---|---|---|
+| `rank_saves` | saves of several ranks in one process, and what they have stored | a test is about shares, boxes, roots or children |
 | `repositories` | small repositories whose every version is known; `save`, `opened`, `check_whole`, `check_clean` | a test saves and restores, and the content does not matter |
 | `objects` | the keys of a store, a copy of it, `flip` and `replace` | a test looks at stored bytes or changes them |
 | `samples` | `SEED`, `THOROUGH`, `sampled` | a harness has more cases than a run of the tests can try |
@@ -17,7 +18,9 @@ kit get it from `kit.processes.environment`.
 | `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |
 | `damage` | a small repository with an object of each class, and every way to damage one | check and repair must find damage |
 | `forge` | blobs, packs, manifests and records with valid checksums and hostile contents; limits on time and memory | the repository is hostile |
+| `rank_snapshots` | snapshots of several ranks in any boxes, written without ranks, and read back without a restore | a verb meets root and child manifests |
 | `changes` | every way to change an array, at every moment of a save | the caller changes a state while it is saved |
+| `ranks` | jobs of several ranks in one process, each a thread with a store of its own | ranks save together |
 | `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge | whole processes must survive |
 | `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
@@ -26,6 +29,7 @@ kit get it from `kit.processes.environment`.
 | `tcp_proxy` | a proxy that cuts, stalls and damages the requests to a real S3 server | the network fails |
 | `lying_proxy` | a proxy that answers one request to a real S3 server wrongly | a server or its proxy lies to whole processes |
 | `hostile_s3` | an S3 server over raw sockets that answers by a table of lies | a single answer is malformed, slow or wrong |
+| `dcp_ranks` | cases of snapstore.dcp that a world of real ranks with gloo runs one after the other | a promise of DCP needs several ranks |
 | `states` | exact comparison, a snapshot in memory, objects to put into a state | a test is about flattening and restoring a state |
 | `device_memory` | restores and saves through device memory, played by CPU tensors where there is no device | a test is about where restored tensors are placed |
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |

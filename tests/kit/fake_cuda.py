@@ -630,9 +630,9 @@ def install() -> None:
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
     from snapstore.engine.cuda import graph_capture
-    from snapstore.state import arrays, structure
+    from snapstore.state import arrays, known_shards, learner, structure
 
-    arrays.type = structure.type = kind_of
+    arrays.type = structure.type = learner.type = known_shards.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode
 
 

@@ -233,7 +233,7 @@ def header_of(data):
 
 def reheader(data, **changes):
     """A manifest with other header fields, some beyond what `encode` would write, and a checksum that holds."""
-    fields = msgspec.structs.asdict(header_of(data)) | changes
+    fields = msgspec.to_builtins(header_of(data), builtin_types=(bytes,)) | changes
     packed = msgspec.msgpack.encode(fields)
     prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
     return prefix + packed + data[len(manifest.header_bytes(data)) :]

@@ -69,15 +69,15 @@ class Saved:
     def restore(self, **options):
         target = self.target(**options)
         self.buffers = []
-        for part, index in target.selected:
-            buffer = target.buffer(part, index)
-            assert buffer is target.buffer(part, index)
+        for want in target.wants:
+            buffer = target.buffer(want)
+            assert buffer is target.buffer(want)
             assert buffer.dtype in (np.uint8, torch.uint8)
-            assert buffer.shape == (self.bytes[self.read[part]][index].size,)
-            fill(buffer, self.bytes[self.read[part]][index])
+            assert buffer.shape == (self.bytes[self.read[want.part]][want.entry].size,)
+            fill(buffer, self.bytes[self.read[want.part]][want.entry])
             self.buffers.append(buffer)
-        for part, index in target.selected:
-            target.complete(part, index)
+        for want in target.wants:
+            target.complete(want)
         return target.finish()
 
 

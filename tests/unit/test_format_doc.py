@@ -47,6 +47,11 @@ def offsets(packed):
     ]
 
 
+def keys_of(kind):
+    """Return the keys of a struct's map; `(unknown)` stands for the keys that this release does not know."""
+    return [name for name in kind.__struct_encode_fields__ if name != "(unknown)"]
+
+
 def names_in(text):
     return re.findall(r"`([a-z0-9_]+)`", text)
 
@@ -83,7 +88,7 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
     ("title", "kind", "more"),
     [
         ("config", records.Config, set()),
-        ("record", records.Snapshot, STATES | set(records.ManifestRef.__struct_encode_fields__)),
+        ("record", records.Snapshot, STATES | set(keys_of(records.ManifestRef))),
         ("session", records.Session, set()),
         ("policy", records.Policy, {"kind"}),
         ("mark", records.Mark, set()),
@@ -95,8 +100,8 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
 )
 def test_keys_of_small_objects(title, kind, more):
     text = re.search(rf"\*\*{title}\*\*(.*?)(?=\n- \*\*|\*\*wait|\*\*done|\n\n)", section("Envelope"), re.S)[1]
-    assert set(names_in(text)) - more == set(kind.__struct_encode_fields__) - more
-    assert set(kind.__struct_encode_fields__) <= set(names_in(text))
+    assert set(names_in(text)) - more == set(keys_of(kind)) - more
+    assert set(keys_of(kind)) <= set(names_in(text))
 
 
 def test_states():
@@ -172,7 +177,7 @@ def test_manifest_prefix():
 
 def test_manifest_header():
     text = re.search(r"^Header: (.*?)\n\n", section("Manifest"), re.S | re.M)[1]
-    assert names_in(text) == list(manifest.ManifestHeader.__struct_encode_fields__)
+    assert names_in(text) == keys_of(manifest.ManifestHeader)
 
 
 def test_sections():
@@ -209,6 +214,24 @@ def test_tensor_entries_and_boxes():
     assert manifest.Box.__struct_encode_fields__ == ("offsets", "sizes", "first_chunk", "chunks")
     assert "bfloat16" in tensors.TORCH_DTYPES
     assert "`bfloat16`" in entry + box
+
+
+def test_dtypes():
+    ((columns, rows),) = tables("Dtypes")
+    assert columns == ["torch dtype", "bytes", "element size"]
+    found = {name: (int(size), int(element)) for names, size, element in rows for name in names_in(names)}
+    assert found == {name: (size, element) for name, (size, element, _) in tensors.TORCH_DTYPES.items()}
+    for name in ("<i2", "|u1", ">f8", "<c16", "<M8[ns]", "|S3", "<U5"):
+        spec = tensors.TensorSpec((), "array", name, (), False, None)
+        assert spec.itemsize == np.dtype(name).itemsize
+        assert spec.element_size == {"c": spec.itemsize // 2, "S": 1, "U": 1}.get(name[1], spec.itemsize)
+
+
+def test_factories_and_features():
+    text = re.search(r"The `name` of a `defaultdict` is (.*?) or\s+None", section("Tree"), re.S)[1]
+    assert set(names_in(text)) == set(tree.FACTORIES)
+    known = re.search(r"^Known features: (.*?) \(", section("What may grow"), re.M)[1]
+    assert set(names_in(known)) == records.KNOWN_FEATURES
 
 
 def normal(cells):

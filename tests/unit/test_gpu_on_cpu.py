@@ -13,9 +13,10 @@ from kit import processes
 #: A process each: together they take minutes on a busy machine.
 RUNS = [
     ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
-    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py"],
+    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py"],
     [
         "gpu/test_gpu_staging.py", "gpu/test_gpu_first_save.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
+        "gpu/test_gpu_ranks.py",
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
     ],
 ]  # fmt: skip

@@ -33,7 +33,7 @@ def test_keys_select_leaves_and_all_below():
         saved.restore(keys=["model.layers.1", "opt"]), {"model": {"layers": [{"w": torch.zeros(1), "b": 2}]}, "opt": {}}
     )
     same(saved.restore(keys="model.layers.?.w"), {"model": {"layers": [{"w": torch.ones(1)}, {"w": torch.zeros(1)}]}})
-    assert saved.target(keys="*.a.b").selected == [(1, 2)]
+    assert saved.target(keys="*.a.b").wants == [(1, 2, None)]
 
 
 def test_keys_that_match_nothing():

@@ -13,7 +13,7 @@ from snapstore import InvalidInputError, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.structure import DifferentStructureError
+from snapstore.state.learner import DifferentStructureError
 from snapstore.storage.memory import MemoryStore
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
+from snapstore.state.restore_buffers import Want
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 
@@ -89,9 +90,9 @@ def test_a_broken_tie_is_a_format_error():
 def test_target_memory_is_that_of_into_where_it_can_be():
     into = {"a": torch.zeros(3), "b": torch.zeros(2, 2).t()}
     target = Saved({"a": torch.ones(3), "b": torch.ones(2, 2)}).target(into=into)
-    assert target.buffer(0, 0).ctypes.data == into["a"].data_ptr()
-    assert target.buffer(0, 1).ctypes.data != into["b"].data_ptr()
-    assert target.buffer(0, 1) is target.buffer(0, 1)
+    assert target.buffer(Want(0, 0)).ctypes.data == into["a"].data_ptr()
+    assert target.buffer(Want(0, 1)).ctypes.data != into["b"].data_ptr()
+    assert target.buffer(Want(0, 1)) is target.buffer(Want(0, 1))
 
 
 # --- into

@@ -29,9 +29,9 @@ from snapstore import (
     AlreadyExistsError, CapabilityError, CheckResult, CompactResult, Config, ConflictError, DiffResult, ForgetResult,
     FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly,
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, ManifestRef, NotFoundError, ObjectInfo,
-    ObjectStore, Policy, Problem, RecodeResult, RepairAction, RepairResult, Repository, RngState, SaveHandle,
-    SaveOptions, Snapshot, SnapshotLike, SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError,
-    TensorDiff, UnknownFormatError, UnsupportedLeafError, View,
+    ObjectStore, PerRank, Policy, Problem, Ranks, RanksError, RecodeResult, RepairAction, RepairResult, Repository,
+    RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotManager, SnapstoreError, StatsResult,
+    StorageError, StorageFullError, TensorDiff, TorchRanks, UnknownFormatError, UnsupportedLeafError, View,
 )
 
 
@@ -160,10 +160,24 @@ def generators() -> None:
     rng.load_state_dict(rng.state_dict())
 
 
+def several_ranks(path: Path, loader: dict[str, int]) -> None:
+    channel: Ranks = TorchRanks(None, silent_s=60.0, total_s=600)
+    assert_type(channel.look("key"), bytes | None)
+    with SnapshotManager(path, run="a", ranks=channel) as snapshots:
+        snapshots.handle_preemption(end=False, timeout=20.0)
+        assert_type(snapshots.reached_preemption(3), bool)
+        own = PerRank(loader)
+        assert_type(own.value, Any)
+        assert_type(snapshots.restore_into({"loader": own}, per_rank=0), Snapshot)
+        assert_type(snapshots.restore(3, per_rank="drop"), Any)
+        snapshots.close(timeout=5.0)
+    SnapshotManager(path, run="a", ranks=False).close()
+
+
 def errors() -> None:
     base: list[type[SnapstoreError]] = [
         AlreadyExistsError, CapabilityError, ConflictError, FormatError, IntegrityError, InvalidInputError,
-        NotFoundError, StorageError,
+        NotFoundError, RanksError, StorageError,
     ]
     lookup: type[KeyError] = NotFoundError
     value: type[ValueError] = InvalidInputError

@@ -118,7 +118,7 @@ def differing(before, after, path=()):
             assert before == after
 
 
-@pytest.mark.parametrize("tag", READERS)
+@pytest.mark.parametrize("tag", sorted(READERS.keys() - {"rank"}))  # a restore resolves it: each rank has its own
 def test_every_type_of_the_tree_is_read_by_torch(tag):
     value = SAMPLES[tag]
     assert any(tag in repr(part.tree) for part in flatten({"a": value}))

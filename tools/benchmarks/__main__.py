@@ -1,9 +1,9 @@
-"""Run one benchmark: `python -m benchmarks cpu|s3|scale|compact|gpu [options]`; tools/bench prepares what it needs."""
+"""Run one benchmark: `python -m benchmarks NAME [options]`; tools/bench prepares what it needs."""
 
 import sys
 from importlib import import_module
 
-BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu")
+BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ and `wait_copied` waits in the background.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ from ...errors import InvalidInputError
 from ...state.arrays import Memory, as_memory, copy_into
 from . import kernels
 from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms
+from .sources import Sources, TensorKey, start_digests
 from .streams import copy_async, out_of_memory, ragged, release_cached_memory
 
 if TYPE_CHECKING:
@@ -41,41 +42,6 @@ PIECE_BYTES = 256 * 1024
 APART_SHARE = 0.1
 #: The share of free memory that `auto` may take.
 AUTO_SHARE = 0.9
-
-TensorKey = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Tensors of one device that a save copies.
-
-    Attributes:
-        keys: of the tensors. While it is the same list, the keys and sizes are the same.
-        all_tensors: these tensors, and maybe others.
-        nbytes: (n,) their sizes.
-        at: (n,) their positions in `all_tensors`; None: it is these tensors.
-        addresses: (n,) where they lie; None: each is asked.
-        in_pieces: rows of tensors that are copied into one piece first; with addresses.
-        keep: whatever keeps the memory at the addresses.
-    """
-
-    device: torch.device
-    keys: Sequence[TensorKey]
-    all_tensors: Sequence[torch.Tensor]
-    nbytes: Column
-    at: Column | None = None
-    addresses: Column | None = None
-    in_pieces: Sequence[int] = ()
-    keep: Any = None
-
-    def tensor(self, row: int) -> torch.Tensor:
-        """Return one of them. A list of all would take the caller of `save` longer than to find the few it needs."""
-        return self.all_tensors[row if self.at is None else int(self.at[row])]
-
-    def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
-        """Yield key, tensor and size of some of them."""
-        for row in rows.tolist():
-            yield self.keys[row], self.tensor(row), int(self.nbytes[row])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +129,46 @@ class DeviceStaging:
 
         return memories
 
+    def start_digests(
+        self, sources: Sources, spans: tuple[Column, Column, Column], seed: int
+    ) -> Callable[[int], Bytes] | None:
+        """Begin to hash spans of tensors: XXH3-128 under a seed.
+
+        Args:
+            spans: (n,) the tensor of each, in order, where it begins, and its length [bytes].
+
+        Returns:
+            A function that gives the digests (n, 16) of a tensor, valid after `wait_copied`. None: the kernels are not
+            loaded yet, or the device has no memory for it.
+        """
+        device, (which, starts, lengths) = sources.device, spans
+        if not kernels.loaded(device.index) or not len(which):
+            return None
+        with torch.cuda.device(device), torch.no_grad():
+            training, stream = torch.cuda.current_stream(device), self._stream(device)
+            self._keep.append((sources.all_tensors, sources.keep))
+            try:
+                with out_of_memory():
+                    addresses = self._addresses(sources)
+                    stream.wait_stream(training)
+                    with torch.cuda.stream(stream):
+                        host = start_digests(addresses[which] + starts, lengths, seed, device, stream)
+                        done = torch.cuda.Event()
+                        done.record(stream)
+            except torch.OutOfMemoryError:
+                return None
+            training.wait_event(done)
+            self._copying.append((device, done))
+        return lambda i: host.numpy()[slice(*np.searchsorted(which, [i, i + 1]).tolist())]
+
+    def _addresses(self, sources: Sources) -> Column:
+        """Return where the bytes of tensors lie in C order; strided ones are copied first."""
+        if sources.addresses is None:
+            return np.array([self._address(sources.tensor(row)) for row in range(len(sources.keys))], np.int64)
+        for row in sources.in_pieces:
+            sources.addresses[row] = self._address(sources.tensor(row))
+        return sources.addresses
+
     def _begin(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
         """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
         device = sources.device
@@ -171,15 +177,10 @@ class DeviceStaging:
         if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
             self._keep.append(rooms)
         by_torch = not kernels.loaded(device.index)
-        addresses = sources.addresses
-        if addresses is None and not by_torch:
-            addresses = np.array([self._address(sources.tensor(row)) for row in range(len(sources.keys))], np.int64)
-        elif addresses is not None and not by_torch:
-            for row in sources.in_pieces:
-                addresses[row] = self._address(sources.tensor(row))
+        addresses = None if by_torch else self._addresses(sources)
         stream.wait_stream(training)
         with torch.cuda.stream(stream):
-            if by_torch or addresses is None:
+            if addresses is None:
                 hosted = self._copy_by_torch(sources, layout, rooms)
             else:
                 hosted = self._copy_by_address(sources, layout, rooms, addresses, stream)

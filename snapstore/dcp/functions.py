@@ -1,0 +1,88 @@
+"""save, async_save and load: DCP's functions, with the arguments that fit snapstore."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from .planner import SnapstorePlanner
+from .reader import SnapstoreReader
+from .writer import SnapstoreWriter
+
+
+def save(
+    state: dict[str, Any], writer: SnapstoreWriter, step: int, *, process_group: dist.ProcessGroup | None = None
+) -> Metadata:
+    """Save the state of all ranks as one snapshot, and wait until it is committed; every rank calls it alike.
+
+    Args:
+        state: a dict of tensors, DTensors, plain values, objects with state_dict/load_state_dict, and containers of
+            these.
+        process_group: its ranks save; None: all ranks of the job; without torch.distributed, this process.
+
+    Raises:
+        CheckpointException: a rank failed, on all ranks; it is a BaseException. Nothing was committed.
+    """
+    with _alone_is_meant():
+        metadata: Metadata = state_dict_saver.save(
+            state,
+            checkpoint_id=str(step),
+            storage_writer=writer,
+            planner=SnapstorePlanner(),
+            process_group=process_group,
+        )
+    return metadata
+
+
+def async_save(
+    state: dict[str, Any], writer: SnapstoreWriter, step: int, *, process_group: dist.ProcessGroup | None = None
+) -> Future[Metadata]:
+    """Save the state of all ranks as one snapshot in the background; return once the state may change.
+
+    Args:
+        state: see `save`.
+        process_group: a group with gloo, for this alone: the background uses its collectives beside the training's.
+
+    Returns:
+        A future. Wait for it before the next save; its result raises as `save` does.
+    """
+    future: Any = state_dict_saver.async_save(
+        state,
+        checkpoint_id=str(step),
+        storage_writer=writer,
+        planner=SnapstorePlanner(),
+        process_group=process_group,
+        async_checkpointer_type=AsyncCheckpointerType.THREAD,
+    )
+    return future  # type: ignore[no-any-return]  # DCP returns another type if a stager returns a future
+
+
+def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None = None) -> None:
+    """Fill a state from a snapshot of any number of ranks. Each rank reads what it needs; nothing is communicated.
+
+    Args:
+        state: its tensors are filled in place; its other values are replaced.
+        step: a step, a tag, or None for the newest.
+
+    Raises:
+        CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
+    """
+    name = "latest" if step is None else str(step)
+    with _alone_is_meant():
+        state_dict_loader.load(state, checkpoint_id=name, storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    """Silence DCP's warning that a call without a group is one process's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,150 @@
+"""Names: checkpoint ids of torch.distributed.checkpoint (DCP) and steps; flat keys of DCP and places in a stored tree.
+
+In: a checkpoint id; or the decoded tree of a snapshot. Out: the step or the reference; or every leaf of the tree by the
+key that DCP gives it, with the path that DCP makes of it. DCP's own walk says what a leaf is, so a state dict that is
+loaded has the keys of the one that was saved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+
+from ..errors import InvalidInputError
+from ..format.argument_checks import check_step
+from ..state.classes import Form, Make, Types
+from ..state.containers import Path, is_mapping
+from ..state.tensors import Slot, family
+from ..state.tree_decode import Decoded
+
+_STEP = re.compile(r"(\d+)/*$", re.ASCII)
+_FORMS = "expected a step, or a path or text that ends in it, such as 'runs/a/step-100'"
+
+
+def step_of(checkpoint_id: Any) -> int:
+    """Return the step that a checkpoint id ends in: 100 of 100, "step-100", or "/runs/a/step-100".
+
+    Raises:
+        InvalidInputError: it ends in none.
+    """
+    step = _find_step(checkpoint_id)
+    if step is None:
+        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}")
+    return check_step(step)
+
+
+def ref_of(run: str, checkpoint_id: Any) -> str:
+    """Return the reference of the snapshot that a checkpoint id names: a step, or a tag, or "latest", as for None.
+
+    Raises:
+        InvalidInputError: it names none of them.
+    """
+    if checkpoint_id is None:
+        return f"{run}@latest"
+    step = _find_step(checkpoint_id)
+    if step is not None:
+        return f"{run}@{check_step(step)}"
+    if not isinstance(checkpoint_id, str | os.PathLike) or not (name := PurePath(_text(checkpoint_id)).name):
+        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}; or in a tag, or 'latest'")
+    return f"{run}@{name}"
+
+
+def _find_step(checkpoint_id: Any) -> int | None:
+    if type(checkpoint_id) is int:
+        return checkpoint_id
+    if not isinstance(checkpoint_id, str | os.PathLike):
+        return None
+    match = _STEP.search(_text(checkpoint_id))
+    return int(match[1]) if match and len(match[1]) <= 20 else None
+
+
+def _text(checkpoint_id: str | os.PathLike[Any]) -> str:
+    return os.fsdecode(checkpoint_id).rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of a state dict as DCP sees it.
+
+    Attributes:
+        path: DCP's: keys of dicts as text, positions in lists.
+        value: the decoded value; tensors are `Slot`s. A tuple, or an object of a class, is one leaf whatever it holds.
+    """
+
+    path: Path
+    value: Any
+
+    @property
+    def tensor(self) -> Slot | None:
+        """Return the slot of a leaf that DCP loads as a tensor; None: it loads it as a value."""
+        return self.value if is_tensor(self.value) else None
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a decoded value is the place of a tensor."""
+    return type(value) is Slot and family(value.tag) == "tensor"
+
+
+class ObjectTypes(Types):
+    """The classes whose values a load makes. It notes the plain forms of all others too: DCP does not open them."""
+
+    def maker(self, form: Form, path: Path) -> Make | None:
+        """Return what makes a value of a stored form's class, or leaves its plain form as it is."""
+        return super().maker(form, path) or _as_it_is
+
+
+def _as_it_is(plain: Any) -> Any:
+    return plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A container that DCP does not walk into."""
+
+    value: Any
+
+
+def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
+    """Return the leaves of a decoded tree by DCP's keys.
+
+    Args:
+        decoded: of the decoding of the tree, with `ObjectTypes`.
+        where: names the snapshot in errors.
+
+    Raises:
+        InvalidInputError: the state is no dict; or two of its leaves have one key, such as a.b and the b in a.
+    """
+    if not is_mapping(tree) or id(tree) in decoded.makers:
+        raise InvalidInputError(
+            f"{where}: its state is a {type(tree).__name__} and no dict, so DCP cannot load it: use Repository.restore"
+        )
+    leaves: dict[str, Leaf] = {}
+
+    def visit(path: Path, value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in leaves:
+            raise InvalidInputError(
+                f"{where}: two values have the key {key!r} in DCP: use Repository.restore or restore_into"
+            )
+        leaves[key] = Leaf(path, value.value if type(value) is _Closed else value)
+
+    walk: Callable[..., None] = traverse_state_dict
+    walk(_opened(tree, decoded), visit, is_tensor)
+    return leaves
+
+
+def _opened(node: Any, decoded: Decoded) -> Any:
+    """Return a tree with its objects closed."""
+    if id(node) in decoded.makers:
+        return _Closed(node)
+    if id(node) in decoded.plain:
+        return node
+    if is_mapping(node):
+        return {key: _opened(child, decoded) for key, child in node.items()}
+    return [_opened(child, decoded) for child in node] if type(node) is list else node

@@ -1,0 +1,163 @@
+"""SnapstoreReader: DCP's StorageReader over a run of a repository.
+
+In: what DCP asks for: the metadata, then boxes of tensors, and values. Out: filled tensors, and values. The metadata
+has one chunk for each tensor, the whole of it, whatever the ranks were that saved it: so it, and each rank's plan, has
+one item a tensor. Which stored bytes a box needs is found here. `no_dist=True` works, and then nothing is communicated.
+
+    1 reset(checkpoint_id)       2 read_metadata: the manifests are read
+    3 set_up_storage_reader, prepare_local_plan, prepare_global_plan: nothing to do
+    4 read_data: the boxes that the plan names are read, and each chunk is checked against its digest
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..errors import InvalidInputError, NotFoundError
+from ..repository import Repository
+from ..restore.sources import AsRank
+from ..text import some
+from .names import ref_of
+from .stored import Piece, StoredState
+from .target import Target, Url, place_in
+
+log = logging.getLogger("snapstore")
+
+
+class SnapstoreReader(Target, StorageReader):
+    """Loads snapshots of a run through DCP, of one process or of any number of ranks.
+
+    Args:
+        repository: a URL, path or store; or an open Repository.
+        run: the name of the run.
+        types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
+        per_rank: whose own values (`PerRank`, `RngState`) this rank gets: "same": those of the rank of its number, if
+            as many ranks saved; a number: that rank's; "drop": none. Keys of values that it does not get are missing.
+        process_group: the ranks that load together; None: all of the job.
+
+    A checkpoint id is a step, or a path or text that ends in one; or that ends in a tag, or in "latest".
+
+    Attributes:
+        snapshot: the one that was read last.
+    """
+
+    def __init__(
+        self,
+        repository: Url | Repository,
+        *,
+        run: str,
+        types: Sequence[type] = (),
+        per_rank: Literal["same", "drop"] | int = "same",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(repository, run, Repository.open)
+        rank, world_size = place_in(process_group)
+        self._as_rank = AsRank(per_rank, rank, max(world_size, 1))
+        self.snapshot: Any = None
+        self._types = types
+        self._stored: StoredState | None = None
+
+    # -- what DCP calls, in this order
+
+    def read_metadata(self) -> Metadata:
+        """Read the manifests of the snapshot, and return what it holds.
+
+        It takes no `kwargs`: then DCP does not try again as if each rank had saved alone, in which case this rank would
+        leave out collectives that the others wait in.
+
+        Raises:
+            NotFoundError: the checkpoint id names no committed snapshot of the run.
+            InvalidInputError: the state is no dict, so DCP cannot load it.
+            IntegrityError, FormatError: the snapshot is damaged.
+        """
+        stored = StoredState(self.repository, ref_of(self.run, self.checkpoint_id), self._types, self._as_rank)
+        self._stored, self.snapshot = stored, stored.snapshot
+        described: dict[str, Any] = {}
+        for key, leaf in stored.leaves.items():
+            described[key] = BytesStorageMetadata()
+            if leaf.tensor is not None:
+                form = stored.form(leaf.tensor)
+                whole = ChunkStorageMetadata(torch.Size([0] * form.dim()), form.size())
+                properties = TensorProperties(dtype=form.dtype, requires_grad=leaf.tensor.requires_grad)
+                described[key] = TensorStorageMetadata(properties, form.size(), [whole])
+        names = {key: leaf.path for key, leaf in stored.leaves.items()}
+        return Metadata(described, planner_data=names, storage_meta=StorageMeta(load_id=stored.snapshot.id))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has read what is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors and set the values that a plan names.
+
+        Returns:
+            A future that is complete.
+
+        Raises:
+            InvalidInputError: the planner gives a tensor of another shape than the item's.
+            IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
+        """
+        stored = self._stored
+        if stored is None:
+            raise InvalidInputError("read_data: before read_metadata")
+        pieces, values, cast = [], [], []
+        for item in plan.items:
+            leaf = stored.leaves.get(item.storage_index.fqn)
+            if leaf is None:
+                raise NotFoundError(f"{stored.snapshot.ref}: has no {item.storage_index.fqn!r}")
+            if item.type is LoadItemType.BYTE_IO:
+                values.append(item)
+                continue
+            if leaf.tensor is None:
+                raise InvalidInputError(f"{item.storage_index.fqn}: is a value in {stored.snapshot.ref}, not a tensor")
+            target = planner.resolve_tensor(item)
+            _check_shape(item, target)
+            if target.dtype != stored.form(leaf.tensor).dtype:
+                cast.append(item.storage_index.fqn)
+            pieces.append(Piece(leaf.tensor, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
+        if cast:
+            log.warning("%s: casting %d tensors to the dtypes given: %s", stored.snapshot.ref, len(cast), some(cast, 5))
+        stored.fill(pieces)
+        tensors = (item for item in plan.items if item.type is not LoadItemType.BYTE_IO)
+        for item, piece in zip(tensors, pieces, strict=True):
+            planner.commit_tensor(item, piece.target)
+        for item, value in zip(values, stored.values([item.storage_index.fqn for item in values]), strict=True):
+            data = io.BytesIO()  # planners take what torch.save wrote; nothing stored is pickled
+            torch.save(value, data)
+            data.seek(0)
+            planner.load_bytes(item, data)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _check_shape(item: ReadItem, target: torch.Tensor) -> None:
+    if tuple(target.shape) != tuple(item.lengths):
+        raise InvalidInputError(
+            f"{item.dest_index.fqn}: the planner's tensor has shape {tuple(target.shape)}, expected "
+            f"{tuple(item.lengths)} as in its plan"
+        )

@@ -1,0 +1,229 @@
+"""Saving: this process's share of DCP's saves, from the copies of a state to durable packs and manifests.
+
+In: a state, and the session that it is saved in. Out: durable objects, and a report of them; on rank 0 also the record.
+The bytes stay here as bases of the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from ..distributed.messages import Begin, Ref, Report
+from ..errors import DAMAGE, SnapstoreError, StorageError
+from ..format import records
+from ..format.keys import quarantined_names
+from ..format.manifest import Manifest
+from ..format.records import MAX_OBJECT_BYTES, Snapshot
+from ..protocol.commit import HEARTBEAT_S
+from ..protocol.session import Session, SharedSession
+from ..repository import Repository
+from ..save.bases import Bases, load_bases
+from ..save.chunk_writer import BaseDamagedError
+from ..save.inputs import PartInput, SaveRequest, inputs_of
+from ..save.manifest_writer import RANKS, Written, write
+from ..save.near_children import NearChildren
+from ..save.rank_state import PartTree, encode_trees, rank_state
+from ..save.root_writer import read_headers, write_roots
+from ..save.shares import RankShares
+from ..save.staging import Mode, Staging
+from ..state.flatten import flatten
+from .exchange import Answer, Collected, Told
+from .target import Place
+
+log = logging.getLogger("snapstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The objects that this process has written of a save, and the bases that they refer to."""
+
+    written: Written
+    bases: Bases
+
+
+class Heart:
+    """A thread that keeps a session alive, until it is closed: rank 0 waits in DCP while slower ranks write."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._stop = session, threading.Event()
+        threading.Thread(target=self._run, name="snapstore-dcp-heart", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S / 2):
+            with suppress(SnapstoreError):  # the commit finds out, and says so
+                self._session.heartbeat()
+
+    def close(self) -> None:
+        """Stop."""
+        self._stop.set()
+
+
+class Saver:
+    """The shares of one process. One save at a time uses it: `take`, then `stage` or `inputs`, `write` and `commit`.
+
+    Attributes:
+        place: (rank, number of ranks) of this process in the group that saves; (0, 0): it saves as one process.
+    """
+
+    def __init__(self, repository: Repository, place: Place, *, staging: Mode, keep_base: bool) -> None:
+        self._repository, self._context = repository, repository.context
+        self._new_staging = partial(Staging, self._context.engines, keep_base=keep_base, mode=staging)
+        self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
+        self._set_place(place)
+        if staging != "auto":
+            self._context.engines.required = True
+        self._context.engines.start_loading()
+
+    def _set_place(self, place: Place) -> None:
+        self.place = place
+        self._shares = RankShares(*place, self._context.config.chunk_bytes) if place[1] else None
+        self._staging = self._new_staging(shares=self._shares)
+
+    def take(self, place: Place) -> None:
+        """Take a place; in another one than before, the bytes of the last save are no bases."""
+        if place != self.place:
+            self._staging.clear()
+            self._set_place(place)
+
+    def stage(self, state: Any) -> Callable[[], Sequence[PartInput]]:
+        """Copy a state where its tensors lie; return what gives the copies.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+        """
+        return self._staging.copy_state(state)
+
+    def inputs(self, state: Any) -> Sequence[PartInput]:
+        """Return the tensors of a state whose caller waits: only those on devices are copied.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+        """
+        parts = flatten(state, of_rank=self._shares is not None)
+        on_devices = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
+        return self._staging.copy(parts) if on_devices else inputs_of(parts, self._shares)
+
+    def write(self, session: Session | SharedSession, inputs: Sequence[PartInput]) -> Share:
+        """Write packs and manifests; all of it is durable on return.
+
+        Raises:
+            InvalidInputError: an array was changed meanwhile.
+            StorageError: the store failed.
+        """
+        context, staging, (rank, world_size) = self._context, self._staging, self.place
+        near = NearChildren(inputs, rank, world_size) if world_size else None
+        cached = {**self._repository.lineage.cached_manifests(), **self._manifests}
+        with staging.saving(inputs):
+            bases, written = load_bases(context, session, cached, near), None
+            while written is None:
+                staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
+                try:
+                    written = write(context, session, inputs, bases, full=False, rank=rank, world_size=world_size)
+                except BaseDamagedError as damage:
+                    log.warning("run=%s saving in full, a base is damaged: %s", session.run, damage)
+                    bases = Bases()
+            if context.options.verify_writes == "full":
+                session.confirm(written.sizes)
+            staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
+        self._manifests = {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
+        return Share(written, bases)
+
+    def digest_of_trees(self, inputs: Sequence[PartInput]) -> bytes:
+        """Return a digest of the trees of a state (16 bytes)."""
+        trees = [PartTree(part.name, part.tree, part.specs) for part in inputs if part.own_nodes is None]
+        return xxhash.xxh3_128_digest(encode_trees(trees))
+
+    def told(self, answer: Answer, inputs: Sequence[PartInput], share: Share) -> Told:
+        """Return what rank 0 is told of a share."""
+        state, written = rank_state(inputs), share.written
+        report = Report(
+            step=answer.begin.step,
+            manifests=[Ref.of(ref) for ref in written.manifests],
+            request=b"",
+            trees=xxhash.xxh3_128_digest(b"".join(state.tree_digests.values())),
+            replicas={f"{part}\0{group}": d for part, of in state.replica_digests.items() for group, d in of.items()},
+            bases=[n for n, key in enumerate(answer.begin.bases) if any(name in key for name in share.bases.ids)],
+            chunks=written.chunks,
+            new_chunks=written.new_chunks,
+            stored_bytes=written.stored_bytes,
+            depth=written.depth,
+        )
+        details = {}
+        if answer.details:
+            pairs = [(part, group) for part, groups in state.replica_digests.items() for group in groups]
+            details = {f"{part}\0{group}": state.tensor_digests(part, group) for part, group in pairs}
+        return Told(report, state.held_bytes, encode_trees(state.parts) if answer.trees else b"", details)
+
+    def session_of(self, run: str, begin: Begin) -> SharedSession:
+        """Return the part of a rank other than 0 in the session of rank 0. Without a base, this rank stores more."""
+        store, bases = self._context.store, []
+        for key in begin.bases:
+            try:
+                bases.append(records.decode(store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key))
+            except (*DAMAGE, StorageError) as error:
+                log.warning("run=%s base %s cannot be used: %s", run, key, error)
+        session = SharedSession(self._context, run, begin.step, begin.id, bases, lambda: None)
+        if begin.quarantine:
+            session.quarantined = quarantined_names([info.key for info in store.list("gc/")])
+        return session
+
+    def write_roots(self, session: Session, collected: Collected) -> Written:
+        """Write the root manifests of all ranks; they are durable on return.
+
+        Raises:
+            IntegrityError, NotFoundError, StorageError: a child manifest cannot be read.
+        """
+        headers = read_headers(self._context, collected.children)
+        roots = write_roots(self._context, session, collected.parts, collected.children, headers, self.place[1])
+        reports = collected.reports.values()
+        roots.new_chunks = sum(report.new_chunks for report in reports)
+        roots.stored_bytes += sum(report.stored_bytes for report in reports)
+        return roots
+
+    def commit(self, session: Session, request: SaveRequest, written: Written, bases: Sequence[Snapshot]) -> Snapshot:
+        """Create the record.
+
+        Args:
+            written: with the root manifests, and the counts of all ranks.
+            bases: the snapshots that a rank has built on.
+
+        Raises:
+            ConflictError: a gc has expired this save; nothing was committed.
+            StorageError: the store failed.
+        """
+        total_s = time.monotonic() - request.started
+        snapshot = session.commit(
+            bases=[base.id for base in bases],
+            manifests=written.manifests,
+            tags=request.tags,
+            metrics=request.read_metrics(),
+            metadata_node=request.metadata_node,
+            created=time.time(),
+            generation=(bases[0].generation + 1) % records.MAX_COUNTED if bases else 0,
+            depth=written.depth,
+            chunks=written.chunks,
+            new_chunks=written.new_chunks,
+            logical_bytes=written.logical_bytes,
+            stored_bytes=written.stored_bytes,
+            stall_s=total_s if request.stall_s is None else request.stall_s,
+            total_s=total_s,
+            features=[RANKS] if self.place[1] else [],
+        )
+        self._context.index.add(snapshot, written.headers)
+        self._repository.lineage.note_saved(
+            snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
+        )
+        return snapshot
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._staging.clear()

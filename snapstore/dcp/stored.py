@@ -1,0 +1,212 @@
+"""Stored state: a snapshot as DCP loads it: its leaves by DCP's keys, and boxes of its tensors into given memory.
+
+In: a reference. Out: the leaves, filled tensors, and values. It reads the manifests at once, and chunks when they are
+asked for. A snapshot that is rewritten meanwhile is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from ..chunks import limits
+from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, out_of_memory
+from ..format.records import SWEPT, Snapshot
+from ..repository import Repository
+from ..restore.manifests import decoding_of
+from ..restore.pipeline import load, require_decoding_of, ruling_now
+from ..restore.sources import AsRank, Sources
+from ..state.containers import CONTAINERS, children
+from ..state.restore_buffers import RestoreBuffers
+from ..state.selection import Selection
+from ..state.tensors import Slot, TensorSpec
+from ..state.tree_decode import ELSEWHERE, decode
+from .names import Leaf, ObjectTypes, flat_leaves
+
+log = logging.getLogger("snapstore")
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A box of a stored tensor, to be filled; `state.sharded` knows it as a sharded tensor of one chunk.
+
+    Attributes:
+        slot: of the tensor.
+        offsets, sizes: of the box.
+        target: the tensor to fill, of these sizes.
+        local: where its bytes are read: `target`, or a tensor of the stored dtype whose values are cast.
+    """
+
+    slot: Slot
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    target: torch.Tensor
+    shape: torch.Size = field(init=False)
+    local: torch.Tensor = field(init=False)
+
+    def prepare(self, form: torch.Tensor) -> bool:
+        """Take the form of the stored tensor; return whether values have to be cast."""
+        self.shape, self.local = form.size(), self.target
+        if self.target.dtype == form.dtype:
+            return False
+        self.local = torch.empty(self.sizes, dtype=form.dtype, device=self.target.device)
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the stored dtype."""
+        return self.local.dtype
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the box."""
+        return [ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory of the box."""
+        return self.local
+
+
+class StoredState:
+    """A snapshot, opened for DCP.
+
+    Args:
+        ref: of the snapshot.
+        types: classes whose values are made.
+        as_rank: which rank reads, and whose own values it gets.
+
+    Attributes:
+        snapshot: as it was read last.
+        leaves: by DCP's keys, in the order of the state.
+
+    Raises:
+        NotFoundError: the reference names nothing.
+        InvalidInputError: the state is no dict.
+        IntegrityError, FormatError: the snapshot is damaged.
+    """
+
+    def __init__(self, repository: Repository, ref: str, types: Sequence[type], as_rank: AsRank) -> None:
+        self._context, self._types, self._as_rank = repository.context, types, as_rank
+        self.leaves: dict[str, Leaf] = {}
+        self.snapshot: Snapshot = self._context.index.refresh().resolve(ref)
+        while True:
+            try:
+                self._open()
+                break
+            except (IntegrityError, FormatError) as error:
+                ruling = ruling_now(self._context, self.snapshot, error)
+                self.snapshot = ruling if ruling.state != SWEPT else self._context.index.refresh().resolve(ref)
+        gone = [key for key, leaf in self.leaves.items() if leaf.value is ELSEWHERE]
+        if gone:
+            log.warning("%s: leaving out %d keys: %s", self.snapshot.ref, len(gone), self._sources.elsewhere)
+        self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.value is not ELSEWHERE}
+
+    def _open(self) -> None:
+        """Read the manifests."""
+        where = self.snapshot.ref
+        self._sources = Sources(self._context, self.snapshot, None, self._as_rank)
+        self._parts = self._sources.parts
+        self._decoded = decoding_of(where, ObjectTypes(self._types))
+        self.leaves = flat_leaves(decode(self._parts, decoded=self._decoded), self._decoded, where)
+
+    def _until_read(self, read: Callable[[], T]) -> T:
+        """Read; and again if a recode or a compact has rewritten the snapshot, which leaves its tensors.
+
+        Raises:
+            NotFoundError: the snapshot was deleted meanwhile.
+        """
+        while True:
+            try:
+                with out_of_memory(f"load {self.snapshot.ref}", "free memory, or load fewer keys at a time"):
+                    return read()
+            except (IntegrityError, FormatError) as error:
+                ruling = ruling_now(self._context, self.snapshot, error)
+                if ruling.state == SWEPT:
+                    raise NotFoundError(f"{self.snapshot.ref}: was forgotten and deleted by a gc meanwhile") from error
+                specs, self.snapshot = [part.specs for part in self._parts], ruling
+                self._open()
+                if [part.specs for part in self._parts] != specs:
+                    raise
+
+    def spec(self, slot: Slot) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return self._parts[slot.part].specs[slot.index]
+
+    def form(self, slot: Slot) -> torch.Tensor:
+        """Return a tensor without memory that has the dtype and shape of a stored one."""
+        spec = self.spec(slot)
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CapabilityError(f"dtype {spec.dtype} is unknown to torch {torch.__version__}; update it")
+        return torch.empty(spec.shape, dtype=dtype, device="meta")
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Fill tensors with boxes of stored ones; values are cast where dtypes differ.
+
+        Raises:
+            InvalidInputError: tensors share memory, and the snapshot has different values for them.
+            IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
+        """
+        self._until_read(lambda: self._fill(pieces))
+
+    def values(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of leaves, with their arrays read.
+
+        Raises:
+            IntegrityError, FormatError: a chunk is damaged.
+        """
+        return self._until_read(lambda: self._values(keys))
+
+    def _fill(self, pieces: Sequence[Piece]) -> None:
+        buffers, casts = self._buffers(), []
+        for piece in pieces:
+            if piece.prepare(self.form(piece.slot)):
+                casts.append(piece)
+            place = Slot(piece.slot.part, piece.slot.index, "tensor")  # a tensor may be wanted by several pieces
+            buffers.add(place)
+            buffers.claim(place, piece.local if piece.sizes == tuple(piece.shape) else piece, owned=False)
+        buffers.find_overlaps()
+        self._read(buffers)
+        buffers.fill_overlapping()
+        for piece in casts:
+            piece.target.copy_(piece.local)
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        buffers, values = self._buffers(), [self.leaves[key].value for key in keys]
+        for value in values:
+            for slot in _slots(value):
+                buffers.add(slot)
+        self._read(buffers)
+        return [buffers.build(value) for value in values]
+
+    def _buffers(self) -> RestoreBuffers:
+        engines = self._context.engines
+        return RestoreBuffers(self._parts, Selection(None), None, on_device=engines.on_device, decoded=self._decoded)
+
+    def _read(self, buffers: RestoreBuffers) -> None:
+        wants, what = buffers.wants(), f"{self.snapshot.ref}: loading"
+        limits.require_memory(buffers.fresh_bytes(), f"{what} {len(wants)} tensors")
+        overlaps = self._sources.overlaps(wants)
+        require_decoding_of(self._context, overlaps, what)
+        try:
+            load(self._context, wants, overlaps, buffers)
+        finally:
+            self._context.engines.release_memory()
+
+
+def _slots(tree: Any) -> Iterable[Slot]:
+    """Yield the places of arrays in a decoded tree."""
+    if type(tree) is Slot:
+        yield tree
+    elif type(tree) in CONTAINERS:
+        for _, _, child in children(tree):
+            yield from _slots(child)

@@ -1,0 +1,293 @@
+"""SnapstoreWriter: DCP's StorageWriter and AsyncStager over a run of a repository.
+
+In: the state that DCP's planner holds. Out: one snapshot of all ranks. DCP calls, in this order; each in the thread
+that saves, but `stage` in its caller's:
+
+    stage                   async_save: copy the state, on its devices; DCP goes on with one leaf that has the copies
+    reset                   take the checkpoint id
+    set_up_storage_writer   learn the rank
+    prepare_local_plan      keep the plan here, and send a digest of it in its place
+    prepare_global_plan     rank 0: open the session, and answer with what every rank needs to write
+    write_data              write this rank's packs and manifests, and report
+    finish                  rank 0: compare the reports, write what is common, create the record
+
+So nothing that grows with the state goes over the wire, and DCP's error handling is whole: a rank that fails fails the
+save on all. DCP tells nobody else that a save has failed; a session that is left open ends at the next reset, save or
+close.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..distributed.messages import Begin
+from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from ..format.records import Snapshot
+from ..options import SaveOptions
+from ..protocol.session import Session
+from ..repository import Repository
+from ..save.inputs import PartInput, SaveRequest
+from .exchange import Answer, Collected, DetailsWantedError, Told, decode, digest_of, encode, wanted_trees
+from .names import step_of
+from .planner import STAGED, Staged, staged_of, state_of
+from .saving import Heart, Saver, Share
+from .target import Place, Target, Url, place_in
+
+log = logging.getLogger("snapstore")
+
+_ALONE = (
+    "use_collectives=False: each rank would commit a snapshot of its own part, which no restore could put together; "
+    "leave it out: what the ranks exchange does not grow with the state"
+)
+
+
+class SnapstoreWriter(Target, StorageWriter, AsyncStager):
+    """Saves snapshots of a run through DCP. Make one for the whole job: it holds what the next save builds on.
+
+    Args:
+        repository: a URL, path or store, where a repository is made if there is none; or an open Repository.
+        run: the name of the run.
+        process_group: the ranks that save together, as it is passed to `async_save`; None: all of the job.
+        staging, keep_base, options: see `SnapshotManager`.
+
+    A checkpoint id is a step, or a path or text that ends in one.
+
+    Attributes:
+        snapshot: the one that was committed last (on rank 0 alone).
+    """
+
+    def __init__(
+        self,
+        repository: Url | Repository,
+        *,
+        run: str,
+        process_group: dist.ProcessGroup | None = None,
+        staging: Literal["auto", "device", "host"] = "auto",
+        keep_base: bool = True,
+        options: SaveOptions | None = None,
+    ) -> None:
+        super().__init__(repository, run, partial(_open_or_create, options=options))
+        self.snapshot: Snapshot | None = None
+        self._group = process_group
+        self._saver = Saver(self.repository, place_in(process_group), staging=staging, keep_base=keep_base)
+        self._writing = threading.Lock()
+        self._stages = 0  # how often a state was staged
+        self._staged: Staged | None = None  # the last one, until it is written
+        self._plan = SavePlan([])
+        self._plan_digest = b""
+        self._details = False  # whether the last save failed for want of them
+        self._session: Session | None = None  # on rank 0, of the save that has begun
+        self._heart: Heart  # of that session
+        self._request: SaveRequest | None = None
+        self._share: Share | None = None  # of rank 0
+
+    # -- AsyncStager, in the thread that calls async_save
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Return False: the copies are complete, or ordered behind the caller's work, when `stage` returns."""
+        return False
+
+    def stage(self, state_dict: Any) -> dict[str, Any]:
+        """Copy a state where its tensors lie; return a state dict of one leaf, which holds the copies.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+        """
+        started = time.monotonic()
+        with self._writing:  # the copies of a save that is being written are not to be changed
+            self._stages += 1
+            self._saver.take(place_in(self._group))
+            give = self._saver.stage(state_dict)
+        self._staged = Staged(self._stages, give, started, time.monotonic() - started)
+        return {STAGED: self._staged}
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has copied."""
+
+    def close(self) -> None:
+        """End a session that a failed save has left open, release memory, and close what was opened here.
+
+        Wait for the future of a save first: this ends its session.
+        """
+        self._end_session("the writer was closed")
+        self._saver.clear()
+        super().close()
+
+    # -- StorageWriter, in the thread that saves
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Take the checkpoint id of the next save; end a session that a failed save has left open."""
+        self._end_session("another rank failed")
+        super().reset(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the checkpoint id of the save, for planners."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check how DCP was called.
+
+        Raises:
+            InvalidInputError: with use_collectives=False; or the checkpoint id names no step.
+        """
+        self._end_session("another rank failed")
+        if kwargs.get("use_collectives") is False:
+            raise InvalidInputError(_ALONE)
+        step_of(self.checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep this rank's plan; return an empty one."""
+        self._plan = plan
+        is_staged = [item.index.fqn for item in plan.items] == [STAGED] or not plan.usable
+        if is_staged and self._staged is not None:
+            self._plan_digest = self._saver.digest_of_trees(self._staged.inputs())
+        else:
+            self._plan_digest = digest_of(plan) or self._plan_digest  # DCP's cache leaves an unchanged plan out
+        return SavePlan([], storage_data=self._plan_digest, planner_data={})
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Open the session, and return for each rank what it needs to write. Rank 0 alone calls it.
+
+        Raises:
+            InvalidInputError, StorageError: the save cannot begin.
+        """
+        repository, step = self.repository, step_of(self.checkpoint_id)
+        request = SaveRequest(self.run, step)
+        request.resolve(repository.context, repository.lineage)
+        session = Session(repository.context, self.run, step, parent=request.parent)
+        session.__enter__()
+        session.shared = len(plans) > 1
+        self._session, self._request = session, request
+        self._heart = Heart(session)
+        bases = [snapshot.key for snapshot in session.usable_bases]
+        begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
+        wanted = set(range(len(plans))) if self._details else wanted_trees([plan.storage_data for plan in plans])
+        common = (self._details, repository.config.digest_seed)
+        answers = [Answer(begin, rank, len(plans), rank in wanted, *common) for rank in range(len(plans))]
+        return [SavePlan([], storage_data=encode(answer), planner_data={}) for answer in answers]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's packs and manifests.
+
+        Returns:
+            A future that is complete.
+
+        Raises:
+            InvalidInputError: the state cannot be saved.
+            StorageError: the store failed.
+        """
+        try:
+            with self._writing:
+                told = self._write(decode(plan.storage_data, Answer), planner)
+        except BaseException as error:
+            self._end_session(error)
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex("snapstore"), told.report.stored_bytes, encode(told))])
+        return done
+
+    def _write(self, answer: Answer, planner: SavePlanner) -> Told:
+        """Write this rank's share, and return what rank 0 is told of it."""
+        step, begin, saver = step_of(self.checkpoint_id), answer.begin, self._saver
+        if step != begin.step or answer.seed != self.repository.config.digest_seed:
+            mine, theirs = f"step {step} to {self.repository.url}", f"step {begin.step}"
+            raise InvalidInputError(
+                f"rank {answer.rank} saves {mine}, rank 0 {theirs}"
+                + (" to another repository" if step == begin.step else "")
+                + "; pass the same checkpoint_id and repository on all ranks"
+            )
+        is_alone = answer.world_size == 1 and place_in(self._group)[1] != 1  # no_dist, or no torch.distributed
+        inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size))
+        if answer.rank == 0:
+            assert self._session is not None
+            share = self._share = saver.write(self._session, inputs)
+        else:
+            with saver.session_of(self.run, begin) as session:
+                share = saver.write(session, inputs)
+        return saver.told(answer, inputs, share)
+
+    def _inputs(self, planner: SavePlanner, place: Place) -> Sequence[PartInput]:
+        """Return the tensors to write: copies, or those of the caller, who waits."""
+        staged, request, saver = staged_of(planner), self._request, self._saver
+        if staged is None:
+            saver.take(place)
+            return saver.inputs(state_of(planner, self._plan))
+        if saver.place != place:
+            raise InvalidInputError(
+                f"rank {saver.place[0]} of {saver.place[1]} has staged its share, and {max(place[1], 1)} ranks save: "
+                "pass the process_group of async_save to SnapstoreWriter too; with no_dist=True, call save"
+            )
+        if staged.number != self._stages:
+            raise InvalidInputError(
+                "async_save was called again before this one was written, and has taken over its copies: wait for the "
+                "future of one save before the next"
+            )
+        self._staged = None
+        if request is not None:
+            request.started, request.stall_s = staged.started, staged.stall_s
+        return staged.inputs()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit. Rank 0 alone calls it, with what every rank has reported.
+
+        Raises:
+            ConflictError: a gc has expired this save; nothing was committed.
+            StorageError: the store failed.
+        """
+        try:
+            self.snapshot = self._commit({rank: decode(of[0].storage_data, Told) for rank, of in enumerate(results)})
+        except BaseException as error:
+            self._end_session(error)
+            raise
+        self._end_session(None)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.snapshot.id)
+        self.checkpoint_id = None  # the next save without one must not take this step again
+
+    def _commit(self, told: dict[int, Told]) -> Snapshot:
+        """Write the root manifests, if there are several ranks, and create the record."""
+        session, request, share, saver = self._session, self._request, self._share, self._saver
+        assert session is not None
+        assert request is not None
+        assert share is not None
+        used = {number for one in told.values() for number in one.report.bases}
+        bases = [base for number, base in enumerate(session.usable_bases) if number in used]
+        if not saver.place[1]:
+            return saver.commit(session, request, share.written, bases)
+        self._details = False
+        try:
+            collected = Collected(told)
+        except DetailsWantedError:
+            self._details = True
+            raise
+        return saver.commit(session, request, saver.write_roots(session, collected), bases)
+
+    def _end_session(self, error: BaseException | str | None) -> None:
+        """End the session, if one is open."""
+        session, self._session, self._share = self._session, None, None
+        if session is not None:
+            self._heart.close()
+            reason = InvalidInputError(error) if isinstance(error, str) else error
+            session.__exit__(type(reason) if reason else None, reason, None)
+
+
+def _open_or_create(url: Url, options: SaveOptions | None) -> Repository:
+    try:
+        return Repository.open(url, options=options)
+    except NotFoundError:
+        try:
+            return Repository.create(url, options=options)
+        except AlreadyExistsError:  # another rank was first
+            return Repository.open(url, options=options)

@@ -1,0 +1,183 @@
+"""Ranks: how the ranks of one job exchange small messages, and notice that one of them is silent.
+
+In: values under keys, each set by one rank. Out: the same values, on every rank. No call is a collective, none blocks
+for long, and none needs the ranks to call in the same order; so a thread in the background may use it at any time.
+
+Invariant: every message belongs to one attempt of the job: a restarted job has another channel, and reads none of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from ..errors import RanksError, SnapstoreError
+
+T = TypeVar("T")
+#: How often a rank looks whether a message has come [s]: short at first, then growing to the second.
+POLL_S, POLL_MAX_S = 0.002, 0.05
+#: A rank beats this many times in `silent_s`.
+BEATS = 4
+#: A rank beats at least so often, and calls the functions of its heart so often [s].
+BEAT_S, CALL_S = 30.0, 1.0
+
+
+class Ranks(Protocol):
+    """The ranks of one job, as one of them sees them.
+
+    Call sequence: any method, from any thread, until `close`. Every rank makes its own in the same order of calls.
+    Every method but `close` raises RanksError if the channel is broken or does not answer.
+
+    Attributes:
+        rank: of this process, from 0.
+        count: the number of ranks, at least 1.
+        attempt: identifies this attempt of the job; 32 hex digits.
+        silent_s: a rank that has not been heard of for so long counts as dead [s].
+        total_s: the longest that one save may take [s].
+    """
+
+    rank: int
+    count: int
+    attempt: str
+    silent_s: float
+    total_s: float
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key for all ranks. Only the first value of a key counts; to post it again does no harm."""
+        ...
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it is not set."""
+        ...
+
+    def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the values of many keys in few requests; None unless all are set."""
+        ...
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget keys that no rank will look up again."""
+        ...
+
+    def beat(self) -> None:
+        """Tell the other ranks that this one lives."""
+        ...
+
+    def silences(self, ranks: Collection[int]) -> list[float]:
+        """Return for each of some ranks how long it has not been heard of, in few requests [s]."""
+        ...
+
+    def close(self) -> None:
+        """End the channel; other ranks may still read what was posted for a few seconds. It may be called twice."""
+        ...
+
+
+class Heard:
+    """When each rank was heard of last, from the counts of its beats: no clock of another host is compared."""
+
+    def __init__(self) -> None:
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+
+    def silence_s(self, rank: int, beats: int) -> float:
+        """Return how long a rank has been silent that has beaten so often [s]; 0 when it is asked about first."""
+        now = time.monotonic()
+        with self._lock:
+            known, since = self._beats.get(rank, (-1, now))
+            if beats != known:
+                self._beats[rank] = beats, now
+                return 0.0
+            return now - since
+
+
+class Heart:
+    """A thread that lets a rank beat, and calls functions that are added, until it is closed.
+
+    It lives as long as the channel and not only while a save runs: a rank that has not called `save` yet is late, and
+    not dead.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._calls: list[Callable[[], object]] = [ranks.beat]
+        self._period_s = min(ranks.silent_s / BEATS, BEAT_S)
+        self._soon, self._stopped = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="snapstore-heart", daemon=True)
+        self._thread.start()
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Call a function every second from now on; it may raise SnapstoreError."""
+        self._calls.append(call)
+        self._period_s = min(self._period_s, CALL_S)
+        self._soon.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            for call in tuple(self._calls):
+                with suppress(SnapstoreError):  # a rank that waits for a message notices
+                    call()
+            self._soon.wait(self._period_s)
+            self._soon.clear()
+
+    def close(self) -> None:
+        """Stop; the thread ends by itself, since a call in it may never return."""
+        self._stopped = True
+        self._soon.set()
+
+
+def wait_for(look: Callable[[], T | None], watch: Callable[[], object], *, poll_max_s: float = POLL_MAX_S) -> T:
+    """Return what `look` returns once that is not None; call `watch` between looks, which raises to end the wait."""
+    pause_s = POLL_S
+    while (found := look()) is None:
+        watch()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, poll_max_s)
+    return found
+
+
+class Watch:
+    """Bounds a wait: raises once a rank that is waited for is silent, or the time is over.
+
+    Args:
+        what: is waited for, in errors.
+        who: returns the ranks that are waited for.
+        limit_s: of the whole wait.
+    """
+
+    def __init__(self, ranks: Ranks, what: str, who: Callable[[], Sequence[int]], limit_s: float) -> None:
+        self._ranks, self._what, self._who = ranks, what, who
+        self._limit_s, self._began, self._next = limit_s, time.monotonic(), 0.0
+
+    def __call__(self) -> None:
+        """Look whether all are alive, at most four times in `silent_s`.
+
+        Raises:
+            RanksError: not all of them are, or the time is over.
+        """
+        now = time.monotonic()
+        if now < self._next and now - self._began <= self._limit_s:
+            return
+        self._next = now + min(self._ranks.silent_s, self._limit_s) / BEATS
+        who = self._who()
+        silences = self._ranks.silences(who)
+        if silent := [rank for rank, silence in zip(who, silences, strict=True) if silence > self._ranks.silent_s]:
+            raise RanksError(
+                f"{named(silent)} of {self._ranks.count}: not heard of for {self._ranks.silent_s:.6g} s, while rank "
+                f"{self._ranks.rank} waited for {self._what}",
+                ranks=silent,
+            )
+        if now - self._began > self._limit_s:
+            raise RanksError(
+                f"{named(who)} of {self._ranks.count}: alive, and {self._what} has not come within "
+                f"{self._limit_s:.6g} s; do all ranks call save, restore and close alike?",
+                ranks=who,
+            )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 1, 2" or "ranks 0, 1, 2, 3 and 60 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"

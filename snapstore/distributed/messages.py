@@ -1,0 +1,212 @@
+"""Messages: the words of one save, from rank to rank, each bounded in size whatever the state.
+
+    begin     rank 0 to all       the snapshot's id and step, and the records that may be built on
+    report    each rank to 0      its child manifests, counts, and digests of what all ranks must hold alike
+    failed    any rank to all     the first error
+    ask       rank 0 to some      whose trees it needs: for each digest that is new to it, those of one rank
+    tree      some ranks to 0     the trees that were asked for: with `replicas`, the messages that grow with the state
+    replicas  two ranks to 0      the digests of their replicas one by one, where these differ
+    outcome   rank 0 to all       committed, failed, or unclear
+    skip      rank 0 to all       whether a save is skipped because the last one still runs
+
+In: typed structs. Out: msgpack, and back. A key begins with the number of the save in its attempt, so no message is
+read for another save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from .. import errors
+from ..errors import RanksError, SnapstoreError
+from ..format.records import Id, ManifestRef
+
+#: The texts of errors are cut to this many characters.
+MAX_TEXT = 400
+#: More manifests than this travel in a message of their own, so a report stays below 2 KiB.
+MAX_REPORTED_MANIFESTS = 8
+#: The names of the keys, behind the number of the save.
+POSTED_BY_0 = ("begin", "ask", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
+POSTED_BY_OTHERS = (
+    *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
+    *("digest/{rank}", "trees/{rank}"),
+)
+COMMITTED, FAILED, UNCLEAR = "committed", "failed", "unclear"
+#: A larger record is not sent along.
+MAX_RECORD_BYTES = 900
+#: The fields of a request that must be alike on all ranks, in the order of `Report.request`.
+REQUEST_FIELDS = ("run", "step", "metrics", "metadata", "tags")
+DIGEST_BYTES = 8
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0 has opened a session.
+
+    Attributes:
+        id: of the snapshot.
+        bases: keys of the records that may be built on, best first.
+        full: store no chains of deltas.
+        quarantine: whether packs are in quarantine; then each rank lists the notes itself.
+    """
+
+    id: Id
+    step: int
+    bases: list[str]
+    full: bool
+    quarantine: bool
+
+
+class Ref(msgspec.Struct, frozen=True, array_like=True):
+    """A `ManifestRef` in half its bytes; the rank is the sender's."""
+
+    part: str
+    sha256: bytes
+    header_sha256: bytes
+    size_bytes: int
+    logical_bytes: int
+
+    @classmethod
+    def of(cls, ref: ManifestRef) -> Ref:
+        """Return the short form of a reference."""
+        names = bytes.fromhex(ref.sha256), bytes.fromhex(ref.header_sha256)
+        return cls(ref.part, *names, ref.size_bytes, ref.logical_bytes)
+
+    def whole(self, rank: int) -> ManifestRef:
+        """Return the reference."""
+        return ManifestRef(
+            part=self.part,
+            rank=rank,
+            sha256=self.sha256.hex(),
+            header_sha256=self.header_sha256.hex(),
+            size_bytes=self.size_bytes,
+            logical_bytes=self.logical_bytes,
+        )
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's packs and child manifests are durable.
+
+    Attributes:
+        manifests: its child manifests; None: they are in a message of their own.
+        request: digests of the request's fields, 8 bytes each, one after the other (REQUEST_FIELDS).
+        trees: digest of its parts' trees and of the tensors' whole shapes.
+        replicas: by group of ranks, the digest of the tensors of which these ranks hold replicas.
+        held_bytes: of shared tensors, that it has stored.
+        bases: positions in `Begin.bases` of the bases that it has used.
+    """
+
+    step: int
+    manifests: list[Ref] | None
+    request: bytes
+    trees: bytes
+    replicas: dict[str, bytes] = {}
+    held_bytes: int = 0
+    bases: list[int] = []
+    chunks: int = 0
+    new_chunks: int = 0
+    stored_bytes: int = 0
+    depth: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """An error of one rank, or about some.
+
+    Attributes:
+        kind: name of the class in errors.py.
+        rank: where it was raised.
+        ranks: that it is about.
+    """
+
+    kind: str
+    text: str
+    rank: int
+    ranks: list[int] = []
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failed:
+        """Return what other ranks are told of an error."""
+        if isinstance(error, RelayedError):
+            return error.failed
+        kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        return cls(kind or "RanksError", text[:MAX_TEXT], rank, list(getattr(error, "ranks", ()))[:16])
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0 needs the trees of these ranks, or the digests of the tensors that a group of ranks holds alike."""
+
+    ranks: list[int]
+    group: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a save: COMMITTED, FAILED, or UNCLEAR: the record decides.
+
+    Attributes:
+        record: the committed record, if it is small; else each rank reads it.
+    """
+
+    state: str
+    failed: Failed | None = None
+    record: bytes = b""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's answer to a question that all ranks ask alike, such as which snapshot is the newest.
+
+    Attributes:
+        question: as rank 0 was asked.
+        value: the answer; None where `failed` is set, or there is none.
+    """
+
+    question: str
+    value: str | None = None
+    failed: Failed | None = None
+
+
+class RelayedError(Exception):
+    """Another rank's error, on its way to be raised here."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.text)
+        self.failed = failed
+
+
+#: The digests of replicas: (path, digest) of each.
+Replicas = list[tuple[str, bytes]]
+M = TypeVar("M", Begin, Report, Failed, Ask, Outcome, Answer, list[Ref], Replicas)
+
+
+def encode(message: Begin | Report | Failed | Ask | Outcome | Answer | Sequence[Ref] | Replicas) -> bytes:
+    """Return the bytes of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[M]) -> M:
+    """Return a message from its bytes.
+
+    Raises:
+        RanksError: it is none of this kind: the ranks run different releases of snapstore.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RanksError(
+            f"a message of {len(data)} bytes is no {kind.__name__} ({error}); "
+            "install one release of snapstore on all ranks"
+        ) from error
+
+
+def raised(failed: Failed, own_rank: int) -> SnapstoreError:
+    """Return another rank's error as this rank raises it: of the same class, and naming that rank."""
+    kind = getattr(errors, failed.kind, RanksError)
+    if not (isinstance(kind, type) and issubclass(kind, SnapstoreError)):
+        kind = RanksError
+    text = failed.text if failed.rank == own_rank else f"rank {failed.rank}: {failed.text}"
+    error = kind(text)
+    if isinstance(error, RanksError):
+        error.ranks = tuple(failed.ranks) or (failed.rank,)
+    return error

@@ -1,0 +1,113 @@
+"""Preemption: a job that is told to end saves once more, all ranks at the same step.
+
+In: a signal, on any rank. Out: the first step that no rank has begun, agreed on by all ranks. Their main threads may be
+in a collective of the training, each waiting for the others; so threads in the background agree, and `reached` only
+compares numbers. While they agree, `reached` waits, for some seconds at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+
+from ..errors import InvalidInputError, RanksError
+from .base import Ranks, wait_for
+
+log = logging.getLogger("snapstore")
+#: The longest that the ranks take to agree; then each goes on by itself [s].
+AGREE_S = 10.0
+
+
+class Preemption:
+    """The end of a job, as one rank sees it.
+
+    Args:
+        ranks: None: one process, which agrees with itself.
+        prefix: of all its keys.
+    """
+
+    def __init__(self, ranks: Ranks | None, prefix: str) -> None:
+        self._ranks, self._prefix = ranks, prefix
+        self._noticed = False
+        self._last_step = -1
+        self._agreed: int | None = None
+        self._lock = threading.Lock()
+
+    def notice(self, *_: object) -> None:
+        """Note that the job is to end; for signal handlers: it only sets a flag."""
+        self._noticed = True
+
+    @property
+    def is_noticed(self) -> bool:
+        """Return whether this process was told that the job is to end, or all ranks have agreed on it."""
+        return self._noticed or self._agreed is not None
+
+    def reached(self, step: int) -> bool:
+        """Return whether the job is to end, and this is the agreed step, or a later one."""
+        if self._ranks is None:
+            return self._noticed
+        with self._lock:
+            self._last_step = step
+            return self._agreed is not None and step >= self._agreed
+
+    def poll(self) -> None:
+        """Look whether any rank was told that the job is to end, and agree with all; called in the background.
+
+        Raises:
+            RanksError: the channel is broken.
+        """
+        ranks = self._ranks
+        if ranks is None or self._agreed is not None:
+            return
+        told = f"{self._prefix}preempt"
+        if not self._noticed and ranks.look(told) is None:
+            return
+        with self._lock:
+            ranks.post(told, b"1")
+            ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
+            self._agreed = self._agree(ranks, told)
+        log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
+
+    def _agree(self, ranks: Ranks, told: str) -> int:
+        """Return the step behind the last one that any rank has begun."""
+        deadline = time.monotonic() + AGREE_S
+
+        def watch() -> None:
+            if time.monotonic() > deadline:
+                raise RanksError("the ranks have not agreed when to end")
+
+        try:
+            if ranks.rank == 0:
+                keys = [f"{told}/last/{rank}" for rank in range(ranks.count)]
+                last = wait_for(lambda: ranks.look_all(keys), watch)
+                ranks.post(f"{told}/step", str(max(map(int, last)) + 1).encode())
+            return int(wait_for(lambda: ranks.look(f"{told}/step"), watch))
+        except RanksError as error:
+            log.warning("rank %d ends by itself: %s", ranks.rank, error)
+            return self._last_step + 1
+
+
+class SignalHandler:
+    """The handler of SIGTERM while a manager handles preemption; made in the main thread.
+
+    Attributes:
+        ends: whether the save of the last step ends the process.
+        timeout: of that save [s].
+
+    Raises:
+        InvalidInputError: this is not the main thread.
+    """
+
+    def __init__(self, preemption: Preemption, *, end: bool, timeout: float) -> None:
+        self.ends, self.timeout = end, timeout
+        try:
+            self._before = signal.signal(signal.SIGTERM, preemption.notice)
+        except ValueError as error:
+            raise InvalidInputError("handle_preemption sets a signal handler: call it in the main thread") from error
+
+    def close(self) -> None:
+        """Put the former handler back, if this is the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)

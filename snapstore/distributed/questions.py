@@ -1,0 +1,65 @@
+"""Questions: rank 0 answers for all ranks, so that all of them go on from one answer.
+
+In: a question that every rank asks at the same place of the program, such as which snapshot is the newest. Out: rank
+0's answer, or its error, on every rank. The answer says which question it is to, so ranks that ask unlike ones notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import InvalidInputError, RanksError
+from . import messages
+from .base import Ranks, Watch, wait_for
+from .messages import Answer, Failed, decode, encode
+
+
+class Questions:
+    """The questions of one user of ranks.
+
+    Args:
+        prefix: of all its keys.
+    """
+
+    def __init__(self, ranks: Ranks, prefix: str) -> None:
+        self._ranks, self._prefix = ranks, prefix
+        self._number = 0
+
+    def ask(self, question: str, answer: Callable[[], str | None]) -> str | None:
+        """Return rank 0's answer to a question; `answer` is called on rank 0 alone.
+
+        Raises:
+            SnapstoreError: what `answer` has raised.
+            InvalidInputError: rank 0 has asked another question here.
+            RanksError: rank 0 is silent, or does not ask.
+        """
+        key = f"{self._prefix}answer/{self._number}"
+        self._number += 1
+        if self._ranks.rank == 0:
+            return self._answer(key, question, answer)
+        watch = Watch(self._ranks, f"rank 0's answer ({question})", lambda: [0], self._ranks.total_s)
+        found = decode(wait_for(lambda: self._ranks.look(key), watch), Answer)
+        if found.question != question:
+            raise InvalidInputError(
+                f"rank {self._ranks.rank} asks for {question}, and rank 0 has asked for {found.question}: call the "
+                "methods of a SnapshotManager on all ranks alike, also latest_step, best_step and restore"
+            )
+        if found.failed is not None:
+            raise messages.raised(found.failed, self._ranks.rank)
+        return found.value
+
+    def _answer(self, key: str, question: str, answer: Callable[[], str | None]) -> str | None:
+        found = Answer(question, failed=Failed("RanksError", f"rank 0 has ended ({question})", 0))
+        try:
+            value = answer()
+            found = Answer(question, value)
+            return value
+        except Exception as error:
+            found = Answer(question, failed=Failed.of(error, 0))
+            raise
+        finally:
+            try:
+                self._ranks.post(key, encode(found))
+            except RanksError:
+                if found.failed is None:
+                    raise

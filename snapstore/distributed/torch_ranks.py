@@ -1,0 +1,279 @@
+"""TorchRanks: the ranks of a torch.distributed job, over a TCPStore of its own.
+
+In: a process group. Out: a `Ranks`. Rank 0 starts the server, in its process. The ranks meet by polling the job's own
+store: no collective is called, then or later, so a rank that does not come is an error and not a hang.
+
+`check`, `get` and `set` of a TCPStore never time out while its server's process is stopped (torch 2.13). So each client
+has a thread, which makes its calls, and each call is waited for at most `silent_s`. A blocking call on the job's store
+would hold up the training's calls on it, so only `check`, `get` and `set` are called there, by the constructing thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
+
+from ..errors import InvalidInputError, RanksError, SnapstoreError
+from ..format.records import new_id
+from ..threads import Threads
+from .base import Heard, named
+
+log = logging.getLogger("snapstore")
+T = TypeVar("T")
+#: Ranks that have not come within this time are an error [s].
+COME_S = 60.0
+#: Rank 0 says who is missing; the others wait for its word so much longer [s].
+WORD_S = 15.0
+#: A closing rank 0 waits so long for the others to read its last words [s].
+LINGER_S = 5.0
+CONNECT_S = 10.0
+POLL_S = 0.02
+#: Which channel of this process is the next one, by the name of the group: all ranks make them in the same order.
+_numbers: dict[str, Any] = {}
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where rank 0's server listens; or which ranks have not come."""
+
+    hosts: list[str]
+    port: int
+    attempt: str
+    missing: list[int]
+
+
+class TorchRanks:
+    """All ranks of a process group make one, at the same place of the program. See `Ranks`.
+
+    Args:
+        group: the ranks that save together; None: all of the job.
+        silent_s: a rank that has not been heard of for so long counts as dead [s].
+        total_s: the longest that one save may take [s].
+
+    Raises:
+        InvalidInputError: torch.distributed is not initialised, or this rank is not of the group.
+        RanksError: ranks have not come within 60 s, which are named; or rank 0 cannot be reached.
+    """
+
+    def __init__(self, group: Any = None, *, silent_s: float = 600.0, total_s: float = 3600.0) -> None:
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise InvalidInputError("TorchRanks: torch.distributed is not initialised; call init_process_group first")
+        for name, value in (("silent_s", silent_s), ("total_s", total_s)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InvalidInputError(f"{name} {value!r}: expected a number of seconds above 0")
+        self.rank, self.count = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        if self.rank < 0:
+            raise InvalidInputError("TorchRanks: this rank is not of the given group; make one on its ranks alone")
+        self.silent_s, self.total_s = float(silent_s), float(total_s)
+        self._pid, self._closed, self._broken = os.getpid(), False, ""
+        self._server: TCPStore | None = None
+        self._heard = Heard()
+        place = self._meet(group)
+        self.attempt = place.attempt
+        self._messages = _Client(self._connect(place), self.silent_s)
+        self._beats = _Client(self._connect(place), self.silent_s)
+        self._beat_count = 0
+        self.beat()
+
+    def __repr__(self) -> str:
+        return f"TorchRanks(rank={self.rank}, count={self.count}, attempt={self.attempt[:8]!r})"
+
+    # -- the ranks meet
+
+    def _meet(self, group: Any) -> _Place:
+        """Return where rank 0's server is, once all ranks have come.
+
+        Raises:
+            RanksError: some have not.
+        """
+        store, prefix = _store_of(group)
+        came = [f"{prefix}/came/{rank}" for rank in range(self.count)]
+        store.set(came[self.rank], b"1")
+        if self.rank == 0:
+            place = self._start_server(group)
+            if not _polled(lambda: store.check(came) or None, COME_S):
+                missing = [rank for rank, key in enumerate(came) if not store.check([key])]
+                place = msgspec.structs.replace(place, missing=missing)
+            store.set(f"{prefix}/place", msgspec.msgpack.encode(place))
+        else:
+            found = _polled(lambda: _looked(store, f"{prefix}/place"), COME_S + WORD_S)
+            absent = [rank for rank, key in enumerate(came) if found is None and not store.check([key])]
+            place = msgspec.msgpack.decode(found, type=_Place) if found else _Place([], 0, "", absent or [0])
+        if place.missing:
+            raise RanksError(
+                f"{named(place.missing)} of {self.count}: did not come within {COME_S:.0f} s; make the SnapshotManager "
+                "(or TorchRanks) on every rank, or with ranks=False on the one that saves alone",
+                ranks=place.missing,
+            )
+        return place
+
+    def _start_server(self, group: Any) -> _Place:
+        self._server = _tcp_store("localhost", 0, is_master=True)
+        attempt = new_id()
+        self._server.set("attempt", attempt)
+        is_first = torch.distributed.get_rank() == 0
+        return _Place(_own_hosts(is_first), self._server.port, attempt, [])
+
+    def _connect(self, place: _Place) -> TCPStore:
+        """Return a client of rank 0's server, under the first name that leads to it."""
+        failures = []
+        for host in ["localhost"] if self.rank == 0 else place.hosts:
+            try:
+                client = _tcp_store(host, place.port, is_master=False)
+                if client.get("attempt").decode() == place.attempt:
+                    return client
+                failures.append(f"{host}: another server")
+            except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+                failures.append(f"{host}: {str(error).splitlines()[0][:200]}")
+        raise RanksError(
+            f"rank {self.rank} cannot reach rank 0's server on port {place.port}: {'; '.join(failures)}", ranks=[0]
+        )
+
+    # -- messages
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key, unless it is set; see `Ranks`."""
+        self._call(self._messages, lambda store: store.compare_set(self._key(key), "", value))
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key, or None; see `Ranks`."""
+        return self._call(self._messages, lambda store: _looked(store, self._key(key)))
+
+    def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the values of many keys, or None; see `Ranks`."""
+        names = [self._key(key) for key in keys]
+        if not names:
+            return []
+        return self._call(self._messages, lambda store: store.multi_get(names) if store.check(names) else None)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget keys; see `Ranks`."""
+        names = [self._key(key) for key in keys]
+        self._call(self._messages, lambda store: [store.delete_key(name) for name in names])
+
+    def beat(self) -> None:
+        """Tell the other ranks that this one lives."""
+        self._beat_count += 1
+        beats = str(self._beat_count)
+        self._call(self._beats, lambda store: store.set(self._key(f"beats/{self.rank}"), beats))
+
+    def silences(self, ranks: Collection[int]) -> list[float]:
+        """Return how long each of some ranks has been silent [s]; see `Ranks`."""
+        found = self.look_all([f"beats/{rank}" for rank in ranks])
+        if found is None:  # one has met the others and has died before its first beat
+            found = [self.look(f"beats/{rank}") or b"0" for rank in ranks]
+        return [self._heard.silence_s(rank, int(beats)) for rank, beats in zip(ranks, found, strict=True)]
+
+    def _key(self, key: str) -> str:
+        return f"{self.attempt}/{key}"
+
+    def _call(self, client: _Client, call: Callable[[Any], T]) -> T:
+        if os.getpid() != self._pid:
+            raise InvalidInputError("these ranks were made before a fork; a child process is no rank of the job")
+        if self._closed:
+            raise InvalidInputError("these ranks are closed")
+        try:
+            return client.call(call)
+        except RanksError:
+            raise
+        except Exception as error:  # torch raises RuntimeError and others
+            raise RanksError(
+                f"rank {self.rank}: the channel to rank 0 is broken: {str(error).splitlines()[0][:200]}", ranks=[0]
+            ) from error
+
+    def close(self) -> None:
+        """End the channel. Rank 0 waits a few seconds for the others: its server ends with it."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with suppress(SnapstoreError):
+            self.post(f"closed/{self.rank}", b"1")
+            if self.rank == 0:
+                keys = [f"closed/{rank}" for rank in range(self.count)]
+                _polled(lambda: self.look_all(keys), min(LINGER_S, self.silent_s))
+        self._closed = True
+        self._messages.close()
+        self._beats.close()
+        self._server = None
+
+
+class _Client:
+    """A connection to the server, and the thread that calls it."""
+
+    def __init__(self, store: TCPStore, limit_s: float) -> None:
+        self._store: TCPStore | None = store
+        self._limit_s, self._threads, self._is_stuck = limit_s, Threads(1), False
+
+    def call(self, call: Callable[[Any], T]) -> T:
+        """Return what `call` returns.
+
+        Raises:
+            RanksError: the server does not answer; it is not asked again.
+        """
+        if self._is_stuck:
+            raise RanksError("the channel to rank 0 does not answer", ranks=[0])
+        pending = self._threads.start(call, [self._store])
+        if not pending.ready(self._limit_s):
+            self._is_stuck = True
+            raise RanksError(f"the channel to rank 0 has not answered for {self._limit_s:.6g} s", ranks=[0])
+        return pending()[0]
+
+    def close(self) -> None:
+        """End the thread, unless a call in it never returns."""
+        if not self._is_stuck:
+            self._threads.close()
+            self._store = None
+
+
+def _tcp_store(host: str, port: int, *, is_master: bool) -> TCPStore:
+    timeout = timedelta(seconds=CONNECT_S)
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+
+def _store_of(group: Any) -> tuple[Any, str]:
+    """Return the job's store, and a prefix that no other channel of the job has."""
+    from torch.distributed import distributed_c10d
+
+    store: Any = distributed_c10d._get_default_store()
+    with suppress(Exception):  # a client of our own, where the store can make one: a call of the training may hold it
+        store = store.clone()
+    ranks = torch.distributed.get_process_group_ranks(group)
+    name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
+    number = next(_numbers.setdefault(name, count()))
+    return store, f"snapstore/{name}/{number}"
+
+
+def _looked(store: Any, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
+
+
+def _polled(look: Callable[[], T | None], limit_s: float) -> T | None:
+    """Return what `look` returns, once it is not None; None if the time is over."""
+    end = time.monotonic() + limit_s
+    while (found := look()) is None and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return found
+
+
+def _own_hosts(is_first: bool) -> list[str]:
+    """Return the names under which other hosts may reach this one, likeliest first.
+
+    Args:
+        is_first: whether this is rank 0 of the job, which the others have reached as MASTER_ADDR.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    hosts = [master] if is_first and master else []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master or "192.0.2.1", 9))  # sends nothing; the address is for documentation (RFC 5737)
+        hosts.append(probe.getsockname()[0])
+    hosts += [socket.getfqdn(), socket.gethostname(), "localhost"]
+    return list(dict.fromkeys(hosts))

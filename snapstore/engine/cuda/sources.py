@@ -1,0 +1,75 @@
+"""Sources: the tensors of one device that a save reads while the caller waits; and digests of their bytes there.
+
+In: tensors, or the addresses of their memory. Out: the same, by row; and digests, once the stream has taken them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...arrays import Column
+from . import kernels
+
+TensorKey = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Tensors of one device that a save copies.
+
+    Attributes:
+        keys: of the tensors. While it is the same list, the keys and sizes are the same.
+        all_tensors: these tensors, and maybe others.
+        nbytes: (n,) their sizes.
+        at: (n,) their positions in `all_tensors`; None: it is these tensors.
+        addresses: (n,) where they lie; None: each is asked.
+        in_pieces: rows of tensors that are copied into one piece first; with addresses.
+        keep: whatever keeps the memory at the addresses.
+        spans: (n,) the first row and the number of rows of each in its tensor, or None: all of it. () for all.
+    """
+
+    device: torch.device
+    keys: Sequence[TensorKey]
+    all_tensors: Sequence[torch.Tensor]
+    nbytes: Column
+    at: Column | None = None
+    addresses: Column | None = None
+    in_pieces: Sequence[int] = ()
+    keep: Any = None
+    spans: Sequence[tuple[int, int] | None] = ()
+
+    def tensor(self, row: int) -> torch.Tensor:
+        """Return one of them. A list of all would take the caller of `save` longer than to find the few it needs."""
+        whole = self.all_tensors[row if self.at is None else int(self.at[row])]
+        span = self.spans[row] if self.spans else None
+        return whole if span is None else whole.narrow(0, *span)
+
+    def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
+        """Yield key, tensor and size of some of them."""
+        for row in rows.tolist():
+            yield self.keys[row], self.tensor(row), int(self.nbytes[row])
+
+
+def start_digests(
+    addresses: Column, lengths: Column, seed: int, device: torch.device, stream: torch.cuda.Stream
+) -> torch.Tensor:
+    """Begin to hash spans of device memory; return the pinned memory of the digests (n, 16).
+
+    Args:
+        addresses, lengths: (n,) of each span.
+        stream: the current one.
+    """
+    count = len(addresses)
+    table = torch.empty((2, count), dtype=torch.int64, pin_memory=True)
+    view = table.numpy()
+    view[0], view[1] = addresses, lengths
+    on_device = table.to(device, non_blocking=True)
+    out = torch.empty((count, 16), dtype=torch.uint8, device=device)
+    start = on_device.data_ptr()
+    arguments = [start, start + 8 * count, out.data_ptr(), kernels.XXH3_128, seed]
+    kernels.launch("digest", (count,), stream, arguments)
+    return torch.empty((count, 16), dtype=torch.uint8, pin_memory=True).copy_(out, non_blocking=True)

@@ -1,0 +1,69 @@
+"""Open maps: keep the map keys that this release does not know, so that rewriting an object does not drop them.
+
+In: one msgpack map, or a struct. Out: a struct whose `unknown` holds the other keys, packed; and back. A later release
+may add keys to records, to headers of manifests and to references (docs/format.md, "What may grow").
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+#: The name under which msgspec sees the attribute `unknown`; it is unset or removed before anything is stored.
+_NAME = "(unknown)"
+_ENCODER = msgspec.msgpack.Encoder()
+_MAP = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_MAPS = msgspec.msgpack.Decoder(list[dict[str, msgspec.Raw]])
+
+#: (key, packed value) of the keys of a map that this release does not know; unset if there are none.
+Unknown = tuple[tuple[str, bytes], ...] | msgspec.UnsetType
+#: The default of the attribute `unknown` of every struct whose map is open.
+NONE_UNKNOWN: Any = msgspec.field(default=msgspec.UNSET, name=_NAME)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def with_unknown(found: T, packed: bytes | memoryview, nested: str) -> T:
+    """Return a struct with the keys of its packed map for which it has no field.
+
+    Args:
+        nested: the key of a list of maps, which are open too.
+
+    Raises:
+        msgspec.DecodeError: it does not decode.
+    """
+    raw = _MAP.decode(packed)
+    members: list[Any] = getattr(found, nested)
+    if members:
+        kept = [_with_others(member, own) for member, own in zip(members, _MAPS.decode(raw[nested]), strict=True)]
+        if any(member.unknown for member in kept):
+            found = msgspec.structs.replace(found, **{nested: kept})
+    whole: T = _with_others(found, raw)
+    return whole
+
+
+def encode(value: Any, nested: str) -> bytes:
+    """Return a struct as a packed map, with the keys that this release does not know last."""
+    members: list[Any] = getattr(value, nested)
+    if not value.unknown and not any(member.unknown for member in members):
+        return _ENCODER.encode(value)
+    fields = _fields_of(value)
+    fields[nested] = msgspec.Raw(_ENCODER.encode([_fields_of(member) for member in members]))
+    return _ENCODER.encode(fields)
+
+
+def _with_others(value: Any, raw: dict[str, msgspec.Raw]) -> Any:
+    """Return a struct with the keys of its map for which it has no field."""
+    names = raw.keys() - value.__struct_encode_fields__
+    if not names and value.unknown is msgspec.UNSET:
+        return value
+    unknown = tuple((name, bytes(packed)) for name, packed in raw.items() if name in names)
+    return msgspec.structs.replace(value, unknown=unknown or msgspec.UNSET)
+
+
+def _fields_of(value: Any) -> dict[str, msgspec.Raw]:
+    """Return every key of a struct's map with its packed value."""
+    fields = _MAP.decode(_ENCODER.encode(value))
+    fields.pop(_NAME, None)
+    return fields | {name: msgspec.Raw(packed) for name, packed in value.unknown or ()}

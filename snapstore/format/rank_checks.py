@@ -1,0 +1,223 @@
+"""Rank checks: whether the manifests of one part by all ranks are one whole: its root, and the root's children.
+
+In: a root manifest, then its children one by one. Out: nothing, or FormatError. Memory grows with the tensors, not with
+the ranks (docs/format.md, "Several ranks").
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from ..errors import FormatError
+from ..state.tensors import family
+from ..storage.base import ObjectStore
+from . import manifest
+from .manifest import Manifest, ManifestHeader, TensorEntry
+from .records import RANKS, ManifestRef
+from .tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
+
+#: A prime. Boxes that do not tile their tensor pass by accident with a probability of 64 in this.
+_PRIME = 2**61 - 1
+
+
+def check_roots(headers: Iterable[ManifestHeader], features: Sequence[str], where: str) -> None:
+    """Check that the manifests that a record names are all of one process, or all roots of as many ranks.
+
+    Args:
+        features: of the record.
+
+    Raises:
+        FormatError: they are not.
+    """
+    sizes = {header.world_size for header in headers}
+    several = RANKS in features
+    if len(sizes) > 1 or any((size > 0) != several for size in sizes):
+        raise FormatError(f"{where}: manifests of {sorted(sizes)} ranks, and the features {list(features)}")
+
+
+class Cover:
+    """Finds out whether boxes tile whole tensors: each element lies in exactly one box.
+
+    A box stands for the product, over its dimensions, of x[end] - x[start], where x[0], x[1], ... are variables of that
+    dimension. The sum over disjoint boxes that cover a tensor is the product of the whole: inner terms cancel. For any
+    other boxes the two polynomials differ, and so do their values at random points, as good as always. This takes one
+    product a box, in any order, however the boxes lie.
+
+    Args:
+        shapes: of the tensors.
+    """
+
+    def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
+        self._points: list[dict[int, int]] = []
+        self._left = [self._product([0] * len(shape), shape) for shape in shapes]
+
+    def add(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Add a box of a tensor, which lies within it and is not empty."""
+        self._left[tensor] = (self._left[tensor] - self._product(offsets, sizes)) % _PRIME
+
+    def wrong(self) -> list[int]:
+        """Return the tensors that their boxes do not tile."""
+        return [number for number, left in enumerate(self._left) if left]
+
+    def _product(self, offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        product = 1
+        for dimension, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            product = product * (self._point(dimension, start + size) - self._point(dimension, start)) % _PRIME
+        return product
+
+    def _point(self, dimension: int, at: int) -> int:
+        while len(self._points) <= dimension:
+            self._points.append({})
+        points = self._points[dimension]
+        if at not in points:
+            points[at] = secrets.randbelow(_PRIME)
+        return points[at]
+
+
+def entries_by_path(root: Manifest) -> dict[bytes, list[int]]:
+    """Return the numbers of a root's entries by their packed path, for `match_entries`."""
+    numbers: dict[bytes, list[int]] = {}
+    for number, entry in enumerate(root.tensors):
+        numbers.setdefault(_key_of(entry), []).append(number)
+    return numbers
+
+
+def match_entries(
+    by_path: Mapping[bytes, Sequence[int]], entries: Iterable[TensorEntry]
+) -> Iterator[tuple[TensorEntry, int | None]]:
+    """Yield each entry of a child with the number of the root's entry that it belongs to; None: it is the rank's own.
+
+    The n-th entry of a path belongs to the root's n-th entry of it.
+    """
+    seen: dict[bytes, int] = {}
+    for entry in entries:
+        key = _key_of(entry)
+        numbers, n = by_path.get(key, ()), seen.get(key, 0)
+        seen[key] = n + 1
+        yield entry, numbers[n] if n < len(numbers) and entry.kind != "page" else None
+
+
+def _key_of(entry: TensorEntry) -> bytes:
+    return msgspec.msgpack.encode(entry.path)  # the hashes of bytes are secret, those of tuples of numbers are not
+
+
+def read_children(store: ObjectStore, ref: ManifestRef, root: Manifest, digest_seed: int | None) -> list[Manifest]:
+    """Read and check all children of a root manifest; none if it is the manifest of one process.
+
+    Raises:
+        IntegrityError: one is missing, cut short or altered.
+        FormatError: together they are not one whole.
+    """
+    if not root.header.world_size:
+        return []
+    ranks, children = RankCheck(root, ref.key), []
+    for child in root.header.children:
+        children.append(manifest.read(store, child, digest_seed))
+        ranks.add(children[-1], child.key)
+    ranks.finish()
+    return children
+
+
+class RankCheck:
+    """Checks the children of one root manifest: `add` each of them, then `finish`.
+
+    Args:
+        where: names the root in errors.
+
+    Raises:
+        FormatError: a tensor of the root is impossible.
+    """
+
+    def __init__(self, root: Manifest, where: str) -> None:
+        self._root, self._where = root, where
+        self._by_path = entries_by_path(root)
+        self._specs = [spec_of(entry) for entry in root.tensors]
+        for spec in self._specs:
+            spec.check()
+        self._cover = Cover(spec.shape for spec in self._specs)
+        self._packs: dict[str, int] = {}
+        self._depth = 0
+        self._left = [child.rank for child in reversed(root.header.children)]
+
+    def add(self, child: Manifest, where: str) -> None:
+        """Check the next child, in the order of the root.
+
+        Raises:
+            FormatError: it contradicts the root, or its entries, chunks and inline bytes disagree.
+        """
+        self._check_header(child.header, where)
+        self._check_tree(child, where)
+        sums, has_own = ChunkSums(child.table), False
+        for entry, number in match_entries(self._by_path, child.tensors):
+            if number is not None:
+                if has_own:
+                    raise FormatError(f"{where}: {_shown(entry)}: behind values that are the rank's own")
+                self._add_entry(number, entry, sums, where)
+                continue
+            has_own = True
+            check_whole(entry, sums, where)
+        if has_own and child.tree is None:
+            raise FormatError(f"{where}: entries of its own, and no tree")
+        self._packs.update(zip(child.header.pack_names, child.header.pack_size_list, strict=True))
+        self._depth = max(self._depth, child.header.depth)
+
+    def finish(self) -> None:
+        """Check all children together.
+
+        Raises:
+            FormatError: one was not added, a tensor is not covered exactly once, or the root's sums are others.
+        """
+        header = self._root.header
+        if self._left:
+            raise FormatError(f"{self._where}: the child of rank {self._left[-1]} is missing")
+        for number in self._cover.wrong()[:1]:
+            raise FormatError(
+                f"{self._where}: {_shown(self._root.tensors[number])}: the boxes of its {header.world_size} ranks "
+                "overlap, or leave a gap"
+            )
+        packs = dict(zip(header.pack_names, header.pack_size_list, strict=True))
+        if len(packs) < len(header.pack_names) or packs != self._packs:
+            odd = sorted(packs.items() ^ self._packs.items())
+            raise FormatError(
+                f"{self._where}: its packs are not those of its children, each once: {len(header.pack_names)} and "
+                f"{len(self._packs)}" + (f", first {odd[0][0]}" if odd else "")
+            )
+        if header.depth != self._depth:
+            raise FormatError(f"{self._where}: chains of {header.depth} deltas, its children's have {self._depth}")
+
+    def _check_header(self, header: ManifestHeader, where: str) -> None:
+        root = self._root.header
+        if not self._left or header.rank != self._left.pop():
+            raise FormatError(f"{where}: rank {header.rank} is not the next child of {self._where}")
+        if header.children:
+            raise FormatError(f"{where}: a child with children of its own")
+        for name in ("part", "world_size", "chunk_bytes", "digest_seed"):
+            if getattr(header, name) != getattr(root, name):
+                raise FormatError(f"{where}: its {name} is not that of its root")
+
+    @staticmethod
+    def _check_tree(child: Manifest, where: str) -> None:
+        tree = child.tree
+        if tree is not None and (type(tree) is not list or tree[:1] not in (["own"], ["pages"])):
+            raise FormatError(f"{where}: the tree of a child is neither nil nor of the rank's own values")
+
+    def _add_entry(self, number: int, entry: TensorEntry, sums: ChunkSums, where: str) -> None:
+        spec, whole = spec_of(entry), self._specs[number]
+        kinds = family(spec.kind), family(whole.kind)
+        if kinds[0] != kinds[1] or (spec.dtype, spec.shape) != (whole.dtype, whole.shape):
+            raise FormatError(
+                f"{where}: {_shown(entry)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
+                f"{whole.dtype} {list(whole.shape)}"
+            )
+        if not entry.boxes and not entry.inline:
+            return  # it only counts
+        check_boxes(entry, sums, where)
+        for box in entry.boxes:
+            self._cover.add(number, box.offsets, box.sizes)
+
+
+def _shown(entry: TensorEntry) -> str:
+    return ".".join(map(str, entry.path))

@@ -1,0 +1,129 @@
+"""Tensor layout: check that the boxes, chunks and inline bytes of a tensor are exactly its bytes.
+
+In: a manifest that was read and checked (manifest.py). Out: nothing, or FormatError. A restore sizes memory by what
+passes here, and puts each chunk where its box says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import FormatError, UnknownFormatError
+from ..state.tensors import TensorSpec
+from .chunk_table import ChunkTable
+from .manifest import Box, Manifest, TensorEntry
+
+
+def spec_of(entry: TensorEntry) -> TensorSpec:
+    """Return the spec of a manifest's entry: that of the whole tensor, whatever boxes of it are stored."""
+    return TensorSpec(tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie)
+
+
+def held_bytes(m: Manifest, entry: TensorEntry) -> int:
+    """Return how many bytes of a tensor a manifest holds."""
+    rows = (m.table.lengths[box.first_chunk : box.first_chunk + box.chunks] for box in entry.boxes)
+    return (entry.inline[1] if entry.inline else 0) + sum(int(lengths.sum(dtype=np.int64)) for lengths in rows)
+
+
+def check_layouts(m: Manifest, where: str) -> None:
+    """Check the tensors of a manifest that a record names: each is held whole; by a root of several ranks, none.
+
+    Raises:
+        FormatError: a tensor has another number of bytes; or this release cannot read its layout.
+    """
+    if m.header.world_size:
+        if len(m.table) or m.inline or any(e.boxes or e.inline is not None or e.kind == "page" for e in m.tensors):
+            raise FormatError(f"{where}: the root of {m.header.world_size} ranks holds bytes itself")
+        return
+    sums = ChunkSums(m.table)
+    for entry in m.tensors:
+        check_whole(entry, sums, where)
+
+
+class ChunkSums:
+    """Sums over the chunk lengths of one table, so that a box costs no loop over its chunks."""
+
+    def __init__(self, table: ChunkTable) -> None:
+        self._lengths = table.lengths.astype(np.int64)
+        self._ends = _sums(self._lengths)
+        self._broken: dict[int, npt.NDArray[np.int64]] = {1: np.zeros(len(self._ends), np.int64)}
+
+    def plain_bytes(self, box: Box) -> int:
+        """Return the bytes of a box's chunks."""
+        return int(self._ends[box.first_chunk + box.chunks] - self._ends[box.first_chunk])
+
+    def cuts_elements(self, box: Box, element_size: int) -> bool:
+        """Return whether a chunk of a box ends within a number."""
+        if element_size not in self._broken:
+            self._broken[element_size] = _sums((self._lengths % element_size != 0).astype(np.int64))
+        broken = self._broken[element_size]
+        return bool(broken[box.first_chunk + box.chunks] - broken[box.first_chunk])
+
+
+def _sums(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the sum of the values before each, and of all, (n + 1,)."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+
+
+def check_whole(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
+    """Check that a manifest holds the whole of a tensor: inline, in one box, or none of it if it is empty.
+
+    Raises:
+        FormatError: it does not.
+        UnknownFormatError: it lies in several boxes.
+    """
+    spec = spec_of(entry)
+    if not entry.boxes:
+        stored = entry.inline[1] if entry.inline else 0
+        if stored != spec.nbytes:
+            raise FormatError(f"{_name(entry, where)}: {spec.nbytes} bytes, of which {stored} are stored")
+        return
+    box = entry.boxes[0]
+    if len(entry.boxes) != 1 or any(box.offsets) or box.sizes != entry.shape:
+        raise UnknownFormatError(
+            f"{_name(entry, where)}: in {len(entry.boxes)} shards, expected one; a newer snapstore may read them"
+        )
+    check_boxes(entry, sums, where)
+
+
+def check_boxes(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
+    """Check that the boxes of an entry lie within its tensor, and have exactly their bytes, in chunks or inline.
+
+    Raises:
+        FormatError: they do not.
+    """
+    spec, inline = spec_of(entry), 0
+    spec.check()
+    if not entry.boxes:
+        raise FormatError(f"{_name(entry, where)}: has no boxes")
+    for box in entry.boxes:
+        if not is_within(box.offsets, box.sizes, entry.shape):
+            raise FormatError(
+                f"{_name(entry, where)}: a box at {box.offsets} of {box.sizes} in a tensor of {entry.shape}"
+            )
+        nbytes = math.prod(box.sizes) * spec.itemsize
+        if not box.chunks:
+            inline += nbytes
+        elif sums.plain_bytes(box) != nbytes or sums.cuts_elements(box, spec.element_size):
+            raise FormatError(
+                f"{_name(entry, where)}: {nbytes} bytes in {box.chunks} chunks of {sums.plain_bytes(box)} bytes, "
+                f"expected as many, in whole elements of {spec.element_size}"
+            )
+    stored = entry.inline[1] if entry.inline else 0
+    if inline != stored:
+        raise FormatError(
+            f"{_name(entry, where)}: {inline} bytes in boxes without chunks, of which {stored} are stored"
+        )
+
+
+def is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a box holds something and lies within a shape of as many dimensions."""
+    return all(0 <= at < at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
+
+
+def _name(entry: TensorEntry, where: str) -> str:
+    return f"{where}: {'.'.join(map(str, entry.path))}"

@@ -1,0 +1,221 @@
+"""Overlaps: which chunks of a stored box a wanted box needs, and where their bytes go.
+
+In: a box that a manifest holds, a box that is wanted, and the memory of the wanted one. Out: the chunks to rebuild, and
+the copies that put them in place. A chunk is decoded only if it holds a byte of the overlap. If the overlap is a run of
+bytes in both boxes, chunks inside go straight into place; every other chunk goes through a buffer.
+
+All boxes here count bytes: an element of a tensor is one more dimension, of the element's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..chunks.reader import Wanted
+from ..format import boxes
+from ..format.manifest import Manifest
+from ..state.arrays import Memory, copy_box, fill
+
+#: Chunks that go through a buffer are rebuilt in groups of at most this much, or one by one [bytes].
+BUFFERED_BYTES = 8 * 1024 * 1024
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a tensor that a manifest holds, in chunks; without any, in the inline bytes from `inline` on."""
+
+    m: Manifest
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    first_chunk: int = 0
+    chunks: int = 0
+    inline: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The part of a wanted box that a stored box holds.
+
+    Attributes:
+        rows, starts: the chunks that hold a byte of it, and where each begins in the stored box [bytes]; no chunks if
+            the stored box is inline.
+        sizes: of the overlap.
+        stored_at, target_at: where it begins in the stored box and in the wanted one.
+        stored_sizes, target_sizes: of the two boxes.
+        target_start: where the wanted box begins in its memory.
+    """
+
+    stored: StoredBox
+    rows: Column
+    starts: Column
+    sizes: Sequence[int]
+    stored_at: Sequence[int]
+    stored_sizes: Sequence[int]
+    target_at: Sequence[int]
+    target_sizes: Sequence[int]
+    target_start: int
+
+    @property
+    def lengths(self) -> Column:
+        """Return the plain bytes of each chunk."""
+        lengths: Column = self.stored.m.table.lengths[self.rows].astype(np.int64)
+        return lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its chunks; of inline bytes its own."""
+        return int(self.lengths.sum()) if self.stored.chunks else math.prod(self.sizes)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Return how many bytes are decoded for it: those of all links of its chunks' chains."""
+        return int((self.lengths * self.stored.m.table.ref_counts[self.rows]).sum())
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Return where it begins and ends in the stored box, if it is a run of bytes in both boxes; else None."""
+        if not (boxes.is_run(self.sizes, self.stored_sizes) and boxes.is_run(self.sizes, self.target_sizes)):
+            return None
+        first = boxes.start_of(self.stored_at, self.stored_sizes)
+        return first, first + math.prod(self.sizes)
+
+    def target(self, home: Memory) -> Memory:
+        """Return the memory of the wanted box within that of its tensor."""
+        return home[self.target_start : self.target_start + math.prod(self.target_sizes)]
+
+    def put_inline(self, home: Memory) -> None:
+        """Copy the overlap out of the inline bytes of the manifest."""
+        nbytes, start = math.prod(self.stored_sizes), self.stored.inline
+        data, span = np.frombuffer(self.stored.m.inline, np.uint8, nbytes, start), self.span
+        if span is not None:
+            at = self.target_start + boxes.start_of(self.target_at, self.target_sizes)
+            fill(home[at : at + span[1] - span[0]], data[span[0] : span[1]])
+            return
+        source = data, self.stored_sizes, self.stored_at
+        copy_box((self.target(home), self.target_sizes, self.target_at), source, self.sizes)
+
+    def put_span(self, home: Memory, buffer: Memory, first: int) -> None:
+        """Copy what a buffer has of the overlap; its bytes are those of the stored box from `first` on."""
+        target, start, end = self.target(home), first, first + len(buffer)
+        for at, sizes in boxes.span_boxes(start, end, self.stored_sizes):
+            common = boxes.overlap((at, sizes), (self.stored_at, self.sizes))
+            count = math.prod(sizes)
+            if common is not None:
+                here = [place - corner for place, corner in zip(common[0], at, strict=True)]
+                moved = zip(common[0], self.stored_at, self.target_at, strict=True)
+                there = [place - corner + to for place, corner, to in moved]
+                source = buffer[start - first : start - first + count], sizes, here
+                copy_box((target, self.target_sizes, there), source, common[1])
+            start += count
+
+
+def overlap_of(
+    stored: StoredBox, wanted: tuple[Sequence[int], Sequence[int]], itemsize: int, target_start: int
+) -> Overlap | None:
+    """Return what a stored box gives to a wanted one, (offsets, sizes); None: nothing.
+
+    Args:
+        itemsize: bytes of an element.
+        target_start: where the wanted box begins in its memory [bytes].
+    """
+    common = boxes.overlap((stored.offsets, stored.sizes), wanted)
+    if common is None:
+        return None
+    sizes, stored_sizes = (*common[1], itemsize), (*stored.sizes, itemsize)
+    stored_at = [*(place - corner for place, corner in zip(common[0], stored.offsets, strict=True)), 0]
+    target_at = [*(place - corner for place, corner in zip(common[0], wanted[0], strict=True)), 0]
+    target_sizes = (*wanted[1], itemsize)
+    if not stored.chunks:
+        return Overlap(stored, _NONE, _NONE, sizes, stored_at, stored_sizes, target_at, target_sizes, target_start)
+    rows = stored.first_chunk + np.arange(stored.chunks)
+    lengths = stored.m.table.lengths[stored.first_chunk : stored.first_chunk + stored.chunks].astype(np.int64)
+    ends = np.cumsum(lengths)
+    if common[1] != tuple(stored.sizes):
+        counts = boxes.counts_before(np.concatenate([[0], ends]), stored_at, sizes, stored_sizes)
+        is_needed = np.diff(counts) > 0
+        rows, lengths, ends = rows[is_needed], lengths[is_needed], ends[is_needed]
+    starts = ends - lengths
+    return Overlap(stored, rows, starts, sizes, stored_at, stored_sizes, target_at, target_sizes, target_start)
+
+
+@dataclass(slots=True)
+class Reads:
+    """Chunks on their way into memory, and what to do once they are there; they arrive in the order of asking.
+
+    Args:
+        empty: returns a buffer of so many bytes for memory that lies where a given one does.
+    """
+
+    empty: Callable[[Memory, int], Memory]
+    _pending: deque[tuple[int, Callable[[], None] | None]] = field(default_factory=deque)
+    _packs: dict[int, list[str]] = field(default_factory=dict)  # by id of the manifest
+
+    def of(self, overlap: Overlap, home: Memory) -> Iterator[Wanted]:
+        """Yield the chunks of an overlap; inline bytes are in place on return."""
+        if not overlap.stored.chunks:
+            overlap.put_inline(home)
+            return
+        span, lengths = overlap.span, overlap.lengths
+        is_inside, moved = np.zeros(len(lengths), bool), 0
+        if span is not None:
+            is_inside = (overlap.starts >= span[0]) & (overlap.starts + lengths <= span[1])
+            moved = overlap.target_start + boxes.start_of(overlap.target_at, overlap.target_sizes) - span[0]
+        for first, end in _groups(overlap.starts, lengths, is_inside):
+            rows, starts = overlap.rows[first:end], overlap.starts[first:end]
+            if is_inside[first]:
+                yield self._wanted(overlap, rows, home, starts + moved, None)
+            else:
+                start = int(starts[0])
+                buffer = self.empty(home, int(starts[-1] + lengths[end - 1]) - start)
+                then = partial(overlap.put_span, home, buffer, start)
+                yield self._wanted(overlap, rows, buffer, starts - start, then)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something once all chunks that were asked for so far are there."""
+        self._pending.append((0, action))
+
+    def arrived(self, count: int) -> None:
+        """Do what waits for the next `count` chunks."""
+        while self._pending:
+            left, action = self._pending[0]
+            if left > count:
+                self._pending[0] = (left - count, action)
+                return
+            count -= left
+            self._pending.popleft()
+            if action is not None:
+                action()
+
+    def _wanted(
+        self, overlap: Overlap, rows: Column, out: Memory, starts: Column, then: Callable[[], None] | None
+    ) -> Wanted:
+        self._pending.append((len(rows), then))
+        m = overlap.stored.m
+        if id(m) not in self._packs:  # `m` lives as long as the restore
+            self._packs[id(m)] = m.header.pack_names
+        return Wanted(m.table, self._packs[id(m)], rows, out, starts)
+
+
+def _groups(starts: Column, lengths: Column, is_inside: Bytes) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the chunks that go one way together: all neighbours inside; neighbours for one buffer."""
+    if is_inside.all():  # nearly every tensor of a restore into the same sharding
+        yield 0, len(starts)
+        return
+    first, size = 0, 0
+    for i in range(1, len(starts) + 1):
+        size += int(lengths[i - 1])
+        if i == len(starts) or is_inside[i] != is_inside[first] or starts[i] != starts[i - 1] + lengths[i - 1]:
+            is_last = True
+        else:
+            is_last = not is_inside[first] and size + int(lengths[i]) > BUFFERED_BYTES
+        if is_last:
+            yield first, i
+            first, size = i, 0

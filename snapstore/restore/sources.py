@@ -1,0 +1,252 @@
+"""Sources: the manifests of a snapshot, by one process or several ranks, and which of them hold which tensor.
+
+In: a snapshot, and which rank's own values are wanted. Out: its parts, for the plan of a restore; then, for each array
+that the plan wants, the overlaps with the boxes that are stored. If several ranks saved, the root manifests are read
+first, and their children when arrays are wanted: the child of the reading rank, then others if it lacks a byte.
+
+Every wanted box is covered exactly once by what is read, or it is an error: no memory is left as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..context import Context
+from ..errors import FormatError, InvalidInputError
+from ..format import manifest
+from ..format.manifest import Manifest, TensorEntry, part_name
+from ..format.rank_checks import Cover, entries_by_path, match_entries
+from ..format.records import ManifestRef, Snapshot
+from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
+from ..state.restore_buffers import Want
+from ..state.tensors import TensorSpec, family
+from ..text import counted
+from ..threads import Threads
+from .manifests import read_manifests, stored_parts
+from .overlaps import Overlap, StoredBox, overlap_of
+
+#: Children that are read at once.
+CHILDREN_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AsRank:
+    """Which rank reads a snapshot, and whose own values (`PerRank`) it gets.
+
+    Attributes:
+        per_rank: "same": those of the rank of the same number, if as many ranks read as saved; else it is an error.
+            A number: those of that rank. "drop": none; a state to fill keeps what it has.
+        rank, world_size: of the process that reads.
+    """
+
+    per_rank: Literal["same", "drop"] | int = "same"
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_rank not in ("same", "drop") and (type(self.per_rank) is not int or self.per_rank < 0):
+            raise InvalidInputError(f"per_rank {self.per_rank!r}: expected 'same', 'drop' or the number of a rank")
+
+    def owner(self, saved: int) -> int | None:
+        """Return the rank whose own values are read of a snapshot of `saved` ranks; None: of none.
+
+        Raises:
+            InvalidInputError: there is no such rank.
+        """
+        if self.per_rank == "same":
+            return self.rank if self.world_size == saved else None
+        if self.per_rank == "drop":
+            return None
+        if self.per_rank >= saved:
+            raise InvalidInputError(f"per_rank {self.per_rank}: {saved} ranks saved this snapshot, 0 to {saved - 1}")
+        return self.per_rank
+
+    def advice(self, saved: int) -> str | None:
+        """Return what an error says if values of each rank's own would be left out; None: that is wanted."""
+        if self.per_rank == "drop":
+            return None
+        return (
+            f"each rank's own (PerRank, RngState): {counted(saved, 'rank')} saved, and {self.world_size} restore, so "
+            f"none is this one's; pass per_rank=<rank> (0 to {saved - 1}) for that rank's values, or per_rank='drop' "
+            "to leave them out"
+        )
+
+
+ALONE = AsRank()
+SHARED_ONLY = AsRank("drop")
+
+
+class Sources:
+    """The parts of a snapshot, and where the bytes of their arrays lie.
+
+    Args:
+        keys: only parts that they can match are read.
+
+    Attributes:
+        parts: for `RestorePlan`: those of the record, then the own values of a rank.
+        elsewhere: see `RestorePlan`.
+
+    Raises:
+        IntegrityError, FormatError: a manifest is damaged.
+        InvalidInputError: there is no such rank.
+    """
+
+    def __init__(self, context: Context, snapshot: Snapshot, keys: str | Sequence[str] | None, as_rank: AsRank) -> None:
+        self._store, self._seed = context.store, context.engines.digest_seed
+        self._roots = read_manifests(self._store, self._seed, snapshot, keys)
+        self._rank = as_rank.rank
+        self._children: dict[tuple[str, int], Manifest] = {}
+        self._own: list[Manifest] = []  # children whose own values are wanted
+        self.parts = stored_parts(context, self._roots, snapshot.ref)
+        saved = self._roots[0].header.world_size if self._roots else 0
+        self.elsewhere = as_rank.advice(saved) if saved else None
+        owner = as_rank.owner(saved) if saved else None
+        for root in self._roots if owner is not None else ():
+            refs = [ref for ref in root.header.children if ref.rank == owner]
+            child = self._read(root, refs)[0] if refs else None
+            if child is not None and child.tree is not None:
+                self._own.append(child)
+                self.parts.append(replace(stored_parts(context, [child], snapshot.ref)[0], of_rank=True))
+
+    def overlaps(self, wants: Iterable[Want]) -> dict[Want, list[Overlap]]:
+        """Return what is read of each array.
+
+        Raises:
+            IntegrityError, FormatError: a manifest is damaged, or the boxes of an array do not cover what is wanted
+                of it, each byte once.
+        """
+        opened = [_Open(want, self.parts[want.part].specs[want.entry]) for want in wants]
+        by_part: dict[int, list[_Open]] = {}
+        for one in opened:
+            by_part.setdefault(one.want.part, []).append(one)
+        for part, ones in by_part.items():
+            self._fill(part, ones)
+        return {one.want: one.found for one in opened}
+
+    def _fill(self, part: int, opened: Sequence[_Open]) -> None:
+        """Find the overlaps of arrays of one part."""
+        if part >= len(self._roots):
+            own = self._own[part - len(self._roots)]
+            _check(own, [(one, own.tensors[one.want.entry]) for one in opened])
+        elif self._roots[part].header.world_size:
+            root = self._roots[part]
+            by_path = entries_by_path(root)
+            by_index: dict[int | None, list[_Open]] = {}
+            for one in opened:
+                by_index.setdefault(one.want.entry, []).append(one)
+            for child in self._children_of(root, opened):
+                entries = match_entries(by_path, child.tensors)
+                _check(child, [(one, entry) for entry, index in entries for one in by_index.get(index, ())])
+        else:  # `read_manifests` has checked that each tensor is whole
+            m = self._roots[part]
+            for one in opened:
+                one.add(m, m.tensors[one.want.entry])
+            return
+        for one in opened:
+            one.require_covered(part_name(self.parts[part].name))
+
+    def _children_of(self, root: Manifest, opened: Sequence[_Open]) -> Iterator[Manifest]:
+        """Yield the children of a root, that of this rank first, until no byte is missing."""
+        refs = sorted(root.header.children, key=lambda ref: ref.rank != self._rank)
+        count = 1
+        while refs and any(one.left for one in opened):
+            yield from self._read(root, refs[:count])
+            refs, count = refs[count:], CHILDREN_AT_ONCE
+
+    def _read(self, root: Manifest, refs: Sequence[ManifestRef]) -> list[Manifest]:
+        """Return children of a root, which are kept."""
+        new = [ref for ref in refs if (ref.part, ref.rank) not in self._children]
+        with Threads(CHILDREN_AT_ONCE) as threads:
+            read = threads.start(lambda ref: manifest.read(self._store, ref, self._seed), new)()
+        for ref, child in zip(new, read, strict=True):
+            header = child.header
+            if header.world_size != root.header.world_size or header.children:
+                raise FormatError(
+                    f"{ref.key}: of {header.world_size} ranks, with {len(header.children)} children; its root says "
+                    f"{root.header.world_size} ranks, and a child has none"
+                )
+            self._children[ref.part, ref.rank] = child
+        return [self._children[ref.part, ref.rank] for ref in refs]
+
+
+class _Open:
+    """An array that is wanted, while the stored boxes of it are found.
+
+    Attributes:
+        spec: of the whole array.
+        found: its overlaps.
+        left: how many elements no stored box has given yet.
+    """
+
+    def __init__(self, want: Want, spec: TensorSpec) -> None:
+        self.want, self.spec = want, spec
+        self.found: list[Overlap] = []
+        whole = ((0,) * len(spec.shape), spec.shape)
+        self._boxes = [whole] if want.boxes is None else list(want.boxes)
+        self.left = sum(math.prod(sizes) for _, sizes in self._boxes)
+
+    def add(self, m: Manifest, entry: TensorEntry) -> None:
+        """Add what an entry of a manifest, which has been checked, holds of it."""
+        itemsize = self.spec.itemsize
+        for stored in _stored_boxes(m, entry, itemsize):
+            start = 0
+            for wanted in self._boxes:
+                found = overlap_of(stored, wanted, itemsize, start)
+                start += math.prod(wanted[1]) * itemsize
+                if found is not None:
+                    self.found.append(found)
+                    self.left -= math.prod(found.sizes[:-1])
+
+    def require_covered(self, where: str) -> None:
+        """Check that each element is there once.
+
+        Raises:
+            FormatError: one is missing, or there twice.
+        """
+        starts = [0]
+        for _, sizes in self._boxes:
+            starts.append(starts[-1] + math.prod(sizes) * self.spec.itemsize)
+        cover = Cover(sizes for _, sizes in self._boxes)
+        for found in self.found:
+            cover.add(starts.index(found.target_start), found.target_at[:-1], found.sizes[:-1])
+        if self.left or cover.wrong():
+            problem = f"{self.left} of its elements are missing" if self.left > 0 else "its boxes overlap"
+            raise FormatError(f"{where}: {_shown(self.spec)}: {problem}; run 'snapstore check'")
+
+
+def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> None:
+    """Add what the entries of a child hold to the arrays that are wanted.
+
+    Raises:
+        FormatError: an entry contradicts the root's, or itself.
+    """
+    sums, where = ChunkSums(child.table), f"{part_name(child.header.part)}, rank {child.header.rank}"
+    for one, entry in entries:
+        spec, whole = spec_of(entry), one.spec
+        if (family(spec.kind), spec.dtype, spec.shape) != (family(whole.kind), whole.dtype, whole.shape):
+            raise FormatError(
+                f"{where}: {_shown(spec)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
+                f"{whole.dtype} {list(whole.shape)}"
+            )
+        if entry.boxes:
+            check_boxes(entry, sums, where)
+        else:
+            check_whole(entry, sums, where)
+        one.add(child, entry)
+
+
+def _stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int) -> Iterator[StoredBox]:
+    """Yield the boxes of an entry; one without chunks lies in the inline bytes, behind those before it."""
+    at = entry.inline[0] if entry.inline else 0
+    if not entry.boxes and entry.inline is not None:
+        yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at)
+    for box in entry.boxes:
+        yield StoredBox(m, box.offsets, box.sizes, box.first_chunk, box.chunks, at)
+        at += 0 if box.chunks else math.prod(box.sizes) * itemsize
+
+
+def _shown(spec: TensorSpec) -> str:
+    return ".".join(map(str, spec.path))

@@ -1,0 +1,245 @@
+"""Merged trees: the trees of all ranks of a job as one.
+
+In: the trees of each part, and which ranks have them. Out: one tree a part, or an error that names what differs. A dict
+may have keys that only some ranks have, such as the layers of a pipeline's stages: the merged one has all of them, in
+the order of the ranks. All else must be equal on the ranks that have it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..errors import FormatError, InvalidInputError
+from ..state.containers import shown
+from ..state.tensors import Node, TensorSpec
+from ..state.tree_decode import decode_plain, unpack_nodes
+from ..state.tree_encode import Encoder, encode_plain, pack
+from .rank_state import PartTree, encode_trees
+from .shares import Name, names_of
+
+#: Ranks with equal trees, and these trees.
+Alike = tuple[Sequence[int], Sequence[PartTree]]
+
+MAX_PROBLEMS = 20  # the most differences that one error names
+_ARRAYS = ("tensor", "parameter", "array", "bytes", "bytearray")
+_MAPPINGS, _SEQUENCES = ("dict", "odict"), ("list", "tuple")
+MAX_SHOWN = 60  # characters of a value in an error
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A node of a part as some ranks have it, and the tensors of these ranks."""
+
+    ranks: Sequence[int]
+    part: str
+    node: Node
+    specs: Mapping[str, Sequence[TensorSpec]]  # by part
+    names: Mapping[str, Sequence[Name]]
+
+    @property
+    def tag(self) -> str:
+        """The tag of the node; "" for a scalar."""
+        return str(self.node[0]) if type(self.node) is list else ""
+
+    @property
+    def tensor(self) -> int | None:
+        """The number of the tensor that the node stands for, in its part; None: it stands for no tensor."""
+        is_tensor = self.tag in _ARRAYS and type(self.node[1]) is int
+        return self.node[1] if is_tensor else None
+
+    def child(self, node: Node) -> _View:
+        """Return another node of the same part."""
+        return _View(self.ranks, self.part, node, self.specs, self.names)
+
+    def name(self, part: str, index: int) -> Name:
+        """Return the name of a tensor."""
+        return self.names[part][index]
+
+    def form(self) -> tuple[Any, ...]:
+        """Return what must be equal on all ranks that have a tensor."""
+        if self.tensor is None:
+            return (pack(self.node),)
+        spec = self.specs[self.part][self.tensor]
+        tie = spec.tie and self.name(*spec.tie)
+        form = (spec.kind, spec.dtype, tuple(spec.shape), spec.requires_grad, tie)
+        return (self.node[0], *self.node[2:], self.name(self.part, self.tensor), *form)
+
+    def text(self) -> str:
+        """Return the value for an error, shortened."""
+        if self.tensor is not None:
+            spec = self.specs[self.part][self.tensor]
+            grad = " that requires grad" if spec.requires_grad else ""
+            return f"{self.node[0]} {spec.dtype}{list(spec.shape)}{grad}"
+        if self.tag == "rank":
+            return "a value of the rank's own"
+        try:
+            text = repr(decode_plain(unpack_nodes(pack(self.node))))
+        except FormatError:
+            text = f"{self.tag} of {len(self.node[-1])}"
+        return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def merge_trees(states: Sequence[Alike]) -> list[PartTree]:
+    """Return the trees of all ranks as one.
+
+    Plain tensors that only some ranks hold are stored if each of these ranks knew that before: `holders_of`.
+
+    Args:
+        states: those with rank 0 first.
+
+    Raises:
+        InvalidInputError: plain values, or the forms of tensors, differ between ranks.
+    """
+    first = encode_trees(states[0][1])
+    if all(encode_trees(parts) == first for _, parts in states[1:]):
+        return list(states[0][1])
+    return _Merger(states).parts
+
+
+def holders_of(states: Sequence[Alike]) -> dict[Name, tuple[int, ...]]:
+    """Return the ranks that hold a plain tensor, for every one that not all of them hold: see `RankShares`."""
+    found: dict[Name, list[int]] = {}
+    for ranks, parts in states:
+        for part in parts:
+            names = list(names_of(part.name, part.specs))
+            for number in part.plain:
+                found.setdefault(names[number], []).extend(ranks)
+    count = sum(len(ranks) for ranks, _ in states)
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items() if len(ranks) < count}
+
+
+class _Merger:
+    """One merge of trees that differ."""
+
+    def __init__(self, states: Sequence[Alike]) -> None:
+        self._problems: list[str] = []
+        self._places: dict[Name, int] = {}  # of each tensor among those of its merged part
+        self._specs: list[TensorSpec] = []
+        found: dict[str, list[_View]] = {}
+        for ranks, parts in states:
+            specs = {part.name: part.specs for part in parts}
+            names = {part.name: list(names_of(part.name, part.specs)) for part in parts}
+            for part in parts:
+                found.setdefault(part.name, []).append(_View(ranks, part.name, part.tree, specs, names))
+        self.parts = [self._part(name, views) for name, views in found.items()]
+        if self._problems:
+            told, more = self._problems[:MAX_PROBLEMS], len(self._problems) - MAX_PROBLEMS
+            raise InvalidInputError(
+                "the states of the ranks differ; make these values equal on all ranks, or put what is each rank's own "
+                "into snapstore.PerRank; nothing was committed",
+                *told,
+                *([f"and {more} more"] if more > 0 else []),
+            )
+
+    def _part(self, name: str, views: Sequence[_View]) -> PartTree:
+        self._specs = []
+        if any(nth for view in views for _, _, nth in view.names[name]):
+            self._problem((name,), views, lambda _: "keys that look alike, which ranks of unlike states cannot have")
+        return PartTree(name, self._merged(views, (name,) if name else ()), self._specs)
+
+    def _problem(self, path: Path, views: Sequence[_View], text: Callable[[_View], str]) -> None:
+        told = [f"{text(view)} on {_named(view.ranks)}" for view in views[:3]]
+        self._problems.append(f"{shown(path)}: {', '.join(told)}{', ...' if len(views) > 3 else ''}")
+
+    def _merged(self, views: Sequence[_View], path: Path) -> Node:
+        """Return the nodes of one place as one."""
+        node, tag = views[0].node, views[0].tag
+        if any(view.tensor is not None for view in views):
+            return self._tensor(views, path)
+        if tag in (*_MAPPINGS, *_SEQUENCES) and all(view.tag == tag for view in views):
+            if tag in _MAPPINGS:
+                return self._mapping(views, path)
+            if len({len(view.node[1]) for view in views}) == 1:
+                items = zip(*([view.child(item) for item in view.node[1]] for view in views), strict=True)
+                return [tag, [self._merged(item, (*path, i)) for i, item in enumerate(items)]]
+        if len({pack(view.node) for view in views}) == 1:
+            return node
+        if tag in ("columns", *_MAPPINGS) and (merged := _union_of_columns([view.node for view in views])) is not None:
+            return merged
+        self._problem(path, views, _View.text)
+        return node
+
+    def _mapping(self, views: Sequence[_View], path: Path) -> Node:
+        found: dict[bytes, tuple[Node, list[_View]]] = {}
+        for view in views:
+            for key, node in zip(view.node[1], view.node[2], strict=True):
+                found.setdefault(pack(key), (key, []))[1].append(view.child(node))
+        nodes = []
+        for key, below in found.values():
+            child = (*path, key if type(key) in (str, int) else str(key))
+            if len(below) < len(views) and any(_has_own(view.node) for view in below):
+                self._problem(child, below, lambda _: "a value of the rank's own, which all ranks must have, only")
+            nodes.append(self._merged(below, child))
+        extra = [view.child(view.node[3]) for view in views if len(view.node) > 3]
+        metadata = [self._merged(extra, (*path, "_metadata"))] if extra else []
+        return [views[0].tag, [key for key, _ in found.values()], nodes, *metadata]
+
+    def _tensor(self, views: Sequence[_View], path: Path) -> Node:
+        first = views[0]
+        if first.tensor is None or any(view.form() != first.form() for view in views[1:]):
+            self._problem(path, views, _View.text)
+            return first.node
+        name, spec = first.name(first.part, first.tensor), first.specs[first.part][first.tensor]
+        if name not in self._places:
+            self._places[name] = len(self._specs)
+            self._specs.append(msgspec.structs.replace(spec, tie=self._tie(first, spec)))
+        return [first.tag, self._places[name], *first.node[2:]]
+
+    def _tie(self, view: _View, spec: TensorSpec) -> tuple[str, int] | None:
+        """Return a tie with the number of the merged part; none to a part that comes later, which only stages have."""
+        place = self._places.get(view.name(*spec.tie)) if spec.tie else None
+        return None if spec.tie is None or place is None else (spec.tie[0], place)
+
+
+def _has_own(node: Node) -> bool:
+    """Return whether there is a value of a rank's own in a node."""
+    if type(node) is not list:
+        return False
+    if node[0] in ("rank", "part"):
+        return bool(node[0] == "rank")
+    at = {"list": 1, "tuple": 1, "deque": 2, "dict": 2, "odict": 2, "counter": 2, "defaultdict": 3}.get(node[0])
+    if at is None:
+        return len(node) > 4 and node[0] == "object" and _has_own(node[4])
+    return any(map(_has_own, node[at]))
+
+
+def _union_of_columns(nodes: Sequence[Node]) -> Node:
+    """Return dicts of plain values as one node, if some are so large that they lie in columns; None: they differ."""
+    try:
+        values = [decode_plain(unpack_nodes(pack(node))) for node in nodes]
+        if any(pack(node) not in _packed_forms(value) for value, node in zip(values, nodes, strict=True)):
+            return None  # values of classes, which are decoded to plain ones
+        return encode_plain(_union(values))
+    except (FormatError, ValueError):
+        return None
+
+
+def _packed_forms(value: Any) -> list[bytes]:
+    """Return a plain value as nodes, and as columns if it is large; packed."""
+    encoder = Encoder(lambda value, path: None, lambda value, path: None, columnar=True)
+    return [pack(encode_plain(value)), pack(encoder.node(value, ()))]
+
+
+def _union(values: Sequence[Any]) -> Any:
+    """Return dicts as one; ValueError: values differ."""
+    first = values[0]
+    if type(first) not in (dict, OrderedDict) or any(type(value) is not type(first) for value in values):
+        if len({pack(encode_plain(value)) for value in values}) > 1:
+            raise ValueError
+        return first
+    keys = dict.fromkeys(key for value in values for key in value)
+    return type(first)((key, _union([value[key] for value in values if key in value])) for key in keys)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 1, 2" or "ranks 0, 1, 2, 3 and 60 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(map(str, ranks[:4]))}{more}"

@@ -1,0 +1,55 @@
+"""Near children: which manifests of a base of several ranks a rank reads.
+
+In: the boxes that this rank stores, and the root manifest of a part of a base. Out: the child manifests whose boxes
+overlap them. With the same ranks that is the rank's own child; with others it is one of nearly the same place among
+them, or its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ..format.boxes import overlap
+from ..format.manifest import Manifest
+from ..format.records import ManifestRef
+from .inputs import PartInput
+
+Box = tuple[Sequence[int], Sequence[int]]
+Form = tuple[tuple[str | int, ...], str, tuple[int, ...]]  # path, dtype and shape of a whole tensor
+
+
+class NearChildren:
+    """Chooses the children that one rank reads, by the boxes that it stores."""
+
+    def __init__(self, inputs: Iterable[PartInput], rank: int, world_size: int) -> None:
+        self._place = (rank + 0.5) / world_size
+        self._boxes: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        for part in inputs:
+            for tensor in part.tensors:
+                if of := tensor.box_of:
+                    form = of.spec.path, of.spec.dtype, of.spec.shape
+                    self._boxes[part.name][form].append((of.offsets, tensor.spec.shape))
+
+    def children(
+        self, root: Manifest, read: Callable[[ManifestRef], Manifest]
+    ) -> Iterator[tuple[ManifestRef, Manifest]]:
+        """Yield children of a root until they hold all of this rank's boxes that are in the base.
+
+        Raises:
+            Anything that `read` raises.
+        """
+        there = {(tuple(entry.path), entry.dtype, tuple(entry.shape)) for entry in root.tensors}
+        wanted = {form: boxes for form, boxes in self._boxes[root.header.part].items() if form in there}
+        missing = sum(math.prod(sizes) for boxes in wanted.values() for _, sizes in boxes)
+        at = self._place * root.header.world_size - 0.5
+        for ref in sorted(root.header.children, key=lambda ref: abs(ref.rank - at)):
+            if missing <= 0:
+                return
+            child = read(ref)
+            for entry in child.tensors:
+                for box in wanted.get((tuple(entry.path), entry.dtype, tuple(entry.shape)), ()):
+                    shared = (overlap(box, (stored.offsets, stored.sizes)) for stored in entry.boxes)
+                    missing -= sum(math.prod(found[1]) for found in shared if found)
+            yield ref, child

@@ -1,0 +1,153 @@
+"""Rank job: the part that one rank's SnapshotManager takes in the saves of all ranks.
+
+In: the ranks of a job. Out: saves by all of them, in one order; rank 0's answers to questions that all ask; and an
+agreement on when the job ends. Two managers of one process use one channel side by side, under keys of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..context import Context
+from ..distributed.base import Heart, Ranks, Watch, wait_for
+from ..distributed.preemption import Preemption
+from ..distributed.questions import Questions
+from ..errors import RanksError, out_of_memory
+from ..format.records import Snapshot
+from ..state.flatten import flatten
+from .holders import exchange_holders
+from .inputs import PartInput, SaveRequest, inputs_of
+from .lineage import Lineage
+from .pipeline import log_saved, take_tags
+from .rank_state import trees_of
+from .rank_writer import RankWriter
+from .shares import RankShares
+from .staging import Staging
+from .together import Job
+
+_users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
+_users_lock = threading.Lock()
+GO, SKIP = b"go", b"skip"
+
+
+class RankJob:
+    """One manager's saves with the other ranks. All ranks make theirs in the same order, and call alike.
+
+    Attributes:
+        ranks: the channel.
+        ask: returns rank 0's answer to a question; see `Questions`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        with _users_lock:
+            prefix = f"{next(_users.setdefault(ranks, count()))}/"
+        self._prefix = prefix
+        self.ask = Questions(ranks, prefix).ask
+        self.heart = Heart(ranks)
+        self._job: Job | None = None
+        self._saves, self._decisions = 0, 0
+        self._holders_are_known = False
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this is rank 0, which keeps the index, applies policies and deletes."""
+        return self.ranks.rank == 0
+
+    def shares(self, context: Context) -> RankShares:
+        """Return which boxes this rank stores."""
+        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes)
+
+    def preemption(self) -> Preemption:
+        """Return what tells when the job ends; its ranks agree in the background from now on."""
+        made = Preemption(self.ranks, self._prefix)
+        self.heart.add(made.poll)
+        return made
+
+    def decide_skip(self, is_busy: Callable[[], bool]) -> bool:
+        """Return whether rank 0 skips this save, because its last one still runs.
+
+        Raises:
+            RanksError: rank 0 is silent, or does not call save.
+        """
+        key = f"{self._prefix}skip/{self._decisions}"
+        self._decisions += 1
+        if self.leads:
+            skips = is_busy()
+            self.ranks.post(key, SKIP if skips else GO)
+            return skips
+        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s)
+        return wait_for(lambda: self.ranks.look(key), watch) == SKIP
+
+    def next_number(self) -> int:
+        """Return the number of the next save."""
+        self._saves += 1
+        return self._saves - 1
+
+    def learn_holders(self, context: Context, number: int, state: Any, staging: Staging) -> None:
+        """Let the ranks tell each other who holds which plain tensors, where that may be new; see holders.py.
+
+        Raises:
+            SnapstoreError: the state cannot be saved, or another rank's cannot.
+        """
+        if self._holders_are_known:
+            return
+        inputs = inputs_of(flatten(state, of_rank=True), self.shares(context))
+        job = self._job_of(context)
+        holders = exchange_holders(self.ranks, lambda name: job.key(number, name), trees_of(inputs))
+        staging.use_shares(replace(self.shares(context), holders=holders))
+        self._holders_are_known = True
+
+    def give_up(self, context: Context, number: int, error: BaseException) -> None:
+        """Tell the other ranks that this one does not take part in a save."""
+        self._holders_are_known = False
+        self._job_of(context).give_up(number, error)
+
+    def save(
+        self,
+        context: Context,
+        lineage: Lineage,
+        request: SaveRequest,
+        inputs: Sequence[PartInput],
+        staging: Staging,
+    ) -> Snapshot:
+        """Store this rank's share, and return the snapshot of all ranks once it is committed.
+
+        Raises:
+            SnapstoreError: see `Job.save`.
+        """
+        data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
+        before = context.index.refresh() if request.tags and self.leads else None
+        advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
+        with context.store.pinned():
+            with staging.saving(inputs), out_of_memory("save", advice):
+                snapshot = self._job_of(context).save(request.number, request, data)
+                staging.keep_as_base(inputs, snapshot.id)
+            lineage.note_saved(snapshot, data.manifests)
+            if not self.leads:
+                return snapshot
+            context.index.add(snapshot, data.headers)
+            log_saved(snapshot)
+            return take_tags(context, request, snapshot, before) if before is not None else snapshot
+
+    def _job_of(self, context: Context) -> Job:
+        if self._job is None:
+            self._job = Job(context, self.ranks, self._prefix)
+        return self._job
+
+    def close(self, *, ends_channel: bool) -> None:
+        """Let this rank beat no more for this manager.
+
+        Args:
+            ends_channel: close the channel as well: the manager has made it.
+        """
+        self.heart.close()
+        with suppress(RanksError) if ends_channel else nullcontext():
+            if ends_channel:
+                self.ranks.close()

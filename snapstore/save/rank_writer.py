@@ -1,0 +1,161 @@
+"""Rank writer: the bytes of one rank's save: packs and child manifests, and on rank 0 the roots and the record.
+
+In: the inputs of one rank. Out: durable objects, in the order in which `together` asks for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import xxhash
+
+from ..context import Context
+from ..distributed.base import Ranks, named
+from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
+from ..errors import IntegrityError
+from ..format.hashing import checksum
+from ..format.manifest import Manifest
+from ..format.records import RANKS, Snapshot
+from ..protocol.session import Session, SharedSession
+from .bases import Bases, load_bases
+from .chunk_writer import BaseDamagedError
+from .inputs import PartInput, SaveRequest
+from .lineage import Lineage
+from .manifest_writer import Written, write
+from .merged_trees import merge_trees
+from .near_children import NearChildren
+from .pipeline import without_bases
+from .rank_state import decode_trees, encode_trees, rank_state
+from .root_writer import read_headers, write_roots
+from .staging import Staging
+from .together import Share
+
+
+class RankWriter:
+    """The bytes of one rank's save; see `DataSide`.
+
+    Args:
+        inputs: what `staging.copy` gave for this rank's shares; or `inputs_of` them: then the caller waits.
+
+    Attributes:
+        headers, manifests: of all manifests that this rank has written: bytes up to the header's end, and decoded, by
+            SHA-256.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        lineage: Lineage,
+        ranks: Ranks,
+        request: SaveRequest,
+        inputs: Sequence[PartInput],
+        staging: Staging,
+    ) -> None:
+        self._context, self._lineage, self._ranks, self._request = context, lineage, ranks, request
+        self._inputs, self._staging = inputs, staging
+        self._bases = Bases()
+        self.headers: dict[str, bytes] = {}
+        self.manifests: dict[str, Manifest] = {}
+
+    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
+        """Write this rank's packs and child manifests; all of it is durable on return."""
+        context, rank, count = self._context, self._ranks.rank, self._ranks.count
+        near = NearChildren(self._inputs, rank, count)
+        bases, written = load_bases(context, session, self._lineage.cached_manifests(), near), None
+        while written is None:
+            self._staging.use_base(self._inputs, bases.snapshot.id if bases.snapshot else None)
+            try:
+                written = write(context, session, self._inputs, bases, full=full, rank=rank, world_size=count)
+            except BaseDamagedError as damage:
+                bases = without_bases(self._request, self._inputs, damage)
+        self._bases = bases
+        self._note(written)
+        self._state = state = rank_state(self._inputs)
+        self._trees = encode_trees(state.parts)
+        replicas: dict[str, list[bytes]] = {}
+        for part in sorted(state.replica_digests):
+            for group, digest in state.replica_digests[part].items():
+                replicas.setdefault(group, []).append(digest)
+        return Share(
+            written,
+            request=request_digests(self._request),
+            trees=xxhash.xxh3_128_digest(self._trees),
+            replicas={group: xxhash.xxh3_128_digest(b"".join(digests)) for group, digests in replicas.items()},
+            bases=self._bases.ids,
+            held_bytes=sum(state.held_bytes.values()),
+        )
+
+    def trees(self) -> bytes:
+        """Return the trees of this rank's parts, with the whole shapes of their tensors."""
+        return self._trees
+
+    def replicas(self, group: str) -> list[tuple[str, bytes]]:
+        """Return the path and the digest of each tensor that a group of ranks holds alike."""
+        return [found for part in self._state.replica_digests for found in self._state.tensor_digests(part, group)]
+
+    def write_roots(
+        self, session: Session, reports: Mapping[int, Report], trees: Sequence[tuple[list[int], bytes]]
+    ) -> Written:
+        """Write the root manifests.
+
+        Raises:
+            InvalidInputError: plain values differ between ranks.
+            IntegrityError: the ranks have not stored each byte once.
+        """
+        parts = merge_trees([(ranks, decode_trees(data)) for ranks, data in trees])
+        expected = sum(spec.nbytes for part in parts for spec in part.specs if spec.tie is None)
+        held = {rank: report.held_bytes for rank, report in reports.items()}
+        if sum(held.values()) != expected:
+            raise IntegrityError(
+                f"save {self._request.run}@{self._request.step}: {named(sorted(held))} stored {sum(held.values())} "
+                f"bytes of tensors, expected {expected}: a box was stored twice or not at all; do all ranks pass the "
+                "same state, with the shards of one mesh? nothing was committed"
+            )
+        children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
+        others = [ref for ref in children if ref.sha256 not in self.headers]
+        headers = self.headers | read_headers(self._context, others)
+        written = write_roots(self._context, session, parts, children, headers, self._ranks.count)
+        self._note(written)
+        return written
+
+    def commit(self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[str]) -> Snapshot:
+        """Create the record."""
+        request = self._request
+        total_s = time.monotonic() - request.started
+        return session.commit(
+            bases=list(bases),
+            manifests=roots.manifests,
+            tags=request.tags,
+            metrics=request.read_metrics(),
+            metadata_node=request.metadata_node,
+            created=time.time(),
+            generation=self._bases.generation,
+            depth=roots.depth,
+            chunks=roots.chunks,
+            new_chunks=sum(report.new_chunks for report in reports),
+            logical_bytes=roots.logical_bytes,
+            stored_bytes=roots.stored_bytes + sum(report.stored_bytes for report in reports),
+            stall_s=total_s if request.stall_s is None else request.stall_s,
+            total_s=total_s,
+            features=[RANKS],
+        )
+
+    def _note(self, written: Written) -> None:
+        self.headers |= written.headers
+        self.manifests |= {ref.sha256: m for ref, m in zip(written.manifests, written.in_memory, strict=True)}
+
+
+def request_digests(request: SaveRequest) -> bytes:
+    """Return the digests of the fields that must be alike on all ranks; waits for metrics on devices."""
+    metrics = sorted(request.read_metrics().items())
+    fields = {
+        "run": request.run,
+        "step": request.step,
+        "metrics": metrics,
+        "metadata": bytes(request.metadata_node),
+        "tags": list(request.tags),
+    }
+    packed = (msgspec.msgpack.encode(fields[name]) for name in REQUEST_FIELDS)
+    return b"".join(checksum(data).to_bytes(DIGEST_BYTES, "little") for data in packed)

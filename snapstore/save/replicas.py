@@ -1,0 +1,129 @@
+"""Replicas: digests of what several ranks hold alike, by which copies that have diverged are found.
+
+In: the tensors of a rank of which other ranks hold the same bytes. Out: one digest for each group of such ranks and
+part, over all of these bytes, not over the share that this rank stores. Digests are seeded, so equal ones mean equal
+bytes. A tensor is hashed in spans, on the device where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..engine.batches import Chunks
+from ..engine.registry import Engines
+from ..format.hashing import digest
+from ..state.arrays import Memory
+from ..state.flatten import Part
+from ..state.held_array import Held
+from .shares import Name, RankShares, names_of
+
+#: A digest is taken of each span of so many bytes.
+SPAN_BYTES = 1024 * 1024
+#: Tensors are hashed together up to so many bytes: strided ones on a device are copied first.
+BATCH_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A tensor of which other ranks hold the same bytes.
+
+    Attributes:
+        name: part, path, and which of the tensors with that path.
+        group: the ranks that hold the same bytes, sorted.
+        array: of the caller; None if staging has seen to the digests.
+        digests: returns those of its spans, (n, 16); None: there are none, such as while kernels are not loaded.
+    """
+
+    name: Name
+    group: tuple[int, ...]
+    array: Held | None
+    digests: Callable[[], Bytes] | None = None
+
+
+def replicas_of(part: Part, shares: RankShares) -> Iterator[Replica]:
+    """Yield the tensors of a part of which other ranks hold the same bytes."""
+    for name, held, sharding in zip(names_of(part.name, part.specs), part.arrays, part.shardings, strict=True):
+        group = shares.group(name, sharding)
+        if len(group) > 1 and held.spec.nbytes:
+            yield Replica(name, group, held)
+
+
+def spans(nbytes: Column) -> tuple[Column, Column, Column]:
+    """Return the tensor of each span, where it begins in it, and its length [bytes], for tensors of (n,) bytes."""
+    counts = -(-nbytes // SPAN_BYTES)
+    which = np.repeat(np.arange(len(nbytes)), counts)
+    starts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * SPAN_BYTES
+    return which, starts, np.minimum(nbytes[which] - starts, SPAN_BYTES)
+
+
+def digests_of(memory: Bytes, seed: int) -> Bytes:
+    """Return the digests (n, 16) of the spans of bytes in host memory."""
+    pieces = (memory[start : start + SPAN_BYTES] for start in range(0, len(memory), SPAN_BYTES))
+    return np.frombuffer(b"".join(digest(piece, seed) for piece in pieces), np.uint8).reshape(-1, 16)
+
+
+def digest_arrays(replicas: Iterable[Replica], engines: Engines) -> None:
+    """Hash the caller's arrays now.
+
+    Raises:
+        InvalidInputError: an array is not as it was flattened.
+    """
+    batch: list[tuple[Replica, Memory]] = []
+    size_bytes = 0
+    for replica in replicas:
+        if replica.array is None:
+            continue
+        batch.append((replica, replica.array.memory(engines.memory_of)))
+        size_bytes += replica.array.spec.nbytes
+        if size_bytes >= BATCH_BYTES:
+            _digest_batch(batch, engines)
+            batch, size_bytes = [], 0
+    _digest_batch(batch, engines)
+
+
+def _digest_batch(batch: Sequence[tuple[Replica, Memory]], engines: Engines) -> None:
+    for engine in dict.fromkeys(engines.of(memory) for _, memory in batch):
+        chosen = [(replica, memory) for replica, memory in batch if engines.of(memory) is engine]
+        which, starts, lengths = spans(np.array([replica.array.spec.nbytes for replica, _ in chosen if replica.array]))
+        found = engine.start_digests(Chunks([memory for _, memory in chosen], which, starts, lengths))()
+        for (replica, _), own in zip(chosen, split(found, which, len(chosen)), strict=True):
+            assert replica.array is not None
+            replica.array.confirm()
+            replica.array, replica.digests = None, own.copy
+
+
+def split(found: Bytes, which: Column, count: int) -> list[Bytes]:
+    """Return the rows of each of `count` tensors; row i is of tensor `which[i]`, in order."""
+    return np.split(found, np.searchsorted(which, np.arange(1, count))) if count else []
+
+
+def group_id(group: Sequence[int]) -> str:
+    """Return a short name of some ranks."""
+    return hashlib.sha256(",".join(map(str, group)).encode()).hexdigest()[:16]
+
+
+def tensor_digests(replicas: Sequence[Replica]) -> list[tuple[Replica, bytes | None]]:
+    """Return one digest (16 bytes) of each tensor, None where there is none."""
+    return [(one, None if one.digests is None else _joined([one.digests().tobytes()])) for one in replicas]
+
+
+def group_digests(replicas: Sequence[Replica]) -> dict[str, bytes]:
+    """Return one digest (16 bytes) of the tensors of each group, by its id; none of a group that lacks one."""
+    groups: dict[tuple[int, ...], list[bytes | None]] = defaultdict(list)
+    for one, found in tensor_digests(replicas):
+        groups[one.group].append(found)
+    return {
+        group_id(group): _joined([found for found in digests if found is not None])
+        for group, digests in groups.items()
+        if None not in digests
+    }
+
+
+def _joined(digests: Sequence[bytes]) -> bytes:
+    return hashlib.sha256(b"".join(digests)).digest()[:16]

@@ -1,0 +1,137 @@
+"""Shares: which boxes of a tensor one of several ranks stores.
+
+In: the form of a whole tensor, and how it is sharded. Out: boxes, each of whole rows of what this rank holds. Ranks
+that hold the same box each store a share of its rows; no rank asks another, since all compute the same cuts.
+
+A box of replicas is cut into cells where a row ends on the grid of its strip (docs/design/ranks.md, "Cuts"), so another
+number of ranks cuts it into the same chunks. A box with fewer such cells than replicas is cut between any rows if each
+share has several chunks. Else a few of the replicas store a cell each: which ones, a hash of the path decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import xxhash
+
+from ..format.boxes import strip_start
+from ..state.containers import display
+from ..state.held_array import Held
+from ..state.sharded import Sharding
+from ..state.tensors import TensorSpec
+
+#: Shares are cut off the grid if they have so many chunks: at most two of them are then others.
+MIN_CHUNKS_OFF_GRID = 4
+
+#: Part, path, and which of the tensors with that path.
+Name = tuple[str, tuple[str | int, ...], int]
+
+
+def names_of(part: str, specs: Iterable[TensorSpec]) -> Iterator[Name]:
+    """Yield (part, path, which of the tensors with that path) of each tensor of a part."""
+    seen: dict[tuple[str | int, ...], int] = {}
+    for spec in specs:
+        number = seen[spec.path] = seen.get(spec.path, -1) + 1
+        yield part, spec.path, number
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that this rank stores.
+
+    Attributes:
+        offsets, sizes: of the box in the whole tensor.
+        first_row: the row of the local tensor that is its first one.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first_row: int
+
+    def held(self, local: Held) -> Held:
+        """Return the box, which is some rows of a local tensor, an array or bytes; nothing is copied."""
+        spec = local.spec
+        if self.sizes == spec.shape:
+            return local
+        value = local.value.detach() if spec.kind == "parameter" else local.value
+        kind = "tensor" if spec.kind == "parameter" else spec.kind
+        rows = value[self.first_row : self.first_row + self.sizes[0]]
+        return Held(rows, TensorSpec(spec.path, kind, spec.dtype, self.sizes, False, None))
+
+
+@dataclass(frozen=True)
+class RankShares:
+    """The shares of one rank.
+
+    Args:
+        rank, world_size: of the job.
+        holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted.
+    """
+
+    rank: int
+    world_size: int
+    chunk_bytes: int
+    holders: Mapping[Name, tuple[int, ...]] = field(default_factory=dict)
+
+    def group(self, name: Name, sharding: Sharding | None) -> tuple[int, ...]:
+        """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown."""
+        return self.holders.get(name) or tuple(range(self.world_size)) if sharding is None else sharding.group
+
+    def pieces(self, name: Name, spec: TensorSpec, sharding: Sharding | None) -> list[Piece]:
+        """Return the boxes of a tensor that this rank stores; none is empty.
+
+        Args:
+            spec: of the whole tensor.
+            sharding: None: a plain tensor, of which every rank holds the whole.
+        """
+        if sharding is None:
+            group = self.group(name, None)
+            boxes: Sequence[tuple[Sequence[int], Sequence[int]]] = [((0,) * len(spec.shape), spec.shape)]
+            replica, replicas = group.index(self.rank) if self.rank in group else len(group), len(group)
+        else:
+            boxes, replica, replicas = sharding.boxes, sharding.replica, sharding.replicas
+        found: list[Piece] = []
+        row = 0  # of the local tensor
+        turn = _turn(name, replicas) if replicas > 1 else 0
+        for offsets, sizes in boxes:
+            shares = _shares(tuple(offsets), tuple(sizes), spec.itemsize, self.chunk_bytes, replicas, turn)
+            for first, count in shares[replica : replica + 1]:
+                if count and sizes:
+                    place = (offsets[0] + first, *offsets[1:])
+                    found.append(Piece(place, (count, *sizes[1:]), row + first))
+                elif count:
+                    found.append(Piece((), (), 0))
+            row += sizes[0] if sizes else 1
+        return found
+
+
+def _turn(name: Name, replicas: int) -> int:
+    """Return the replica that stores the first cell of a tensor, so that small tensors go to all of them."""
+    part, path, number = name
+    return xxhash.xxh3_64_intdigest(f"{part}\0{display(path)}\0{number}".encode()) % replicas
+
+
+@lru_cache(maxsize=4096)  # a state has thousands of tensors of a few forms
+def _shares(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int, chunk_bytes: int, replicas: int, turn: int
+) -> list[tuple[int, int]]:
+    """Return the share of a box of each replica: its first row, and how many rows."""
+    rows = sizes[0] if sizes else 1
+    row_bytes = math.prod(sizes[1:]) * itemsize
+    if not rows * row_bytes:
+        return [(0, 0)] * replicas
+    step = math.lcm(row_bytes, chunk_bytes) // row_bytes  # rows of the strip from one end on the grid to the next
+    start = strip_start(offsets, sizes, itemsize) // row_bytes
+    inner = range(step - start % step, rows, step)
+    if len(inner) + 1 < replicas and rows * row_bytes >= replicas * MIN_CHUNKS_OFF_GRID * chunk_bytes:
+        ends = [rows * (i + 1) // replicas for i in range(replicas)]
+    else:
+        edges = [*inner, rows]
+        each, more = divmod(len(edges), replicas)
+        counts = [each + ((i - turn) % replicas < more) for i in range(replicas)]
+        ends = [edges[count - 1] if count else 0 for count in accumulate(counts)]
+    return [(first, end - first) for first, end in pairwise([0, *ends])]

@@ -1,0 +1,484 @@
+"""Together: one save by all ranks of a job. Rank 0 leads it and commits; the others follow; no call is a collective.
+
+    rank 0 (`lead`)                                  rank r (`follow`)
+    1 session, marks, records, bases
+    2 post begin                                     wait for begin, compare the step
+    3 write its packs and child manifests            write its packs and child manifests: all durable
+    4 wait for every report                          post its report, or failed
+    5 compare them; ask for trees that it lacks      answer, while it waits for the outcome
+    6 root manifests, then the create-only record
+    7 post the outcome, end the session              rank 0 is silent: the record decides
+
+Rank 0 commits only with every report, so nothing is committed that is not durable on all ranks. A rank that has
+reported and hears no outcome creates the record as aborted, as a gc does: exactly one of this and the commit wins, so
+no rank says of a save what its record does not say (docs/design/ranks.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from ..context import Context
+from ..distributed import messages
+from ..distributed.base import Ranks, Watch, wait_for
+from ..distributed.messages import (
+    COMMITTED,
+    FAILED,
+    UNCLEAR,
+    Ask,
+    Begin,
+    Failed,
+    Outcome,
+    Ref,
+    RelayedError,
+    Report,
+    decode,
+    encode,
+)
+from ..errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, StorageError
+from ..format import records
+from ..format.keys import quarantined_names, record_key
+from ..format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
+from ..protocol.liveness import aborted
+from ..protocol.revisions import create
+from ..protocol.session import Session, SharedSession
+from .agreement import compare, replicas_error, unlike_replicas
+from .inputs import SaveRequest
+from .manifest_writer import Written
+
+log = logging.getLogger("snapstore")
+#: How often a rank that writes looks whether the save was given up [s].
+LOOK_S = 0.5
+#: How often the record of a committed save is read, before it counts as unreadable.
+READ_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class Share:
+    """The part of a save that one rank has written.
+
+    Attributes:
+        written: its packs and child manifests, durable.
+        request, trees, replicas: see `Report`.
+        bases: ids of the snapshots that it has built on.
+        held_bytes: bytes of shared tensors that it has stored.
+    """
+
+    written: Written
+    request: bytes = b""
+    trees: bytes = b""
+    replicas: Mapping[str, bytes] = field(default_factory=dict)
+    bases: Sequence[str] = ()
+    held_bytes: int = 0
+
+
+class DataSide(Protocol):
+    """The bytes of one rank's save, for the protocol to put in order."""
+
+    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
+        """Write this rank's packs and child manifests; all of it is durable on return."""
+        ...
+
+    def trees(self) -> bytes:
+        """Return the trees of this rank's parts, with the whole shapes of their tensors."""
+        ...
+
+    def replicas(self, group: str) -> list[tuple[str, bytes]]:
+        """Return the path and the digest of each tensor that a group of ranks holds alike."""
+        ...
+
+    def write_roots(
+        self, session: Session, reports: Mapping[int, Report], trees: Sequence[tuple[list[int], bytes]]
+    ) -> Written:
+        """Write the root manifests; called on rank 0, when all children are durable.
+
+        Args:
+            reports: of all ranks, in their order, with all their child manifests.
+            trees: (the ranks whose trees are equal, those trees), in the order of the first rank of each.
+        """
+        ...
+
+    def commit(self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[str]) -> Snapshot:
+        """Create the record."""
+        ...
+
+
+@dataclass(slots=True)
+class Job:
+    """The saves of one run by the ranks of a job, on one of them.
+
+    Attributes:
+        prefix: of all keys of these saves.
+        known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (rank 0 alone).
+        old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
+    """
+
+    context: Context
+    ranks: Ranks
+    prefix: str = ""
+    known_trees: dict[bytes, bytes] = field(default_factory=dict)
+    old_keys: list[str] = field(default_factory=list)
+
+    def save(self, number: int, request: SaveRequest, data: DataSide) -> Snapshot:
+        """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
+
+        Raises:
+            SnapstoreError: this rank's error; or the first one of another rank, which is named. Nothing was committed,
+                unless the error says that this is not known.
+        """
+        one = _Save(self, number, request, data)
+        try:
+            return one.lead() if self.ranks.rank == 0 else one.follow()
+        finally:
+            names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
+            self.old_keys += [self.key(number, name.format(rank=self.ranks.rank)) for name in names]
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot take part in a save, before it has begun here."""
+        failed = Failed.of(error, self.ranks.rank)
+        with suppress(RanksError):
+            if self.ranks.rank == 0:
+                self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
+            else:
+                self.ranks.post(self.key(number, "failed"), encode(failed))
+
+    def key(self, number: int, name: str) -> str:
+        """Return the key of a message of a save."""
+        return f"{self.prefix}{number}/{name}"
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(self, job: Job, number: int, request: SaveRequest, data: DataSide) -> None:
+        self._job, self._context, self._ranks = job, job.context, job.ranks
+        self._number, self._request, self._data = number, request, data
+        self._next_look = 0.0
+
+    def _key(self, name: str) -> str:
+        return self._job.key(self._number, name)
+
+    # -- rank 0
+
+    def lead(self) -> Snapshot:
+        """Lead the save, and commit it."""
+        request, session = self._request, None
+        outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
+        try:
+            session = Session(self._context, request.run, request.step, parent=request.parent, also=request.bases)
+            with session:
+                snapshot = self._lead(session)
+                data = records.encode(snapshot)
+                outcome = Outcome(COMMITTED, record=data if len(data) <= messages.MAX_RECORD_BYTES else b"")
+            return snapshot
+        except BaseException as error:
+            if outcome.state != COMMITTED:
+                unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
+                outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(error, 0))
+            if isinstance(error, RelayedError):
+                raise messages.raised(error.failed, 0) from None
+            raise
+        finally:
+            try:
+                self._ranks.post(self._key("outcome"), encode(outcome))
+            except RanksError as error:
+                log.warning("run=%s the other ranks learn the outcome from the record: %s", request.run, error)
+
+    def _lead(self, session: Session) -> Snapshot:
+        """Begin, write, collect and commit, within the session."""
+        request, ranks = self._request, self._ranks
+        session.watch = self._watch_failures
+        session.watch()
+        session.shared = ranks.count > 1
+        bases = [snapshot.key for snapshot in session.usable_bases]
+        begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined))
+        ranks.post(self._key("begin"), encode(begin))
+        share = self._write(session, full=request.full)
+        reports = {0: self._report(share, begin)} | self._collect(session)
+        compare(reports, request)
+        self._compare_replicas(reports, session)
+        trees = self._trees(reports, session)
+        session.watch = None  # nobody fails any more
+        roots = self._data.write_roots(session, reports, trees)
+        used = sorted({number for report in reports.values() for number in report.bases})
+        ids = [session.usable_bases[number].id for number in used if number < len(bases)]
+        return self._data.commit(session, roots, list(reports.values()), ids)
+
+    def _collect(self, session: Session) -> dict[int, Report]:
+        """Return the reports of all other ranks, by rank.
+
+        Raises:
+            RelayedError: a rank has failed.
+            RanksError: a rank is silent, or too late.
+        """
+        ranks, others = self._ranks, range(1, self._ranks.count)
+        keys = {rank: self._key(f"report/{rank}") for rank in others}
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if ranks.look(key) is None]
+
+        watch = self._watch_ranks(session, "reports", missing)
+        found = wait_for(lambda: ranks.look_all(list(keys.values())), watch) if keys else []
+        reports = {rank: decode(data, Report) for rank, data in zip(others, found, strict=True)}
+        apart = {rank: self._key(f"manifests/{rank}") for rank, report in reports.items() if report.manifests is None}
+        if apart:
+            found = wait_for(lambda: ranks.look_all(list(apart.values())), watch)
+            for rank, data in zip(apart, found, strict=True):
+                reports[rank] = msgspec.structs.replace(reports[rank], manifests=decode(data, list[Ref]))
+        self._remove_old_keys()
+        return reports
+
+    def _compare_replicas(self, reports: Mapping[int, Report], session: Session) -> None:
+        """Compare the tensors that several ranks hold alike.
+
+        Raises:
+            InvalidInputError: they differ; some of them are named.
+        """
+        unlike, ranks = unlike_replicas(reports), self._ranks
+        if unlike is None:
+            return
+        group, few, other = unlike
+        asked = [few[0], other[0]]
+        ranks.post(self._key("ask-replicas"), encode(Ask(asked, group)))
+        if 0 in asked:
+            ranks.post(self._key("replicas/0"), encode(self._data.replicas(group)))
+        watch = self._watch_ranks(session, "digests", lambda: asked)
+        answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in asked]), watch)
+        mine, theirs = (dict(decode(data, messages.Replicas)) for data in answers)
+        names = [name for name, digest in mine.items() if theirs.get(name) != digest]
+        raise replicas_error(self._request, few, other, names)
+
+    def _trees(self, reports: Mapping[int, Report], session: Session) -> list[tuple[list[int], bytes]]:
+        """Return the trees of all ranks, equal ones once; ask for trees that rank 0 does not know.
+
+        Raises: see `_collect`.
+        """
+        ranks, alike = self._ranks, dict[bytes, list[int]]()
+        for rank, report in reports.items():
+            alike.setdefault(report.trees, []).append(rank)
+        known = {digest: trees for digest, trees in self._job.known_trees.items() if digest in alike}
+        known[reports[0].trees] = self._data.trees()
+        unknown = {digest: of[0] for digest, of in alike.items() if digest not in known}
+        if unknown:
+            asked = sorted(unknown.values())
+            ranks.post(self._key("ask"), encode(Ask(asked)))
+            keys = [self._key(f"tree/{rank}") for rank in unknown.values()]
+            watch = self._watch_ranks(session, "trees", lambda: asked)
+            known |= zip(unknown, wait_for(lambda: ranks.look_all(keys), watch), strict=True)
+        self._job.known_trees = known
+        return [(of, known[digest]) for digest, of in alike.items()]
+
+    def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
+        """Return what raises once one of `who` is silent or too late, or a rank has failed."""
+        watch = Watch(self._ranks, f"{what} of step {self._request.step}", who, self._ranks.total_s)
+
+        def watch_all() -> None:
+            session.heartbeat()
+            self._watch_failures(now=True)
+            watch()
+
+        return watch_all
+
+    def _watch_failures(self, *, now: bool = False) -> None:
+        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`."""
+        self._request.require_wanted()
+        if now or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (data := self._ranks.look(self._key("failed"))) is not None:
+                raise RelayedError(decode(data, Failed))
+
+    # -- the other ranks
+
+    def follow(self) -> Snapshot:
+        """Write this rank's share, and wait until rank 0 has committed."""
+        ranks, rank = self._ranks, self._ranks.rank
+        try:
+            begin = self._wait_for_begin()
+            share = self._write_share(begin)
+            report = self._report(share, begin)
+            if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
+                ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
+                report = msgspec.structs.replace(report, manifests=None)
+        except RelayedError as error:
+            raise messages.raised(error.failed, rank) from None
+        except BaseException as error:
+            self._job.give_up(self._number, error)
+            raise
+        return self._end(begin, report)
+
+    def _wait_for_begin(self) -> Begin:
+        """Return what rank 0 has begun.
+
+        Raises:
+            RelayedError: rank 0, or another rank, has given this save up.
+            RanksError: rank 0 is silent, or has not called `save`: nothing was begun, so nothing can be committed.
+            InvalidInputError: rank 0 saves another step.
+        """
+        ranks, request = self._ranks, self._request
+        watch = Watch(ranks, f"rank 0 to begin the save of step {request.step}", lambda: [0], ranks.total_s)
+
+        def watch_all() -> None:
+            self._watch_outcome(now=True)
+            watch()
+
+        begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch_all), Begin)
+        if begin.step != request.step:
+            raise InvalidInputError(
+                f"run {request.run!r}: this rank saves step {request.step}, rank 0 step {begin.step}; call save alike "
+                "on all ranks; nothing was committed"
+            )
+        self._remove_old_keys()
+        return begin
+
+    def _write_share(self, begin: Begin) -> Share:
+        """Write this rank's packs and child manifests."""
+        context, request = self._context, self._request
+        session = SharedSession(context, request.run, request.step, begin.id, self._bases(begin), self._watch_outcome)
+        if begin.quarantine:
+            session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
+        with session:
+            return self._write(session, full=begin.full)
+
+    def _bases(self, begin: Begin) -> list[Snapshot]:
+        """Return the snapshots that may be built on. Without one that cannot be read here, this rank stores more."""
+        bases = []
+        for key in begin.bases:
+            try:
+                bases.append(_read_record(self._context, key))
+            except (*DAMAGE, StorageError) as error:
+                log.warning("run=%s base %s cannot be used: %s", self._request.run, key, error)
+        return bases
+
+    def _watch_outcome(self, *, now: bool = False) -> None:
+        """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`."""
+        self._request.require_wanted()
+        if now or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (data := self._ranks.look(self._key("outcome"))) is not None:
+                failed = decode(data, Outcome).failed
+                raise RelayedError(failed or Failed("RanksError", "rank 0 has ended this save", 0))
+
+    def _end(self, begin: Begin, report: Report) -> Snapshot:
+        """Report, answer rank 0's question, wait for the outcome, and return the snapshot.
+
+        Raises:
+            SnapstoreError: nothing was committed; or, where the error says so, that is not known.
+        """
+        ranks, rank = self._ranks, self._ranks.rank
+        answers: dict[str, tuple[str, Callable[[str], bytes]]] = {
+            "ask": ("tree", lambda _: self._data.trees()),
+            "ask-replicas": ("replicas", lambda group: encode(self._data.replicas(group))),
+        }
+        # Rank 0 gives up after total_s; a little later it must have said so.
+        watch = Watch(ranks, "the outcome", lambda: [0], ranks.total_s + ranks.silent_s)
+
+        def watch_all() -> None:
+            for question, (name, answer) in list(answers.items()):
+                if (data := ranks.look(self._key(question))) is not None:
+                    del answers[question]
+                    if rank in (asked := decode(data, Ask)).ranks:
+                        try:
+                            ranks.post(self._key(f"{name}/{rank}"), answer(asked.group))
+                        except Exception as error:
+                            self._job.give_up(self._number, error)  # rank 0 waits for the answer
+                            raise
+            if self._request.unwanted:
+                raise RanksError(self._request.unwanted)
+            watch()
+
+        try:
+            ranks.post(self._key(f"report/{rank}"), encode(report))
+            outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
+        except RanksError as lost:
+            return self._settle(begin, str(lost))
+        if outcome.state == FAILED and outcome.failed is not None:
+            raise messages.raised(outcome.failed, rank)
+        if outcome.state != COMMITTED:
+            return self._settle(begin, outcome.failed.text if outcome.failed else "rank 0 does not know")
+        return self._read_committed(begin, outcome.record)
+
+    def _settle(self, begin: Begin, why: str) -> Snapshot:
+        """Return the snapshot if its record is there; create the record as aborted if there is none.
+
+        Raises:
+            RanksError: the record is aborted, so nothing was or will be committed; or the store does not answer, so
+                nobody knows.
+        """
+        context, request = self._context, self._request
+        reason = f"rank {self._ranks.rank} heard no outcome: {why}"[:500]
+        key = record_key(request.run, request.step, begin.id, 0)
+        try:
+            record = create(context.store, aborted(request.run, request.step, begin.id, reason))
+            context.store.sync(f"snapshots/{request.run}/")  # a record that is there but not durable must not count
+        except (*DAMAGE, StorageError) as error:
+            raise RanksError(
+                f"save {request.run}@{request.step}: {why}; and {key} cannot be read or created ({error}): whether it "
+                "was committed shows when the store answers again ('snapstore log')",
+                ranks=[0],
+            ) from error
+        if record.state == ABORTED:
+            raise RanksError(
+                f"save {request.run}@{request.step}: {why}; nothing was committed: its record says {record.reason!r}",
+                ranks=[0],
+            )
+        return record
+
+    def _read_committed(self, begin: Begin, data: bytes) -> Snapshot:
+        """Return the committed record: from rank 0's word, or from the store.
+
+        Raises:
+            StorageError: this rank cannot read it, though it is committed.
+        """
+        key = record_key(self._request.run, self._request.step, begin.id, 0)
+        for attempt in range(READ_ATTEMPTS):
+            try:
+                if data:
+                    return records.decode(data, Snapshot, key)
+                return _read_record(self._context, key)
+            except (*DAMAGE, StorageError) as caught:
+                error: SnapstoreError = caught
+                time.sleep(0.05 * attempt)
+        raise StorageError(
+            f"{self._request.run}@{self._request.step} is committed as {key}, which this rank cannot read: {error}"
+        ) from error
+
+    # -- all ranks
+
+    def _remove_old_keys(self) -> None:
+        self._ranks.remove(self._job.old_keys)
+        self._job.old_keys.clear()
+
+    def _write(self, session: Session | SharedSession, *, full: bool) -> Share:
+        share = self._data.write(session, full=full)
+        if self._context.options.verify_writes == "full":
+            session.confirm(share.written.sizes)
+        return share
+
+    def _report(self, share: Share, begin: Begin) -> Report:
+        """Return the report of a share."""
+        ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
+        written = share.written
+        return Report(
+            step=self._request.step,
+            manifests=[Ref.of(ref) for ref in written.manifests],
+            request=share.request,
+            trees=share.trees,
+            replicas=dict(share.replicas),
+            held_bytes=share.held_bytes,
+            bases=[number for number, name in enumerate(ids) if name in share.bases],
+            chunks=written.chunks,
+            new_chunks=written.new_chunks,
+            stored_bytes=written.stored_bytes,
+            depth=written.depth,
+        )
+
+
+def _read_record(context: Context, key: str) -> Snapshot:
+    return records.decode(context.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)

@@ -1,0 +1,69 @@
+"""The shardings of a known state's DTensors, by which those of the next one are recognised at once.
+
+In: the arrays of a state. Out: the same, with the local tensor in the place of each DTensor; or ValueError if one is
+sharded in another way. It runs while training waits, so each property of all DTensors is compared by C code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from .sharded import local_of, sharding_of
+
+_spec: Any = attrgetter("_spec")  # mesh, placements, global shape and dtype: `==` compares all of them
+_requires_grad: Any = attrgetter("requires_grad")
+_local: Any = attrgetter("_local_tensor")
+
+
+class KnownShards:
+    """The DTensors among the arrays of a known state.
+
+    Args:
+        arrays: of the state.
+
+    Raises:
+        ValueError: there is a sharded tensor of another kind, which must be looked at more closely.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._count = len(arrays)
+        self._at = [i for i, array in enumerate(arrays) if sharding_of(array) is not None]
+        found = [arrays[i] for i in self._at]
+        if not all(hasattr(array, "_spec") and local_of(array) is array._local_tensor for array in found):
+            raise ValueError("a sharded tensor that is no DTensor, or whose local tensor is special")
+        self._specs = list(map(_spec, found))
+        self._grads = _grads_of(found)
+
+    def localize(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays with the local tensors of DTensors.
+
+        Raises:
+            ValueError: a DTensor has another mesh, placement, shape, dtype or `requires_grad` than the known one.
+        """
+        if not self._at:
+            return arrays
+        found = arrays if len(self._at) == self._count else [arrays[i] for i in self._at]
+        specs = list(map(_spec, found))
+        if specs != self._specs or _grads_of(found) != self._grads:
+            raise ValueError("another sharding")
+        self._specs = specs  # the same objects again are compared at once
+        local = list(map(_local, found))
+        if set(map(type, local)) != {sys.modules["torch"].Tensor}:
+            raise ValueError("a local tensor that is special")
+        if found is arrays:
+            return local
+        replaced = list(arrays)
+        for i, tensor in zip(self._at, local, strict=True):
+            replaced[i] = tensor
+        return replaced
+
+
+def _grads_of(arrays: Sequence[Any]) -> list[bool]:
+    torch = sys.modules.get("torch")
+    if torch is None or not arrays:
+        return []
+    with torch._C.DisableTorchFunctionSubclass():  # half the time
+        return list(map(_requires_grad, arrays))

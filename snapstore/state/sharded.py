@@ -1,0 +1,328 @@
+"""Sharded tensors: which boxes of a whole tensor this rank holds, and which other ranks hold the same ones.
+
+In: a DTensor of any mesh; FSDP1's ShardedTensor; Megatron's ShardedTensor (`megatron.core.dist_checkpointing`); or any
+tensor with torch.distributed.checkpoint's `__create_chunk_list__`. Out: a `Sharding`, and the local tensor. Nothing
+communicates. torch.distributed is used only if the program has imported it.
+
+A box is (offsets, sizes), in elements, one pair per dimension. Along a dimension the placements of a DTensor cut from
+left to right as torch cuts: `Shard` takes one of n pieces as torch.chunk does; `_StridedShard` (FSDP on top of tensor
+parallelism) takes a piece of each of `split_factor` pieces. So a rank holds runs of indices, and a run is a box.
+
+A tensor on a part of a larger mesh (a LayerNorm under FSDP on mesh["dp"] beside tensor parallelism) is taken to be the
+same along the dimensions that it lacks, as torch.distributed.checkpoint takes it. Dimensions of pipeline stages are
+known by their names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedLeafError
+
+if TYPE_CHECKING:
+    import torch
+
+Offsets = tuple[int, ...]
+Sizes = tuple[int, ...]
+Boxes = tuple[tuple[Offsets, Sizes], ...]
+Run = tuple[int, int]  # (first index, count)
+
+#: The modules of torch.Tensor, torch.nn.Parameter and numpy.ndarray.
+_PLAIN_MODULES = frozenset({"torch", "torch.nn.parameter", "numpy"})
+
+#: Names of mesh dimensions whose ranks hold different layers.
+_STAGES = frozenset({"pp", "pipe", "pipeline", "stage"})
+
+_PARTIAL = "holds sums that are not reduced yet: call tensor.redistribute(placements=[Replicate(), ...]) first"
+_COLUMNS = "holds several runs of dimension {dim}: redistribute it to Shard or Replicate, and pass that"
+_UNEVEN = "its placements {placements} give this rank {expected}, but it holds {got}: redistribute it to Shard"
+_SEVERAL = "holds {count} shards on this rank: pass each as a tensor of its own"
+_HYBRID = (
+    "its group has {size} of the job's {world} ranks, so the others may hold copies that nothing here names: give FSDP "
+    "a device_mesh, which makes its state dict of DTensors"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The boxes of a whole tensor that this rank's local tensor holds.
+
+    Attributes:
+        global_shape: of the whole tensor.
+        boxes: (offsets, sizes) of each box; () if the rank holds nothing. The rows (dimension 0) of the local tensor
+            are those of the boxes, one after the other. A tensor without dimensions is the box ((), ()).
+        replica, replicas: this rank is number `replica` of `replicas` that hold the same boxes. With a number of
+            `replicas` or more, another rank is their only writer (Megatron).
+        group: the ranks that hold the same boxes, sorted; () if this rank is outside the tensor's mesh, or if they are
+            unknown (Megatron).
+    """
+
+    global_shape: tuple[int, ...]
+    boxes: Boxes
+    replica: int
+    replicas: int
+    group: tuple[int, ...]
+
+
+def sharding_of(value: Any) -> Sharding | None:
+    """Return how a tensor is sharded; None: it is a plain tensor or array.
+
+    Raises:
+        UnsupportedLeafError: it has Partial placements, or the local tensor is not a list of boxes.
+    """
+    if type(value).__module__ in _PLAIN_MODULES:
+        return None
+    if _is_dtensor(value):
+        return _of_dtensor(value)
+    if _is_megatron(value):
+        return _of_megatron(value)
+    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+        return _of_sharded_tensor(value)
+    if hasattr(value, "__create_chunk_list__"):
+        return _of_chunks(value)
+    return None
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """Return the local tensor of a value that `sharding_of` knows, without autograd; it shares the value's memory."""
+    local: Any = getattr(value, "_local_tensor", None)
+    if local is None:
+        local = _local_of_other(value)
+    elif hasattr(local, "__get_tensor_shard__"):  # a wrapper of shards, such as torchrec's
+        local = _only_chunk(value, local)
+    elif hasattr(local, "trigger_wait"):  # a collective is still writing it
+        local = local.trigger_wait()
+    return local.detach() if local.requires_grad else local  # type: ignore[no-any-return]
+
+
+def _is_dtensor(value: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _is_megatron(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id"))
+
+
+# --- DTensor ---
+
+
+def _of_dtensor(value: Any) -> Sharding:
+    mesh = value.device_mesh
+    placements = tuple(value.placements)
+    found = _mesh_sharding(tuple(value.shape), mesh, _root_of(mesh), mesh.get_rank(), placements)
+    local = value._local_tensor
+    if hasattr(local, "__create_chunk_list__"):
+        boxes = _chunk_boxes(local)
+        return Sharding(found.global_shape, boxes, found.replica, found.replicas, found.group)
+    expected = _local_shape(found)
+    got = tuple(local.shape)
+    if got != expected and (expected is not None or local.numel()):
+        raise UnsupportedLeafError(
+            f"DTensor of shape {found.global_shape}: "
+            + _UNEVEN.format(placements=placements, expected=expected or "nothing", got=got)
+        )
+    return found
+
+
+@lru_cache(maxsize=4096)  # a state has thousands of tensors of a few forms
+def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, placements: tuple[Any, ...]) -> Sharding:
+    """Return the sharding of a DTensor for a rank.
+
+    The rank is an argument because parts of a mesh that have other ranks are equal to Python.
+    """
+    what = f"DTensor of shape {shape}, placements {placements}:"
+    for placement in placements:
+        if placement.is_partial():
+            raise UnsupportedLeafError(f"{what} {_PARTIAL}")
+        if not placement.is_replicate() and not hasattr(placement, "dim"):
+            raise UnsupportedLeafError(f"{what} placement {placement!r} is unknown: redistribute it to Shard")
+    coordinate = _coordinate(mesh, rank)
+    if coordinate is None:
+        return Sharding(shape, (), 0, 1, ())
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for position, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if not placement.is_replicate():
+            pieces = getattr(placement, "split_factor", 1)
+            runs[placement.dim] = _cut(runs[placement.dim], int(pieces), count, position)
+    for dim, found in enumerate(runs[1:], 1):
+        if len(found) > 1:
+            raise UnsupportedLeafError(f"{what} {_COLUMNS.format(dim=dim)}")
+    group = _group(mesh, root, rank, tuple(placement.is_replicate() for placement in placements))
+    return Sharding(shape, _boxes_of_runs(runs), group.index(rank), len(group), group)
+
+
+def _coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
+    """Return the place of a rank in a mesh; None: it is outside. A mesh may know the rank of an earlier job only."""
+    found = (mesh.mesh == rank).nonzero().tolist()
+    return tuple(found[0]) if found else None
+
+
+def _root_of(mesh: Any) -> Any:
+    """Return the mesh that a mesh was taken out of: itself, if of none."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.8
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+@lru_cache(maxsize=4096)
+def _group(mesh: Any, root: Any, rank: int, is_replicated: tuple[bool, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same boxes as a rank of the mesh, sorted: along the mesh's own dimensions that
+    replicate, and along those of its root that it lacks, except pipeline stages.
+    """
+    coordinate = _coordinate(mesh, rank) or ()
+    own = tuple(slice(None) if copied else at for at, copied in zip(coordinate, is_replicated, strict=True))
+    ranks = mesh.mesh[own].flatten().tolist()
+    if root is mesh or root.ndim == 1:
+        return tuple(sorted(ranks))
+    places = {int(root.mesh[at]): at for at in product(*map(range, root.mesh.shape))}
+    taken = [places[rank] for rank in mesh.mesh.flatten().tolist()]
+    names = root.mesh_dim_names or [""] * root.ndim
+    is_fixed = [len({at[dim] for at in taken}) > 1 or names[dim] in _STAGES for dim in range(root.ndim)]
+    found: set[int] = set()
+    for rank in ranks:
+        there = tuple(at if fixed else slice(None) for at, fixed in zip(places[rank], is_fixed, strict=True))
+        found.update(root.mesh[there].flatten().tolist())
+    return tuple(sorted(found))
+
+
+def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Run]:
+    """Return the indices of one of `count` shards: chunk `position` of each of `pieces` chunks, as torch.chunk cuts."""
+    total = sum(size for _, size in runs)
+    piece = -(-total // pieces)
+    taken: list[Run] = []
+    for start in range(0, total, piece or 1):
+        length = min(piece, total - start)
+        size = -(-length // count)
+        first, end = min(position * size, length), min((position + 1) * size, length)
+        taken += _between(runs, start + first, start + end)
+    return _joined(taken)
+
+
+def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
+    """Return the indices of runs that are the `first` to `end` of them."""
+    found, at = [], 0
+    for start, size in runs:
+        low, high = max(first, at), min(end, at + size)
+        if low < high:
+            found.append((start + low - at, high - low))
+        at += size
+    return found
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Return runs with neighbours that follow each other as one."""
+    joined: list[Run] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+def _boxes_of_runs(runs: Sequence[Sequence[Run]]) -> Boxes:
+    """Return the boxes of the runs of each dimension, of which the first alone may have several."""
+    if not all(sum(size for _, size in found) for found in runs):
+        return ()
+    if not runs:
+        return (((), ()),)
+    rest = [found[0] for found in runs[1:]]
+    return tuple(
+        ((start, *(offset for offset, _ in rest)), (count, *(size for _, size in rest))) for start, count in runs[0]
+    )
+
+
+def _local_shape(sharding: Sharding) -> tuple[int, ...] | None:
+    """Return the shape of the local tensor that has the boxes of a sharding; None: any shape without elements."""
+    if not sharding.boxes:
+        return None
+    sizes = sharding.boxes[0][1]
+    return (sum(size[0] for _, size in sharding.boxes), *sizes[1:]) if sizes else ()
+
+
+# --- the others ---
+
+
+def _own_rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_rank())
+
+
+def _alone(shape: Sequence[int], boxes: Boxes) -> Sharding:
+    """Return the sharding of boxes that no other rank holds."""
+    return Sharding(tuple(shape), boxes, 0, 1, (_own_rank(),))
+
+
+def _nonempty(offsets: Sequence[int], sizes: Sequence[int]) -> Boxes:
+    return ((tuple(map(int, offsets)), tuple(map(int, sizes))),) if all(sizes) else ()
+
+
+def _of_sharded_tensor(value: Any) -> Sharding:
+    """Return the sharding of FSDP1's ShardedTensor."""
+    shards, shape = value.local_shards(), tuple(value.metadata().size)
+    if len(shards) > 1:
+        raise UnsupportedLeafError(f"ShardedTensor of shape {shape}: {_SEVERAL.format(count=len(shards))}")
+    distributed: Any = sys.modules["torch.distributed"]
+    group, world = distributed.get_world_size(value._process_group), distributed.get_world_size()
+    if group != world:
+        raise UnsupportedLeafError(f"ShardedTensor of shape {shape}: {_HYBRID.format(size=group, world=world)}")
+    places = [shard.metadata for shard in shards]
+    return _alone(shape, tuple(b for place in places for b in _nonempty(place.shard_offsets, place.shard_sizes)))
+
+
+def _of_megatron(value: Any) -> Sharding:
+    """Return the sharding of Megatron's ShardedTensor, whose replica 0 writes it alone."""
+    if getattr(value, "flattened_range", None) is not None:
+        raise UnsupportedLeafError(
+            f"Megatron's ShardedTensor {value.key}: a range of a flattened shard is no box: use an optimizer sharding "
+            "type without flattened ranges (fully_reshardable)"
+        )
+    local = (1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape)
+    numbers = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
+    boxes, shape = _nonempty(value.global_offset, local), tuple(value.global_shape)
+    if any(numbers):
+        return Sharding(shape, boxes, 1, 1, ())
+    return Sharding(shape, boxes, 0, 1, ())
+
+
+def _chunk_boxes(value: Any) -> Boxes:
+    chunks = value.__create_chunk_list__()
+    if len(chunks) > 1:
+        raise UnsupportedLeafError(f"{type(value).__name__}: {_SEVERAL.format(count=len(chunks))}")
+    return tuple(b for chunk in chunks for b in _nonempty(chunk.offsets, chunk.sizes))
+
+
+def _of_chunks(value: Any) -> Sharding:
+    return _alone(tuple(value.size()), _chunk_boxes(value))
+
+
+def _local_of_other(value: Any) -> Any:
+    import torch
+
+    if _is_megatron(value):
+        return value.data.view((1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape))
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    return _only_chunk(value, value)
+
+
+def _only_chunk(value: Any, shards: Any) -> Any:
+    """Return the tensor of the only chunk of a value; an empty one if it has none."""
+    import torch
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    chunks = shards.__create_chunk_list__()
+    if not chunks:
+        return torch.empty(0, dtype=value.dtype)
+    return shards.__get_tensor_shard__(MetadataIndex("", chunks[0].offsets, 0))

@@ -1,0 +1,58 @@
+"""The state of an optimizer over sharded parameters, before its first step: memory in the parameters' sharding.
+
+In: an optimizer of torch.optim, and its state as decoded from a snapshot. Out: its present state, with a new DTensor in
+the place of each stored array that the optimizer lacks and that has the shape of a DTensor parameter. Nothing
+communicates. Without this a fresh optimizer would get whole tensors, which fit no shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .containers import is_mapping
+from .tensors import Slot, TensorSpec, family
+
+
+def with_sharded_state(value: Any, stored: Any, present: Any, spec_of: Callable[[Slot], TensorSpec]) -> Any:
+    """Return the state of an object, with memory for the sharded arrays that it lacks if it is an optimizer.
+
+    Args:
+        stored: The decoded state of the snapshot.
+        present: The result of the object's `state_dict`; it is not changed.
+    """
+    torch, tensors = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
+    if torch is None or tensors is None or not isinstance(value, torch.optim.Optimizer):
+        return present
+    if not all(is_mapping(state) and is_mapping(state.get("state")) for state in (stored, present)):
+        return present
+    numbers = [number for group in present["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+    state = dict(present["state"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        arrays = stored["state"].get(number)
+        if not isinstance(parameter, tensors.DTensor) or not is_mapping(arrays) or state.get(number):
+            continue
+        state[number] = {
+            name: _empty_like(parameter, spec_of(slot))
+            for name, slot in arrays.items()
+            if type(slot) is Slot and family(slot.tag) == "tensor" and spec_of(slot).shape == tuple(parameter.shape)
+        }
+    return {**present, "state": state}
+
+
+def _empty_like(parameter: Any, spec: TensorSpec) -> Any:
+    """Return a DTensor without values, of the shape, device and sharding of a parameter and the dtype of a spec."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(parameter.to_local().detach(), dtype=getattr(torch, spec.dtype))
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

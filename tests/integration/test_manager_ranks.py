@@ -1,0 +1,403 @@
+"""SnapshotManager on several ranks keeps its promises: one snapshot, one error, one answer, at the same call on all."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kit.faults import FaultStore
+from kit.objects import keys_of
+from kit.ranks import together
+from kit.repositories import OPTIONS, created, opened, same
+from snapstore import (
+    InvalidInputError,
+    KeepBest,
+    KeepLast,
+    NotFoundError,
+    PerRank,
+    RanksError,
+    Repository,
+    SnapshotManager,
+    SnapstoreError,
+    StorageError,
+)
+from snapstore.distributed.local import LocalRanks
+from snapstore.storage.memory import MemoryStore
+
+COUNT = 3
+
+
+def state(version: int, rank: int = 0):
+    """A state with replicated tensors, plain values and a value of each rank's own."""
+    weights = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
+    weights[::50] += version
+    return {
+        "model": {"w": torch.from_numpy(weights), "b": torch.arange(3) + version},
+        "own": PerRank({"rank": rank, "seen": torch.full((2000,), float(version + rank))}),
+        "step": version,
+    }
+
+
+class Managers(list):
+    """A manager on each rank, made and used by a thread each."""
+
+    def __init__(self, store, count=COUNT, *, stores=None, silent_s=5.0, total_s=30.0, **options):
+        ranks = LocalRanks(count, silent_s=silent_s, total_s=total_s)
+        self.ranks = ranks
+        options.setdefault("options", OPTIONS)
+        places = stores or [store] * count
+        made = together([
+            lambda r=r, s=s: SnapshotManager(s, run="a", ranks=r, **options)
+            for r, s in zip(ranks, places, strict=True)
+        ])  # fmt: skip
+        for manager in made:
+            if isinstance(manager, Exception):
+                raise manager
+        super().__init__(made)
+
+    def all(self, call):
+        """Return what `call(manager, rank)` returns or raises on each rank, called at once."""
+        return together([lambda m=m, r=r: call(m, r) for r, m in enumerate(self)])
+
+    def save(self, step, version=None, **options):
+        version = step if version is None else version
+        return self.all(lambda m, rank: m.save(step, state(version, rank), **options))
+
+    def end(self):
+        return self.all(lambda m, _: m.close())
+
+
+@pytest.fixture
+def store():
+    return created()
+
+
+def test_one_snapshot_of_all_ranks(store):
+    managers = Managers(store)
+    for step in range(4):
+        assert not any(isinstance(found, Exception) for found in managers.save(step))
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        snapshots = repository.snapshots("a")
+        assert [s.step for s in snapshots] == [0, 1, 2, 3]
+        assert snapshots[-1].features == ["ranks"]
+        assert snapshots[-1].depth > 0
+        assert repository.check("restore").ok
+        assert repository.gc().deleted_objects == 0
+        assert same(repository.restore("a@3", keys="model.*"), {"model": state(3)["model"]})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_rank_gets_its_own_back(store, count):
+    """As many ranks: its own. Fewer: an error that says what to do, or a chosen rank's."""
+    managers = Managers(store)
+    managers.save(7)
+    managers.end()
+    others = Managers(store, count)
+
+    def restored(manager, rank):
+        target = state(99, 50)
+        return manager.restore_into(target, per_rank="same" if count == COUNT else 2).step, target
+
+    for rank, found in enumerate(others.all(restored)):
+        assert not isinstance(found, Exception), found
+        step, target = found
+        assert step == 7
+        assert same(target["model"], state(7)["model"])
+        assert target["own"].value["rank"] == (rank if count == COUNT else 2)
+    if count < COUNT:
+        for error in others.all(lambda m, _: m.restore()):
+            assert isinstance(error, InvalidInputError)
+            assert "per_rank=" in str(error)
+        for found in others.all(lambda m, _: m.restore(per_rank="drop")):
+            assert same(found["model"], state(7)["model"])
+    others.end()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("rank", range(COUNT))
+def test_an_error_on_one_rank_is_raised_at_the_same_call_on_all(store, rank, async_save):
+    managers = Managers(store, async_save=async_save)
+
+    def save(manager, own):
+        found = state(0, own)
+        if own == rank:
+            found["model"]["w"] = object()
+        return manager.save(0, found)
+
+    found = managers.all(save)
+    if async_save:
+        assert not any(isinstance(handle, Exception) for handle in found), found
+        found = managers.save(1)
+    for own, error in enumerate(found):
+        assert isinstance(error, InvalidInputError), error
+        assert "model.w" in str(error)
+        assert (f"rank {rank}: " in str(error)) == (own != rank)
+    assert not any(isinstance(handle, Exception) for handle in managers.save(2))
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [2]
+
+
+@pytest.mark.parametrize("rank", range(COUNT))
+@pytest.mark.parametrize("call", ["save", "wait_until_finished", "close"])
+def test_a_failure_in_the_background_is_raised_on_all_ranks(store, rank, call):
+    stores = [FaultStore(store) for _ in range(COUNT)]
+    managers = Managers(store, stores=stores)
+    managers.save(0)
+    managers.all(lambda m, _: m.wait_until_finished())
+    stores[rank].at, stores[rank].mode = len(stores[rank].log), "outage"
+    managers.save(1)
+    time.sleep(0.2)
+    found = managers.save(2) if call == "save" else managers.all(lambda m, _: getattr(m, call)())
+    for own, error in enumerate(found):
+        assert isinstance(error, StorageError), error
+        assert "injected" in str(error)
+        assert (f"rank {rank}: " in str(error)) == (own != rank)
+    stores[rank].heal()
+    if call != "close":
+        assert not any(isinstance(handle, Exception) for handle in managers.save(3))
+        assert managers.end() == [None] * COUNT
+
+
+def test_unlike_states_and_arguments_are_errors(store):
+    managers = Managers(store, async_save=False)
+
+    def unlike_value(manager, rank):
+        return manager.save(0, state(0, rank) | {"step": rank})
+
+    def unlike_metric(manager, rank):
+        return manager.save(0, state(0, rank), metrics={"loss": float(rank == 1)})
+
+    for call, said in ((unlike_value, "step"), (unlike_metric, "rank 1: metrics differ from rank 0's")):
+        for error in managers.all(call):
+            assert isinstance(error, InvalidInputError), error
+            assert said in str(error)
+    managers.end()
+
+
+def test_replicas_that_differ_are_named(store):
+    """Silent corruption, or a forgotten broadcast: the tensor is named, and the rank."""
+    for async_save in (False, True):
+        managers = Managers(store, async_save=async_save)
+
+        def diverged(manager, rank):
+            found = state(0, rank)
+            found["model"]["w"][17] += rank == 2
+            return manager.save(0, found)
+
+        found = managers.all(diverged)
+        for error in managers.all(lambda m, _: m.wait_until_finished()) if async_save else found:
+            assert isinstance(error, InvalidInputError), error
+            assert "rank 2: model.w: differ from the replicas on ranks 0, 1" in str(error)
+            assert "model.b" not in str(error)
+        managers.end()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_parts_that_only_some_ranks_hold(store, async_save):
+    """Pipeline stages: the layers of each rank, and one on two of them; all of it comes back, also on one process."""
+
+    def staged(version, rank):
+        layers = {f"layer{rank}": torch.full((3000,), float(rank + version)), "all": torch.arange(2000) + version}
+        if rank:
+            layers["late"] = torch.arange(9000.0) * version
+        return {"model": layers, "step": version}
+
+    managers = Managers(store, async_save=async_save)
+    for step in range(3):
+        found = managers.all(lambda m, rank, step=step: m.save(step, staged(step, rank)))
+        assert not any(isinstance(handle, Exception) for handle in found), found
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 1, 2]
+        assert repository.check("restore").ok
+        whole = repository.restore("a@2")
+        expected = {name: value for rank in range(COUNT) for name, value in staged(2, rank)["model"].items()}
+        assert whole["model"].keys() == expected.keys()
+        assert all(same(whole["model"][name], value) for name, value in expected.items())
+
+
+def test_an_iterator_is_refused_on_all_ranks(store):
+    managers = Managers(store, async_save=False)
+    for error in managers.all(lambda m, _: m.save(0, iter([("w", torch.ones(3))]))):
+        assert isinstance(error, InvalidInputError)
+        assert "iterator" in str(error)
+    managers.end()
+
+
+def test_rank_0_decides_which_save_is_skipped():
+    """One slow rank: all ranks skip the same steps."""
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key, data):
+            if key.startswith("manifests/"):
+                assert gate.wait(60)
+            super().put(key, data)
+
+    store = Slow()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    managers = Managers(store, on_busy="skip")
+    first, second = managers.save(0), managers.save(1)
+    gate.set()
+    third = managers.save(2, force=True)
+    assert [handle.skipped for handle in first] == [False] * COUNT
+    assert [handle.skipped for handle in second] == [True] * COUNT
+    assert [handle.skipped for handle in third] == [False] * COUNT
+    managers.end()
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 2]
+
+
+def test_rank_0_alone_forgets_and_collects(store):
+    stores = [FaultStore(store) for _ in range(COUNT)]
+    managers = Managers(store, stores=stores, keep=[KeepLast(2)])
+    for step in range(5):
+        managers.save(step)
+    managers.end()
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [3, 4]
+        assert repository.policies("a") == [KeepLast(2)]
+    for rank in range(1, COUNT):
+        verbs = {name for name, _ in stores[rank].log}
+        assert "delete" not in verbs
+        assert "lock" not in verbs
+        assert not [key for name, key in stores[rank].log if name == "put" and not key.startswith(("packs/", "manif"))]
+
+
+def test_all_ranks_hear_one_answer(store):
+    managers = Managers(store, keep=[KeepBest("loss"), KeepLast(9)])
+    assert managers.all(lambda m, _: m.latest_step()) == [None] * COUNT
+    for error in managers.all(lambda m, _: m.restore()):
+        assert isinstance(error, NotFoundError)
+    for step, loss in enumerate([3.0, 1.0, 2.0]):
+        managers.save(step, metrics={"loss": loss})
+    managers.all(lambda m, _: m.wait_until_finished())
+    assert managers.all(lambda m, _: m.latest_step()) == [2] * COUNT
+    assert managers.all(lambda m, _: m.best_step()) == [1] * COUNT
+
+    def unlike(manager, rank):
+        return manager.latest_step() if rank == 0 else manager.best_step()
+
+    found = managers.all(unlike)
+    assert found[0] == 2
+    for error in found[1:]:
+        assert isinstance(error, InvalidInputError)
+        assert "best_step, and rank 0 has asked for latest_step" in str(error)
+    managers.end()
+
+
+def test_ranks_restore_the_snapshot_that_rank_0_means(store):
+    """Another run's save between the looks of two ranks does not part them."""
+    managers = Managers(store)
+    managers.save(1)
+    managers.all(lambda m, _: m.wait_until_finished())
+    late = threading.Event()
+
+    def restored(manager, rank):
+        if rank:
+            assert late.wait(60)
+            return manager.restore()["step"]
+        try:
+            return manager.restore()["step"]
+        finally:
+            with opened(store) as repository:
+                repository.save({"step": 50}, run="a", step=50)
+            late.set()
+
+    assert managers.all(restored) == [1] * COUNT
+    managers.end()
+
+
+def test_the_next_save_goes_on_from_what_was_restored(store):
+    managers = Managers(store)
+    for step in range(3):
+        managers.save(step)
+    first = managers.all(lambda m, _: m.restore_into(state(9), 0))[0]
+    managers.save(10)
+    managers.end()
+    with opened(store) as repository:
+        assert repository.snapshot("a@10").parent == first.id
+
+
+def test_a_rank_that_does_not_come_is_an_error_for_the_others(store):
+    ranks = LocalRanks(2, silent_s=0.3, total_s=0.6)
+    error = together([lambda: SnapshotManager(store, run="a", ranks=ranks[1], options=OPTIONS)])[0]
+    assert isinstance(error, RanksError)
+    assert "rank 0 of 2" in str(error)
+
+
+def test_an_error_at_opening_is_raised_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("x")
+    ranks = LocalRanks(2)
+    for error in together([lambda r=r: SnapshotManager(tmp_path / "file", run="a", ranks=r) for r in ranks]):
+        assert isinstance(error, SnapstoreError), error
+
+
+def test_close_gives_a_save_up_in_time():
+    """A scheduler leaves some seconds; nothing of the save is committed, on any rank."""
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key, data):
+            if key.startswith("packs/"):
+                time.sleep(0.05)
+            super().put(key, data)
+
+        def get_range(self, *args, **options):
+            assert gate.wait(60)
+            return super().get_range(*args, **options)
+
+    store = Slow()
+    Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
+    managers = Managers(store)
+    managers.all(lambda m, rank: m.save(0, {f"{i}": torch.randn(3000, generator=seeded(i)) for i in range(200)}))
+    began = time.monotonic()
+    for error in managers.all(lambda m, _: m.close(timeout=0.2)):
+        assert isinstance(error, SnapstoreError), error
+        assert "close(timeout=0.2) has given it up" in str(error)
+    assert time.monotonic() - began < 30
+    with opened(store) as repository:
+        assert repository.snapshots() == []
+        gate.set()
+        repository.gc()
+    assert keys_of(store, "packs/") == []
+
+
+def seeded(number):
+    return torch.Generator().manual_seed(number)
+
+
+def test_two_managers_use_one_channel(store):
+    ranks = LocalRanks(2)
+    made = together([
+        lambda r=r: [SnapshotManager(store, run=run, ranks=r, options=OPTIONS) for run in ("a", "b")] for r in ranks
+    ])  # fmt: skip
+
+    def save(managers, rank):
+        for step in range(3):
+            for manager in managers:
+                manager.save(step, state(step, rank))
+        for manager in managers:
+            manager.close()
+
+    assert together([lambda m=m, r=r: save(m, r) for r, m in enumerate(made)]) == [None, None]
+    with opened(store) as repository:
+        assert sorted((s.run, s.step) for s in repository.snapshots()) == [(r, s) for r in "ab" for s in range(3)]
+
+
+def test_a_job_of_one_rank(store):
+    """Its tensors may be sharded on a mesh of one; an iterator is saved as one process does."""
+    with SnapshotManager(store, run="a", ranks=LocalRanks(1)[0], options=OPTIONS) as manager:
+        manager.save(0, state(0))
+        manager.save(1, iter([("w", torch.ones(3000))]))
+        manager.save(2, state(2))
+        assert manager.restore(2)["own"]["rank"] == 0
+    with opened(store) as repository:
+        assert [s.features for s in repository.snapshots("a")] == [["ranks"], [], ["ranks"]]
+        assert repository.check("restore").ok

@@ -1,0 +1,156 @@
+"""Real processes of a gloo job train, save, and are killed or stopped at points of a save; the next attempt resumes.
+
+After each: no survivor hangs; none says of the save what its record does not say; the newest snapshot is whole, bit by
+bit; the job resumes from it, also on other numbers of ranks; and gc frees all the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kit.processes import environment
+from kit.rank_worker import POINTS, expected
+from kit.repositories import same
+from kit.samples import SEED, THOROUGH
+from kit.tally import tally
+from snapstore import Repository
+
+SILENT_S = 2.0
+HANG_S = 100.0
+
+
+class Rank:
+    """One process of a job, and the words that it has said."""
+
+    def __init__(self, folder: Path, **options):
+        self.log = folder / f"{options['place'][-8:]}.{options['rank']}.log"
+        env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1", OMP_NUM_THREADS="1")
+        arguments = [sys.executable, "-m", "kit.rank_worker", json.dumps(options)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def is_stopped(self):
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def text(self):
+        return self.log.read_text()
+
+    def words(self):
+        found = {}
+        for line in self.text().splitlines():
+            if line.startswith("{"):
+                found |= json.loads(line)
+        return found
+
+
+def job(folder, count, *, strike=None, rank=None, awake_s=None, **options):
+    """Run an attempt of a job, and return its ranks when they have ended; `strike` hits `rank`."""
+    options = {"parallel": "fsdp", "steps": 2, "silent_s": SILENT_S} | options
+    place = f"file://{folder}/{os.urandom(4).hex()}"
+    ranks = [
+        Rank(folder, place=place, repository=str(folder / "repository"), rank=r, count=count,
+             strike=strike if r == rank else None, **options)
+        for r in range(count)
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + HANG_S
+        others = [r for number, r in enumerate(ranks) if number != rank]
+        stopped_at = None
+        while any(r.process.poll() is None for r in others if r.process):
+            assert time.monotonic() < deadline, "\n".join(r.text() for r in ranks)
+            if rank is not None and strike[2] == "SIGSTOP" and ranks[rank].process.poll() is None:
+                if stopped_at is None and ranks[rank].is_stopped():
+                    stopped_at = time.monotonic()
+                if stopped_at is not None and awake_s is not None and time.monotonic() > stopped_at + awake_s:
+                    ranks[rank].process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+        if rank is not None:
+            if awake_s is None:
+                ranks[rank].process.kill()
+            else:
+                ranks[rank].process.send_signal(signal.SIGCONT)
+            ranks[rank].process.wait(timeout=HANG_S)
+        return ranks
+    finally:
+        for r in ranks:
+            r.process.kill()
+            r.process.wait()
+
+
+def committed(folder):
+    with Repository.open(folder / "repository") as repository:
+        return {s.step for s in repository.snapshots("job")}
+
+
+def check(folder, ranks, hit):
+    """All that must hold after an attempt in which rank `hit` was struck."""
+    steps = committed(folder)
+    for number, rank in enumerate(ranks):
+        words = rank.words()
+        if number == hit and "ended" not in words:
+            continue
+        assert "ended" in words, rank.text()
+        if "committed" in words:
+            assert words["committed"] in steps, rank.text()
+        if "failed" in words and words["failed"] in steps:
+            assert "whether it was committed" in words["error"], rank.text()
+    with Repository.open(folder / "repository") as repository:
+        repository.gc(fence_after_s=0)
+        assert repository.check("restore").ok
+        for snapshot in repository.snapshots("job"):
+            assert same(dict(repository.restore(f"id:{snapshot.id}", keys="model.*")["model"]), expected(snapshot.step))
+        assert list(repository.store.list("sessions/")) == []
+        assert repository.gc(fence_after_s=0).deleted_objects == 0
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_a_job_saves_and_resumes_on_other_numbers_of_ranks(tmp_path, parallel):
+    last = 0
+    for count in (4, 2, 1):
+        ranks = job(tmp_path, count, parallel=parallel, same=False)
+        for rank in ranks:
+            words = rank.words()
+            assert words.get("committed") == last + 2, rank.text()
+            assert words.get("restored", 0) == last
+        last += 2
+        assert check(tmp_path, ranks, None) == set(range(1, last + 1))
+
+
+def cases():
+    found = [(0, point) for point in POINTS[0]] + [(1, point) for point in POINTS[1]]
+    return found if THOROUGH else [found[(SEED + i * 5) % len(found)] for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "point"), cases())
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, sent, rank, point):
+    ranks = job(tmp_path, 2, strike=[1, point, sent], rank=rank)
+    steps = check(tmp_path, ranks, rank)
+    assert 1 in steps, "\n".join(r.text() for r in ranks)
+    assert (2 in steps) == (point in ("committed", "ended")), "\n".join(r.text() for r in ranks)
+    again = job(tmp_path, 2, steps=1)
+    for number, r in enumerate(again):
+        assert r.words().get("restored") == max(steps), r.text()
+        assert r.words()["own"] == {"rank": number, "step": max(steps)}
+    check(tmp_path, again, None)
+    tally("ranks: processes", sent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_wakes_up_after_the_others_have_gone_on(tmp_path, rank):
+    """It neither commits what they have given up, nor says that it is committed."""
+    ranks = job(tmp_path, 2, strike=[1, "written", "SIGSTOP"], rank=rank, awake_s=3 * SILENT_S)
+    assert check(tmp_path, ranks, rank) == {1}
+    assert ranks[rank].words().get("failed") == 2, ranks[rank].text()

@@ -1,0 +1,465 @@
+"""Restores of snapshots of several ranks, into any sharding and into one process.
+
+Ranks are played one after the other (kit.rank_saves), so every pair of shardings is tried, with sizes that the ranks do
+not divide, and chunks of 256 bytes, so that most boxes begin and end within chunks. Memory that is filled holds another
+value before: a byte that no restore writes is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+
+import snapstore  # noqa: E402
+from kit import rank_saves  # noqa: E402
+from kit.rank_saves import as_rank  # noqa: E402
+from kit.rank_snapshots import RankWriter, rows, strided  # noqa: E402
+from snapstore import FormatError, InvalidInputError, NotFoundError, PerRank, Repository, RngState  # noqa: E402
+from snapstore.chunks import reader  # noqa: E402
+from snapstore.format import boxes, manifest  # noqa: E402
+from snapstore.restore.pipeline import read, read_into  # noqa: E402
+from snapstore.restore.sources import AsRank  # noqa: E402
+from snapstore.restore.streaming import TensorReader  # noqa: E402
+from snapstore.state.sharded import local_of, sharding_of  # noqa: E402
+from snapstore.storage.memory import MemoryStore  # noqa: E402
+
+CHUNK = 256
+GENERATOR = torch.Generator().manual_seed(17)
+WHOLE = {
+    "even": torch.randn(24, 16, generator=GENERATOR),
+    "uneven": torch.randn(13, 7, 3, generator=GENERATOR).to(torch.bfloat16),
+    "long": torch.randint(0, 255, (1, 3001), generator=GENERATOR, dtype=torch.uint8),
+    "vector": torch.randn(101, generator=GENERATOR, dtype=torch.float64),
+    "few": torch.randn(2, 500, generator=GENERATOR),
+}
+SHARDINGS = {
+    "fsdp 4": ((4,), [Shard(0)]),
+    "fsdp 3": ((3,), [Shard(0)]),
+    "fsdp 1": ((1,), [Shard(0)]),
+    "tp 3": ((3,), [Shard(-1)]),
+    "replicated": ((3,), [Replicate()]),
+    "hsdp": ((2, 2), [Replicate(), Shard(0)]),
+    "fsdp x columns": ((2, 2), [Shard(0), Shard(-1)]),
+    "fsdp x rows": ((2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
+    "several boxes": ((2,), [_StridedShard(0, split_factor=3)]),
+}
+
+
+def placed(whole, name):
+    """Return a whole tensor in one of SHARDINGS, for the rank that is played."""
+    mesh, placements = SHARDINGS[name]
+    own = [Shard(whole.dim() - 1) if p == Shard(-1) else p for p in placements]
+    return distribute_tensor(whole, init_device_mesh("cpu", mesh), own, src_data_rank=None)
+
+
+def sharded_state(name):
+    return {"model": {key: placed(whole, name) for key, whole in WHOLE.items()}, "step": torch.tensor(7.5), "epoch": 3}
+
+
+def spoilt(value):
+    """Overwrite a DTensor's memory."""
+    local_of(value).view(torch.uint8).fill_(0xA5)
+    return value
+
+
+def expected(value, whole):
+    """Return which part of the whole tensor the rank that is played holds."""
+    pieces = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in sharding_of(value).boxes]
+    return torch.cat(pieces) if pieces else local_of(value)
+
+
+@pytest.fixture
+def repository():
+    with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as found:
+        yield found
+
+
+def save(repository, name, step=1):
+    return rank_saves.save(repository, [lambda: sharded_state(name)] * math.prod(SHARDINGS[name][0]), step)[0]
+
+
+def check_into(repository, ref, name):
+    """Restore on every rank of a sharding; compare each byte."""
+    world = math.prod(SHARDINGS[name][0])
+    for rank in range(world):
+        with as_rank(rank, world):
+            into = {"model": {key: spoilt(placed(whole, name)) for key, whole in WHOLE.items()}}
+            read_into(repository.context, ref, into, keys="model", as_rank=AsRank("drop", rank, world))
+            for key, whole in WHOLE.items():
+                value = into["model"][key]
+                assert torch.equal(local_of(value), expected(value, whole)), (name, rank, key)
+
+
+@pytest.mark.parametrize("saved", SHARDINGS)
+def test_every_sharding(repository, saved):
+    """From each sharding into each other one, and as whole tensors."""
+    ref = save(repository, saved).ref
+    for name in SHARDINGS:
+        check_into(repository, ref, name)
+    state = repository.restore(ref)
+    assert (state["epoch"], state["step"].item()) == (3, 7.5)
+    assert all(torch.equal(state["model"][key], whole) for key, whole in WHOLE.items())
+    named = dict(repository.named_tensors(ref))
+    assert set(named) == {"step", *(f"model.{key}" for key in WHOLE)}
+    assert all(torch.equal(named[f"model.{key}"], whole) for key, whole in WHOLE.items())
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_from_one_process(repository, name):
+    """A snapshot of one process fills every sharding."""
+    check_into(repository, repository.save({"model": WHOLE}, run="r", step=1, ranks=False).ref, name)
+
+
+def test_into_whole_tensors_and_arrays(repository):
+    """Targets of one process: tensors, one of which is no C-order memory, and keys."""
+    ref = save(repository, "fsdp x columns").ref
+    into = {"model": {key: torch.zeros_like(whole) for key, whole in WHOLE.items()}}
+    into["model"]["even"] = torch.zeros(16, 24).t()
+    repository.restore_into(ref, into, keys="model")
+    assert all(torch.equal(into["model"][key], whole) for key, whole in WHOLE.items())
+    assert list(repository.restore(ref, keys="model.f*")["model"]) == ["few"]
+    with pytest.raises(InvalidInputError, match=r"shape: expected \(24, 15\) as in `into`, got \(24, 16\)"):
+        repository.restore_into(ref, {"model": {"even": torch.zeros(24, 15)}}, keys="model.even")
+
+
+def test_other_shape_or_dtype(repository):
+    """The whole shape and the dtype of a DTensor must be those of the snapshot; nothing is written."""
+    ref = save(repository, "fsdp 4").ref
+    with as_rank(1, 2):
+        for whole, message in (
+            (torch.zeros(26, 16), r"even: shape: expected \(26, 16\) as in `into`, got \(24, 16\)"),
+            (torch.zeros(24, 16, dtype=torch.float64), r"even: dtype: expected float64 as in `into`, got float32"),
+        ):
+            value = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+            with pytest.raises(InvalidInputError, match=message):
+                read_into(repository.context, ref, {"model": {"even": value}}, keys="model.even")
+            assert not local_of(value).any()
+
+
+def test_tied(repository):
+    """Tied sharded tensors are stored once, and stay tied."""
+    whole = WHOLE["even"]
+
+    def make():
+        value = placed(whole, "fsdp 4")
+        return {"a": {"w": value}, "b": {"w": value}}
+
+    ref = rank_saves.save(repository, [make] * 4, 1)[0].ref
+    state = repository.restore(ref)
+    assert torch.equal(state["a"]["w"], whole)
+    assert state["a"]["w"].data_ptr() == state["b"]["w"].data_ptr()
+    with as_rank(1, 3):
+        into = {"a": {"w": spoilt(placed(whole, "fsdp 3"))}, "b": {"w": spoilt(placed(whole, "fsdp 3"))}}
+        read_into(repository.context, ref, into)
+        for part in into.values():
+            assert torch.equal(local_of(part["w"]), expected(part["w"], whole))
+
+
+class Counted:
+    """Counts what a restore decodes: the plain bytes of the chunks that it rebuilds."""
+
+    def __init__(self, monkeypatch):
+        self.nbytes = 0
+        real = reader.ChunkReader.rebuild
+
+        def rebuild(own, wanted):
+            return real(own, map(self._count, wanted))
+
+        monkeypatch.setattr(reader.ChunkReader, "rebuild", rebuild)
+
+    def _count(self, one):
+        self.nbytes += int(one.table.lengths[one.rows].astype(np.int64).sum())
+        return one
+
+
+CHANGES = [
+    ("fsdp 4", "fsdp 4"), ("fsdp 4", "fsdp 1"), ("fsdp 4", "fsdp 3"), ("fsdp 4", "tp 3"), ("tp 3", "fsdp 4"),
+    ("fsdp 4", "hsdp"), ("fsdp x columns", "fsdp 4"), ("fsdp 4", "fsdp x columns"), ("tp 3", "tp 2"),
+    ("fsdp 4", "fsdp 2"),
+]  # fmt: skip
+SHARDINGS["tp 2"] = ((2,), [Shard(-1)])
+SHARDINGS["fsdp 2"] = ((2,), [Shard(0)])
+
+
+def layers():
+    """Return a model of whose tensors all are stored in chunks."""
+    return {f"{i}.{name}": torch.randn(shape, generator=GENERATOR) for i in range(3) for name, shape in (
+        ("attention", (240, 96)), ("up", (384, 96)), ("down", (96, 384)), ("norm", (4800,)))}  # fmt: skip
+
+
+def predicted(wholes, saved, name):
+    """Return (bytes decoded, bytes wanted) on all ranks by the boxes alone: a chunk is a span of the strip's grid."""
+    decoded = wanted = 0
+    for key, whole in wholes.items():
+        stored = [box for one in shardings(whole, saved) if one.replica == 0 for box in one.boxes]
+        for box in [box for one in shardings(whole, name) for box in one.boxes]:
+            wanted += math.prod(box[1]) * whole.itemsize
+            for offsets, sizes in stored:
+                if boxes.overlap((offsets, sizes), box) is None:
+                    continue
+                lengths = boxes.cut(boxes.strip_start(offsets, sizes, whole.itemsize), math.prod(sizes) * 4, 1024)
+                places = np.indices(sizes).reshape(len(sizes), -1).T + offsets
+                inside = ((places >= box[0]) & (places < np.add(*box))).all(axis=1).repeat(4)
+                ends = np.cumsum(lengths)
+                decoded += sum(int(n) for n, end in zip(lengths, ends, strict=True) if inside[end - n : end].any())
+        assert wanted, key
+    return decoded, wanted
+
+
+def shardings(whole, name):
+    world = math.prod(SHARDINGS[name][0])
+    found = []
+    for rank in range(world):
+        with as_rank(rank, world):
+            found.append(sharding_of(placed(whole, name)))
+    return found
+
+
+@pytest.mark.parametrize(("saved", "name"), CHANGES)
+def test_only_overlapping_chunks_are_decoded(monkeypatch, saved, name):
+    """All ranks together decode as many bytes as the boxes alone predict."""
+    wholes = layers()
+    world, others = math.prod(SHARDINGS[name][0]), math.prod(SHARDINGS[saved][0])
+
+    def state(of):
+        return {"model": {key: placed(whole, of) for key, whole in wholes.items()}}
+
+    with Repository.create(MemoryStore(), chunk_bytes=1024) as repository:
+        ref = rank_saves.save(repository, [lambda: state(saved)] * others, 1)[0].ref
+        counted = Counted(monkeypatch)
+        for rank in range(world):
+            with as_rank(rank, world):
+                into = state(name)
+                for value in into["model"].values():
+                    spoilt(value)
+                read_into(repository.context, ref, into, as_rank=AsRank("same", rank, world))
+                for key, value in into["model"].items():
+                    assert torch.equal(local_of(value), expected(value, wholes[key])), key
+    decoded, wanted = predicted(wholes, saved, name)
+    print(f"{saved} -> {name}: decoded / wanted {counted.nbytes / wanted:.3f}, predicted {decoded / wanted:.3f}")
+    assert abs(counted.nbytes - decoded) <= 0.02 * decoded
+    if saved == name:
+        assert counted.nbytes == wanted
+
+
+def test_one_childs_manifest_is_enough(monkeypatch, repository):
+    """A rank that restores into the sharding of the save reads its own child's manifest, and no other."""
+    ref = rank_saves.save(repository, [lambda: {"w": {"w": placed(WHOLE["even"], "fsdp 4")}}] * 4, 1)[0].ref
+    ranks = []
+    real = manifest.read
+    monkeypatch.setattr(manifest, "read", lambda store, ref, seed: ranks.append(ref.rank) or real(store, ref, seed))
+    with as_rank(2, 4):
+        into = {"w": {"w": spoilt(placed(WHOLE["even"], "fsdp 4"))}}
+        read_into(repository.context, ref, into, as_rank=AsRank("same", 2, 4))
+        assert torch.equal(local_of(into["w"]["w"]), WHOLE["even"][12:18])
+    assert sorted(ranks) == [0, 0, 2]
+
+
+# --- values of each rank's own
+
+
+def own_state(rank):
+    return {
+        "loader": PerRank({"position": 100 + rank, "order": torch.arange(2000) + rank, "small": np.full(3, rank)}),
+        "rng": RngState(),
+        "shared": {"epoch": 5, "w": torch.ones(300)},
+        "nested": {"epoch": 6, "of_rank": PerRank([rank] * 3)},
+    }
+
+
+@pytest.fixture
+def own(repository):
+    torch.manual_seed(0)
+    generators = []
+
+    def make(rank):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        generators.append((torch.get_rng_state(), random.getstate()))
+        return own_state(rank)
+
+    snapshot = rank_saves.save(repository, [lambda r=rank: make(r) for rank in range(3)], 1)[0]
+    return repository.context, snapshot.ref, generators
+
+
+def check_own(loader, rank):
+    assert loader["position"] == 100 + rank
+    assert torch.equal(loader["order"], torch.arange(2000) + rank)
+    assert loader["small"].tolist() == [rank] * 3
+
+
+def test_own_values_of_the_same_rank(own):
+    """As many ranks: each gets its own, also into objects; plain values are everyone's."""
+    context, ref, generators = own
+    for rank in (2, 0, 1):
+        state = read(context, ref, as_rank=AsRank("same", rank, 3))[1]
+        check_own(state["loader"], rank)
+        assert (state["shared"]["epoch"], state["nested"]) == (5, {"epoch": 6, "of_rank": [rank] * 3})
+        into = own_state(9)
+        read_into(context, ref, into, as_rank=AsRank("same", rank, 3))
+        check_own(into["loader"].value, rank)
+        assert into["nested"]["of_rank"].value == [rank] * 3
+        assert torch.equal(torch.get_rng_state(), generators[rank][0])
+        assert random.getstate() == generators[rank][1]
+
+
+@pytest.mark.parametrize("as_other", [AsRank(), AsRank("same", 1, 4), AsRank("same", 0, 2)])
+def test_own_values_of_other_ranks(own, as_other):
+    """Another number of ranks: an error that says how many there were and what to do; nothing is written."""
+    context, ref, _ = own
+    message = (
+        rf"loader, rng, nested\.of_rank: .*: 3 ranks saved, and {as_other.world_size} restore.*per_rank=<rank> \(0"
+    )
+    into = own_state(9)
+    for target in (None, into):
+        with pytest.raises(InvalidInputError, match=message):
+            read(context, ref, into=target, as_rank=as_other)
+    check_own(into["loader"].value, 9)
+    assert read(context, ref, keys="shared", as_rank=as_other)[1]["shared"]["epoch"] == 5
+    with pytest.raises(InvalidInputError, match=r"^loader: each rank's own"):
+        read(context, ref, keys=["shared", "loader"], as_rank=as_other)
+
+
+def test_own_values_of_a_chosen_rank(own):
+    """per_rank=<rank> gives that rank's values to any reader; an unknown rank is an error."""
+    context, ref, _ = own
+    for one in (AsRank(2), AsRank(2, 0, 3)):
+        check_own(read(context, ref, as_rank=one)[1]["loader"], 2)
+    with pytest.raises(InvalidInputError, match="per_rank 3: 3 ranks saved this snapshot, 0 to 2"):
+        read(context, ref, as_rank=AsRank(3))
+    for wrong in (-1, "all", None, 1.0, True):
+        with pytest.raises(InvalidInputError, match="expected 'same', 'drop' or the number of a rank"):
+            AsRank(wrong)
+
+
+def test_own_values_dropped(own):
+    """per_rank="drop": a new state is without them; one that is filled keeps its own."""
+    context, ref, _ = own
+    state = read(context, ref, as_rank=AsRank("drop"))[1]
+    assert (list(state), state["nested"]) == (["shared", "nested"], {"epoch": 6})
+    into = own_state(9)
+    into["shared"]["epoch"] = into["nested"]["epoch"] = 0
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    read_into(context, ref, into, as_rank=AsRank("drop"))
+    check_own(into["loader"].value, 9)
+    assert (into["nested"]["epoch"], into["nested"]["of_rank"].value, into["shared"]["epoch"]) == (6, [9] * 3, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_own_values_one_by_one(own):
+    """named_tensors leaves them out, unless a rank is chosen; a key that selects them alone says that nothing is."""
+    context, ref, _ = own
+    assert [name for name, _ in TensorReader(context, ref)] == ["shared.w"]
+    named = dict(TensorReader(context, ref, as_rank=AsRank(1)))
+    assert torch.equal(named["loader.order"], torch.arange(2000) + 1)
+    with pytest.raises(NotFoundError):
+        TensorReader(context, ref, keys="loader.order")
+
+
+# --- an optimizer without state
+
+
+def test_a_fresh_optimizer(repository):
+    """The state of sharded parameters comes in their sharding, before the first step; steps then go on."""
+
+    def trained(rank, world):
+        model = torch.nn.Linear(5, 7)
+        for name, parameter in list(model.named_parameters()):
+            whole = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape) / 10
+            setattr(model, name, torch.nn.Parameter(distribute_tensor(
+                whole, init_device_mesh("cpu", (world,)), [Shard(0)], src_data_rank=None)))  # fmt: skip
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def stepped(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    def make(rank):
+        model, optimizer = trained(rank, 3)
+        stepped(optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    ref = rank_saves.save(repository, [lambda r=rank: make(r) for rank in range(3)], 1)[0].ref
+    with as_rank(1, 2):
+        model, optimizer = trained(1, 2)
+        read_into(repository.context, ref, {"model": model, "optimizer": optimizer})
+        other, reference = trained(1, 2)
+        stepped(reference)
+        for one in (optimizer, reference):
+            stepped(one)
+        for got, wanted in itertools.zip_longest(model.parameters(), other.parameters()):
+            assert torch.equal(local_of(got), local_of(wanted))
+            state, expected_state = optimizer.state[got], reference.state[wanted]
+            assert torch.equal(local_of(state["exp_avg_sq"]), local_of(expected_state["exp_avg_sq"]))
+            assert (state["step"].item(), state["exp_avg"].placements) == (2, got.placements)
+
+
+# --- boxes that do not cover their tensor
+
+
+def hole(shape, rank, world):
+    """Cut rows, without the last one."""
+    return rows((shape[0] - 1, *shape[1:]), rank, world)
+
+
+def doubled(shape, rank, world):
+    """Cut rows; rank 1 has rank 0's first one too."""
+    found = rows(shape, rank, world)
+    return [*found, ((0, 0), (1, shape[1]))] if rank == 1 else found
+
+
+def moved(shape, rank, world):
+    """Cut rows; rank 1's are one too early, so a row is there twice and one is missing."""
+    return [((o - (rank == 1), *rest), sizes) for (o, *rest), sizes in rows(shape, rank, world)]
+
+
+ARRAY = np.arange(40 * 30, dtype=np.float32).reshape(40, 30)
+STATE = {"": {}, "model": {"w": ARRAY}}
+
+
+@pytest.mark.parametrize("cut", [rows, strided])
+def test_arrays(cut):
+    """Arrays of NumPy in boxes."""
+    with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
+        snapshot = RankWriter(repository.store).save(STATE, world=3, cut=cut)
+        target = np.zeros_like(ARRAY)
+        assert (repository.restore(snapshot.ref)["model"]["w"] == ARRAY).all()
+        repository.restore_into(snapshot.ref, {"model": {"w": target}})
+        assert (target == ARRAY).all()
+
+
+@pytest.mark.parametrize(
+    ("cut", "problem"),
+    [(hole, "30 of its elements are missing"), (doubled, "its boxes overlap"), (moved, "its boxes overlap")],
+)
+def test_boxes_that_do_not_cover(cut, problem):
+    """A hole or an overlap is an error: no memory is left as it was."""
+    with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
+        snapshot = RankWriter(repository.store).save(STATE, world=2, cut=cut)
+        for restored in (repository.restore, repository.named_tensors):
+            with pytest.raises(FormatError, match=f"part 'model': model.w: {problem}"):
+                restored(snapshot.ref)
+
+
+def test_a_missing_child():
+    """A child that is not there is damage, and its manifest is named."""
+    with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
+        snapshot = RankWriter(repository.store).save(STATE, world=2)
+        root = manifest.read(repository.store, snapshot.manifests[1], None)
+        key = root.header.children[1].key
+        repository.store.delete([key])
+        with pytest.raises(snapstore.IntegrityError, match=f"{key}: manifest is missing"):
+            repository.restore(snapshot.ref)

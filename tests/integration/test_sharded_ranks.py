@@ -1,0 +1,204 @@
+"""Sharded tensors of real ranks with gloo: the boxes say which part of `full_tensor()` each rank holds.
+
+FSDP2, HSDP, and FSDP2 on tensor parallelism, with sizes that the ranks divide and sizes that they do not; FSDP1's
+ShardedTensor. The ranks compare their boxes, so no element is missing and none is on two ranks but its replicas.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from kit.processes import environment
+from snapstore import Repository
+
+pytest.importorskip("torch")
+
+HEAD = textwrap.dedent("""
+    import sys
+    from datetime import timedelta
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from snapstore.state.sharded import local_of, sharding_of
+
+    folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100)
+    )
+
+    def cut(whole, box):
+        return whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+
+    def compare(name, value, whole):
+        sharding, local = sharding_of(value), local_of(value)
+        pieces = [cut(whole, box) for box in sharding.boxes]
+        held = torch.cat(pieces) if pieces and whole.dim() else pieces[0] if pieces else whole.flatten()[:0]
+        assert torch.equal(held, local if pieces else local.flatten()), (name, sharding, local.shape)
+        everyone = [None] * world
+        torch.distributed.all_gather_object(everyone, sharding)
+        counts = torch.zeros(whole.shape, dtype=torch.int64)
+        for other, one in enumerate(everyone):
+            assert one.group[one.replica] == other and one.replicas == len(one.group), (name, one)
+            assert all(everyone[member].boxes == one.boxes for member in one.group), (name, one)
+            for box in one.boxes if one.replica == 0 else ():
+                cut(counts, box).add_(1)
+        assert (counts == 1).all(), (name, counts)
+
+    def model(hidden):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(10, hidden), nn.Linear(hidden, 5), nn.LayerNorm(5))
+
+    def compare_model(kind, one):
+        seen = 0
+        for name, value in one.state_dict().items():
+            if isinstance(value, DTensor):
+                compare(f"{kind} {name}", value, value.full_tensor())
+                seen += 1
+        assert seen == len(one.state_dict()) or "tp" in kind, kind
+        return seen
+""")
+
+MESHES = textwrap.dedent("""
+    for hidden in (8, 7, 3):
+        one = model(hidden)
+        fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
+        compare_model(f"fsdp2 {hidden}", one)
+    if world == 4:
+        for hidden in (8, 7):
+            one = model(hidden)
+            fully_shard(one, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+            compare_model(f"hsdp {hidden}", one)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for hidden in (8, 6, 7, 5):
+            one = model(hidden)
+            parallelize_module(one, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            fully_shard(one, mesh=mesh["dp"])
+            assert compare_model(f"fsdp + tp {hidden}", one) >= 4
+    print("done", rank)
+    torch.distributed.destroy_process_group()
+""")
+
+SHARDED_TENSOR = textwrap.dedent("""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world)])
+    for rows in (8, 7, 2):
+        whole = torch.arange(rows * 3.0).reshape(rows, 3)
+        value = sharded_tensor.zeros(spec, rows, 3)
+        for shard in value.local_shards():
+            shard.tensor.copy_(cut(whole, (shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
+        compare(f"ShardedTensor {rows}", value, whole)
+    print("done", rank)
+    torch.distributed.destroy_process_group()
+""")
+
+
+RESTORE = textwrap.dedent("""
+    from snapstore import Repository
+
+    def build():
+        one = model(8)
+        if world == 4:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(one, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            fully_shard(one, mesh=mesh["dp"])
+        else:
+            fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
+        with torch.no_grad():
+            for parameter in one.parameters():
+                local_of(parameter).fill_(99)
+        return one, torch.optim.AdamW(one.parameters(), lr=0.1)
+
+    def step(one, optimizer):
+        one(torch.arange(30.0).reshape(3, 10) / 10).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one, optimizer = build()
+    wholes = torch.load(f"{folder}/expected.pt")
+    torch.distributed.barrier()
+    for turn in range(world):  # the others are not there: a rank that communicated would wait in vain
+        if turn == rank:
+            with Repository.open(f"{folder}/repository") as repository:
+                repository.restore_into("r@1", {"model": one, "optimizer": optimizer})
+        torch.distributed.barrier()
+    full = {name: value.full_tensor() for name, value in one.state_dict().items()}
+    assert all(torch.equal(full[name], whole) for name, whole in wholes[0].items()), full
+    step(one, optimizer)
+    full = {name: value.full_tensor() for name, value in one.state_dict().items()}
+    for name, whole in wholes[1].items():
+        torch.testing.assert_close(full[name], whole, rtol=1e-4, atol=1e-5)
+    print("done", rank)
+    torch.distributed.destroy_process_group()
+""")
+
+
+def run_ranks(folder, script: str, world: int) -> None:
+    """Run a script on several ranks; each prints that it is done."""
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(folder), str(rank), str(world)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=110)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [text.strip().splitlines()[-1:] for text in texts] == [[f"done {r}"] for r in range(world)], "\n".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 3])
+def test_meshes(tmp_path, world):
+    """Each parameter's boxes are the local tensor's place in `full_tensor()`."""
+    run_ranks(tmp_path, HEAD + MESHES, world)
+
+
+@pytest.mark.slow
+def test_sharded_tensor(tmp_path):
+    """FSDP1's tensors, whose last rank may hold nothing."""
+    run_ranks(tmp_path, HEAD + SHARDED_TENSOR, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_goes_on_sharded(tmp_path, world):
+    """Under FSDP2, and FSDP2 on tensor parallelism: the model and a fresh optimizer of a run that one process saved.
+
+    One rank after the other restores while all others wait: no rank needs another one. The next step is that of one
+    process.
+    """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 5), nn.LayerNorm(5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected = []
+    with Repository.create(tmp_path / "repository", chunk_bytes=64) as repository:
+        for number in range(3):
+            model(torch.arange(30.0).reshape(3, 10) / 10).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number:
+                expected.append({name: value.clone() for name, value in model.state_dict().items()})
+            if number == 1:
+                repository.save({"model": model, "optimizer": optimizer}, run="r", step=1)
+    torch.save(expected, tmp_path / "expected.pt")
+    run_ranks(tmp_path, HEAD + RESTORE, world)

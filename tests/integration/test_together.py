@@ -1,0 +1,158 @@
+"""Several ranks save one snapshot: all of it or none, with one word from all of them, whatever else happens."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.objects import keys_of
+from kit.ranks import LocalJob, of_all, together
+from kit.repositories import check_clean, created, opened
+from snapstore import InvalidInputError, RanksError
+from snapstore.distributed.local import MessageFaults
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_ranks_commit_one_snapshot(count):
+    store = created()
+    with LocalJob(store, count) as job:
+        for step in range(4):
+            found = job.save("a", step, step)
+            assert all(snapshot == found[0] for snapshot in found), found
+            assert found[0].step == step
+        assert found[0].depth > 0, "no rank builds on the snapshot before"
+        assert found[0].bases == [job.members[0].repository.snapshots("a")[2].id]
+        left = [key for key in job.ranks.keys if not key.startswith(("2/", "3/"))]
+        assert left == [], "messages of old saves stay"
+    check_clean(store, expected=of_all(count))
+    with opened(store) as repository:
+        assert repository.gc().deleted_objects == 0
+
+
+def test_messages_are_small():
+    store = created()
+    with LocalJob(store, 3) as job:
+        job.save("a", 0, 0)
+        before = dict(job.ranks.sent_bytes)
+        job.save("a", 1, 1)
+        assert all(job.ranks.sent_bytes[rank] - before[rank] < 2048 for rank in range(3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_that_are_late_or_doubled_do_no_harm(seed):
+    store = created()
+    faults = MessageFaults(delay=0.5, double=0.5, delay_s=0.1, seed=seed)
+    with LocalJob(store, 3, faults=faults) as job:
+        for step in range(4):
+            found = job.save("a", step, step)
+            assert all(snapshot == found[0] for snapshot in found), found
+    check_clean(store, expected=of_all(3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lost_messages_end_a_save_on_all_ranks(seed):
+    """A rank that misses a message gives up in time, and says what the record says."""
+    store = created()
+    with LocalJob(store, 3, faults=MessageFaults(drop=0.2, seed=seed), silent_s=0.3, total_s=0.6) as job:
+        for step in range(4):
+            found = job.save("a", step, step)
+            committed = job.members[0].repository.snapshots("a")
+            for snapshot in found:
+                if not isinstance(snapshot, Exception):
+                    assert snapshot in committed
+                elif any(s.step == step for s in committed):
+                    assert "begin" in str(snapshot), "a rank that has reported does not know that it is committed"
+    check_clean_after_gc(store, 3)
+
+
+def check_clean_after_gc(store, count):
+    with opened(store) as repository:
+        assert repository.gc(fence_after_s=0).waiting_for == []
+    check_clean(store, expected=of_all(count))
+
+
+def test_trees_that_rank_0_lacks_are_asked_for():
+    store = created()
+    with LocalJob(store, 3) as job:
+
+        def unlike(side):
+            side.unlike_trees = True
+
+        for step in range(3):
+            found = job.save("a", step, step, edit=unlike)
+            assert all(snapshot == found[0] for snapshot in found), found
+            asked = "ask" in {key.partition("/")[2] for key in job.ranks.keys if key.startswith(f"{step}/")}
+            assert asked == (step == 0), "the same trees are asked for twice"
+    check_clean(store, expected=of_all(3))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_first_error_is_raised_on_all_ranks_and_names_the_rank(rank):
+    store = created()
+    with LocalJob(store, 3) as job:
+        job.save("a", 0, 0)
+
+        def broken(side):
+            if side._ranks.rank == rank:
+                side._parts = lambda *_: (_ for _ in ()).throw(InvalidInputError("model.w: changed meanwhile"))
+
+        found = job.save("a", 1, 1, edit=broken)
+        assert all(type(error) is InvalidInputError for error in found), found
+        for other, error in enumerate(found):
+            assert str(error) == ("" if other == rank else f"rank {rank}: ") + "model.w: changed meanwhile"
+        again = job.save("a", 1, 2)
+        assert all(snapshot == again[0] for snapshot in again), again
+    check_clean_after_gc(store, 3)
+
+
+@pytest.mark.parametrize("field", ["metrics", "tags"])
+def test_unlike_arguments_are_an_error_that_names_rank_and_field(field):
+    store = created()
+    with LocalJob(store, 3) as job:
+        for error in job.save("a", 0, 0, edit=unlike_metrics if field == "metrics" else unlike_tags):
+            assert isinstance(error, InvalidInputError), error
+            assert f"rank 2: {field} differ from rank 0's" in str(error)
+        assert job.members[0].repository.snapshots() == []
+
+
+class _Unlike:
+    """A request whose metrics are each rank's own."""
+
+    def __init__(self, request, rank):
+        self._request, self._rank = request, rank
+
+    def __getattr__(self, name):
+        return getattr(self._request, name)
+
+    def read_metrics(self):
+        return {"loss": float(self._rank == 2)}
+
+
+def unlike_metrics(side):
+    side._request = _Unlike(side._request, side._ranks.rank)
+
+
+def unlike_tags(side):
+    side._request.tags = ["other"] * (side._ranks.rank == 2)
+
+
+def test_another_step_on_one_rank_is_an_error():
+    store = created()
+    with LocalJob(store, 2) as job:
+        calls = [lambda m=m, s=s: m.save(0, "a", s, s) for m, s in zip(job.members, (5, 6), strict=True)]
+        for error in together(calls):
+            assert isinstance(error, InvalidInputError)
+            assert "rank saves step 6, rank 0 step 5" in str(error)
+
+
+def test_a_rank_that_does_not_call_save_is_named():
+    store = created()
+    with LocalJob(store, 3, total_s=0.5) as job:
+        for error in together([lambda m=m: m.save(0, "a", 0, 0) for m in job.members[:2]]):
+            assert isinstance(error, RanksError)
+            assert "rank 2 of 3: alive" in str(error)
+        late = together([lambda: job.members[2].save(0, "a", 0, 0)])[0]
+        assert "rank 2 of 3: alive" in str(late), late
+        job.number = 1
+        assert len({s.id for s in job.save("a", 1, 1)}) == 1
+    assert keys_of(store, "sessions/") == []
+    check_clean_after_gc(store, 3)

@@ -1,0 +1,138 @@
+"""TorchRanks: processes of a gloo job exchange messages, meet within bounded time, and notice a stopped rank 0."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from kit.processes import environment
+
+BEGIN = """
+    import os, signal, sys, time
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    from snapstore import RanksError, SnapshotManager
+    from snapstore.distributed import torch_ranks
+    from snapstore.distributed.torch_ranks import TorchRanks
+
+    place, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=count, timeout=timedelta(seconds=100))
+"""
+
+
+def run(program, count, place, *, stopped=()):
+    """Run a program on so many ranks; return their outputs. The stopped ones are killed when the others have ended."""
+    program = textwrap.dedent(BEGIN) + textwrap.dedent(program)
+    env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1", OMP_NUM_THREADS="1")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, place, str(rank), str(count)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        order = sorted(range(count), key=lambda rank: rank in stopped)
+        said = [""] * count
+        for rank in order:
+            if rank in stopped:
+                processes[rank].kill()
+            said[rank] = processes[rank].communicate(timeout=110)[0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    return said, [process.returncode for process in processes]
+
+
+@pytest.mark.slow
+def test_messages_between_processes(tmp_path):
+    """Keys are set once, looked up on all ranks, removed; a group of two and one of all have channels of their own."""
+    program = """
+        ranks = TorchRanks()
+        assert (ranks.rank, ranks.count, len(ranks.attempt)) == (rank, 3, 32)
+        assert ranks.look("nothing") is None and ranks.look_all(["nothing"]) is None and ranks.look_all([]) == []
+        ranks.post(f"from/{rank}", bytes([rank, 0, 255]))
+        ranks.post(f"from/{rank}", b"again")
+        keys = [f"from/{r}" for r in range(3)]
+        while (found := ranks.look_all(keys)) is None:
+            time.sleep(0.01)
+        assert found == [bytes([r, 0, 255]) for r in range(3)]
+        assert all(silence < 30 for silence in ranks.silences(range(3)))
+        ranks.post("large", bytes(3_000_000)) if rank == 1 else None
+        while ranks.look("large") is None:
+            time.sleep(0.01)
+        assert len(ranks.look("large")) == 3_000_000
+        pair = dist.new_group([1, 2])
+        if rank:
+            two = TorchRanks(pair)
+            assert (two.rank, two.count) == (rank - 1, 2) and two.attempt != ranks.attempt
+            assert two.look("from/0") is None
+            two.post(f"mine/{rank}", b"x")
+            while two.look_all(["mine/1", "mine/2"]) is None:
+                time.sleep(0.01)
+            two.close()
+        dist.barrier()
+        ranks.remove([f"from/{rank}"])
+        assert ranks.look(f"from/{rank}") is None
+        ranks.close()
+        ranks.close()
+        dist.destroy_process_group()
+        print("done", rank)
+    """
+    said, codes = run(program, 3, f"file://{tmp_path}/rendezvous")
+    assert codes == [0, 0, 0], "\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1])
+def test_ranks_that_do_not_come_are_named(tmp_path, absent):
+    program = f"""
+        torch_ranks.COME_S = torch_ranks.WORD_S = 1.0
+        if rank != {absent}:
+            try:
+                TorchRanks()
+            except RanksError as error:
+                assert "rank {absent} of 3: did not come within 1 s" in str(error), error
+                assert "ranks=False" in str(error) and error.ranks == ({absent},)
+                print("named")
+        dist.barrier()
+    """
+    said, _ = run(program, 3, f"file://{tmp_path}/rendezvous")
+    assert sum("named" in text for text in said) == 2, "\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
+def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
+    """A TCPStore's own calls would wait for ever for a stopped server."""
+    program = f"""
+        ranks = TorchRanks(silent_s=1.0)
+        ranks.post(f"pid/{{rank}}", str(os.getpid()).encode())
+        keys = [f"pid/{{r}}" for r in range(2)]
+        while (pids := ranks.look_all(keys)) is None:
+            time.sleep(0.01)
+        if rank == 0:
+            time.sleep(100)
+        time.sleep(0.3)
+        os.kill(int(pids[0]), signal.{sent})
+        began = time.monotonic()
+        for call in (lambda: ranks.look("x"), lambda: ranks.post("x", b""), lambda: ranks.silences([0])):
+            try:
+                call()
+            except RanksError as error:
+                assert "channel to rank 0" in str(error), error
+            else:
+                raise AssertionError("no error")
+        assert time.monotonic() - began < 30
+        ranks.close()
+        print("done")
+    """
+    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous", stopped=[0])
+    assert codes[1] == 0, said[1]

@@ -1,0 +1,152 @@
+"""Every verb on snapshots that the ranks' own save path has written: FSDP tensors, replicas, values of each rank's own.
+
+A restore by one process gives every tensor back, bit by bit, after each verb.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from typer.testing import CliRunner
+
+from kit import foreign, rank_saves
+from kit.objects import keys_of
+from kit.rank_saves import sharded
+from kit.rank_snapshots import manifests_of
+from kit.repositories import opened
+from snapstore import Repository, cli
+from snapstore.format.keys import pack_key
+from snapstore.state.per_rank import PerRank
+from snapstore.storage.memory import MemoryStore
+
+RANKS = 3
+
+
+def whole(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    drift = torch.randn(50, 40, generator=generator)
+    drift[version, :5] += version
+    bias = torch.randn(3, 700, generator=generator).to(torch.bfloat16)
+    bias[0, version] = version
+    return {"drift": drift, "bias": bias, "step": torch.tensor(float(version))}
+
+
+def states(version: int):
+    def make(rank: int):
+        def state():
+            tensors = whole(version)
+            tensors["drift"] = sharded(tensors["drift"], [RANKS], [Shard(0)])
+            own = {"seed": rank, "noise": torch.full((2000,), float(rank + version)), "log": list(range(20_000 + rank))}
+            return {"model": tensors, "epoch": version, "rng": PerRank(own)}
+
+        return state
+
+    return [make(rank) for rank in range(RANKS)]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Three snapshots r@0, r@1, r@2; their blobs are in a codec that a recode replaces."""
+    store = MemoryStore()
+    foreign.readable(monkeypatch)
+    with Repository.create(store, chunk_bytes=1024) as repository, foreign.written():
+        for version in range(3):
+            rank_saves.save(repository, states(version), version)
+    return store
+
+
+def require_good(store: MemoryStore, *steps: int) -> None:
+    with opened(store) as repository:
+        found = repository.check("restore")
+        assert [problem.message for problem in found.problems] == []
+        assert [s.step for s in repository.snapshots()] == list(steps)
+        for step in steps:
+            state = repository.restore(f"r@{step}", keys=["model", "epoch"])
+            assert state["epoch"] == step
+            expected = whole(step)
+            assert state["model"].keys() == expected.keys()
+            assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
+
+
+VERBS = {
+    "nothing": lambda r: None,
+    "tag": lambda r: r.tag("r@1", "best"),
+    "unforget": lambda r: (r.forget_snapshots(["r@0"]), r.unforget("r@0")),
+    "recode": lambda r: r.recode(),
+    "compact": lambda r: r.compact(),
+    "repair": lambda r: r.repair(apply=True, level="restore", drop=True, purge=True),
+    "gc": lambda r: r.gc(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_tensor_comes_back_after(verb, store):
+    with opened(store) as repository:
+        VERBS[verb](repository)
+    require_good(store, 0, 1, 2)
+    with opened(store) as repository:
+        repository.gc()
+        assert repository.check("restore").unneeded_bytes == 0
+        assert repository.stats().logical_bytes == sum(s.logical_bytes for s in repository.snapshots())
+    require_good(store, 0, 1, 2)
+
+
+def test_forgotten_ones_are_collected_and_the_rest_compacted(store):
+    with opened(store) as repository:
+        repository.forget_snapshots(["r@0", "r@1"])
+        repository.gc()
+        repository.compact()
+        repository.gc()
+    require_good(store, 2)
+    with opened(store) as repository:
+        last = repository.view().resolve("r@2")
+        assert set(keys_of(store, "manifests/")) == {ref.key for ref, _ in manifests_of(store, last)}
+
+
+def test_a_damaged_pack_is_healed_by_the_same_values_saved_again(store):
+    with opened(store) as repository:
+        (before, last) = (
+            {name for _, m in manifests_of(store, repository.view().resolve(ref)) for name in m.header.pack_names}
+            for ref in ("r@1", "r@2")
+        )
+        key = pack_key(min(last - before))
+        data = bytearray(store.get(key))
+        data[150] ^= 1
+        store.delete([key])
+        store.put(key, bytes(data))
+        assert [s.ref for s in repository.check("data").damaged] == ["r@2"]
+        repository.repair(apply=True, level="data")
+        rank_saves.save(repository, states(2), 3)
+        report = repository.repair(apply=True, level="data")
+        assert [s.ref for s in report.healed] == ["r@2"]
+        repository.repair(apply=True, purge=True)
+        repository.gc()
+        found = repository.check("restore")
+        assert [problem.message for problem in found.problems] == []
+        assert [s.step for s in found.restorable] == [0, 1, 2, 3]
+        repository.forget_snapshots(["r@3"], force=True)
+        repository.gc()
+    require_good(store, 0, 1, 2)
+
+
+def test_show_names_values_of_each_rank(tmp_path):
+    root = tmp_path / "repository"
+    with Repository.create(root, chunk_bytes=1024) as repository:
+        rank_saves.save(repository, states(0), 0)
+    for flags in ((), ("--json",)):
+        result = CliRunner().invoke(cli.commands, ["show", "r@0", "--repo", str(root), *flags])
+        assert result.exit_code == 0, result.output
+        assert "<each rank's own>" in result.output
+    assert json.loads(result.output)["ranks"] == RANKS
+
+
+def test_diff_sees_what_has_changed(store):
+    with opened(store) as repository:
+        found = repository.diff("r@0", "r@2")
+        changed = {t.path for t in found.tensors if t.status != "same"}
+        assert changed == {"model.drift", "model.bias", "model.step"}
+        assert ("epoch", "0", "2") in found.plain
+        assert {t.status for t in repository.diff("r@1", "r@1").tensors} == {"same"}

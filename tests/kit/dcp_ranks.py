@@ -1,0 +1,871 @@
+"""Ranks of a torch.distributed job, with gloo, that run many cases of snapstore.dcp: `python -m kit.dcp_ranks ...`.
+
+`run` starts them and returns what each case said on each rank: "" or its error. Every case is one function `case_*` of
+a world, called on all ranks; it asserts what it checks. A case that fails on one rank alone must not let the others
+wait for long: the group's time-out is short, and the cases after a broken collective are reported as not run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from kit.processes import environment
+
+#: A world that hangs is given up after this long [s].
+HANG_S = 240.0
+
+
+def run(folder: Path, world: int, names: list[str]) -> dict[str, list[str]]:
+    """Run cases on `world` ranks; return the texts of each case, by rank."""
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    (folder / f"rendezvous{world}").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "kit.dcp_ranks", str(folder), str(world)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), *names], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(world)
+    ]
+    texts = []
+    try:
+        for process in processes:
+            texts.append(process.communicate(timeout=HANG_S)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for rank, text in enumerate(texts):
+        path = folder / f"said-{world}-{rank}.json"
+        said = json.loads(path.read_text()) if path.exists() else {}
+        for name in names:
+            found[name].append(said.get(name, f"not run; the output ends with {text[-1500:]}"))
+    return found
+
+
+def main(folder: str, world: str, rank: str, *names: str) -> None:
+    """Be one rank."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=int(rank), world_size=int(world),
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    said: dict[str, str] = {}
+    one = World(Path(folder))
+    for name in names:
+        try:
+            globals()[f"case_{name}"](one)
+            dist.barrier()
+            said[name] = ""
+        except BaseException:  # noqa: BLE001  a CheckpointException is no Exception
+            said[name] = traceback.format_exc()[-3000:]
+        Path(folder, f"said-{world}-{rank}.json").write_text(json.dumps(said))
+        if said[name]:
+            break  # the collectives of the ranks may no longer match
+    dist.destroy_process_group()
+
+
+class World:
+    """The job, as one rank sees it.
+
+    Attributes:
+        url: of a repository that all ranks share; a run of its own for each case.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import torch.distributed as dist
+
+        self.folder, self.url = folder, folder / "repository"
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+
+    def writer(self, run: str, **options: Any) -> Any:
+        from snapstore.dcp import SnapstoreWriter
+
+        return SnapstoreWriter(self.url, run=f"{run}-{self.size}", **options)
+
+    def reader(self, run: str, size: int | None = None, **options: Any) -> Any:
+        from snapstore.dcp import SnapstoreReader
+
+        return SnapstoreReader(self.url, run=f"{run}-{size or self.size}", **options)
+
+    def mesh(self, *shape: int) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", shape or (self.size,), mesh_dim_names=[f"d{i}" for i in range(len(shape) or 1)])
+
+
+def whole(shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Return the same values on every rank."""
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sharded(value: Any, mesh: Any, placements: Any) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, mesh, placements)
+
+
+def expect_whole(value: Any, expected: Any, what: object = "") -> None:
+    """Check that a DTensor or tensor has the values of a whole tensor, to the bit."""
+    import torch
+
+    got = value.full_tensor() if hasattr(value, "full_tensor") else value
+    assert torch.equal(got, expected), (what, got, expected)
+
+
+@contextmanager
+def raises(kind: type[BaseException], text: str) -> Any:
+    """Check that an error with a text is raised; pytest is not in these processes."""
+    raised = ""
+    try:
+        yield
+    except kind as error:
+        raised = f"{type(error).__name__}: {error}"
+    assert text in raised, (text, raised)
+
+
+def fsdp(mesh: Any, hidden: int = 24, seed: int = 0) -> tuple[Any, Any]:
+    """Return a model under FSDP2 and its optimizer, one step after initialisation."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 7), nn.LayerNorm(7))
+    for layer in model:
+        fully_shard(layer, mesh=mesh) if list(layer.parameters()) else None
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(seed)
+    model(torch.randn(4, 20)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def states(model: Any, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def flat(state: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(state)[0]
+
+
+def full(state: Any) -> dict[str, Any]:
+    """Return the values of a state by DCP's keys, with whole tensors."""
+    import torch
+
+    return {
+        key: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+        if isinstance(value, torch.Tensor) else value for key, value in flat(state).items()
+    }  # fmt: skip
+
+
+def expect_same(state: Any, expected: dict[str, Any]) -> None:
+    import torch
+
+    got = full(state)
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    for key, value in expected.items():
+        same = torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value
+        assert same, (key, got[key], value)
+
+
+# --- one model, every way to save and load it
+
+
+def _save_and_load(world: World, run: str, mesh: Any, other: Any, save: Callable[[Any, Any, int], Any]) -> None:
+    """Save a model of one mesh, and load it into a model of another."""
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    from snapstore.dcp import load
+
+    model, optimizer = fsdp(mesh)
+    state = states(model, optimizer) | {"step": 3, "names": ["a"], "plain": whole((50, 3))}
+    expected = full(state)
+    writer = world.writer(run)
+    save(state, writer, 3)
+    fresh, fresh_optimizer = fsdp(other, seed=5)
+    target = states(fresh, fresh_optimizer) | {"step": 0, "names": [], "plain": whole((50, 3), 9)}
+    load(target, world.reader(run), 3)
+    expect_same(target, expected)
+    set_state_dict(fresh, fresh_optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    expect_same(states(fresh, fresh_optimizer), full(states(model, optimizer)))
+    writer.close()
+
+
+def case_save(world: World) -> None:
+    """dcp.save, and dcp.load with collectives and without."""
+    import torch.distributed.checkpoint as dcp
+
+    def save(state: Any, writer: Any, step: int) -> None:
+        dcp.save(state, storage_writer=writer, checkpoint_id=f"/out/step-{step}")
+
+    _save_and_load(world, "save", world.mesh(), world.mesh(), save)
+    for no_dist in (False, True):
+        model, optimizer = fsdp(world.mesh(), seed=5)
+        target = states(model, optimizer)
+        expected = full(states(*fsdp(world.mesh())))
+        dcp.load(target, storage_reader=world.reader("save"), checkpoint_id=3, no_dist=no_dist)
+        expect_same(target, expected)
+
+
+def case_async_save(world: World) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def save(state: Any, writer: Any, step: int) -> None:
+        future = dcp.async_save(state, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
+        for value in flat(state).values():
+            if hasattr(value, "_local_tensor"):
+                value._local_tensor.fill_(-7)  # the values of the call are saved
+        state["names"].append("later")
+        future.result()
+
+    model, optimizer = fsdp(world.mesh())
+    state = states(model, optimizer) | {"names": ["a"]}
+    expected = full(state) | {"names": ["a"]}
+    writer = world.writer("async")
+    save(state, writer, 3)
+    target = states(*fsdp(world.mesh(), seed=5)) | {"names": []}
+    dcp.load(target, storage_reader=world.reader("async"), checkpoint_id=3, no_dist=True)
+    expect_same(target, expected)
+    writer.close()
+
+
+def case_own_functions(world: World) -> None:
+    from snapstore import dcp as snap
+
+    _save_and_load(world, "own", world.mesh(), world.mesh(), snap.save)
+
+    def save(state: Any, writer: Any, step: int) -> None:
+        snap.async_save(state, writer, step, process_group=world.gloo).result()
+
+    _save_and_load(world, "own-async", world.mesh(), world.mesh(), save)
+
+
+def case_hsdp(world: World) -> None:
+    """HSDP to HSDP, and to FSDP and back."""
+    from snapstore.dcp import save
+
+    if world.size == 4:
+        for number, (mesh, other) in enumerate((((2, 2), (2, 2)), ((2, 2), (4,)), ((4,), (2, 2)))):
+            _save_and_load(world, f"hsdp{number}", world.mesh(*mesh), world.mesh(*other), save)
+
+
+def case_tensor_parallel(world: World) -> None:
+    """Tensor parallel, alone and under FSDP; loaded onto the meta device too."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from snapstore.dcp import load, save
+
+    def model(seed: int, device: str = "cpu", *, shard: bool) -> Any:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            one = nn.Sequential(nn.Linear(10, 15), nn.Linear(15, 9, bias=False))
+        mesh = world.mesh(2, 2) if shard else world.mesh()
+        parallelize_module(one, mesh["d1"] if shard else mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return fully_shard(one, mesh=mesh["d0"]) if shard else one
+
+    for shard in (False, True) if world.size == 4 else (False,):
+        one = model(0, shard=shard)
+        writer = world.writer(f"tp{shard}")
+        save({"model": one}, writer, 1)
+        other = model(1, shard=shard)
+        load({"model": other}, world.reader(f"tp{shard}"), 1)
+        expect_same(other.state_dict(), full(one.state_dict()))
+        if not shard:
+            target = {"model": model(2, "meta", shard=shard).state_dict()}
+            dcp.load(target, storage_reader=world.reader("tpFalse"), checkpoint_id=1)
+            expect_same(target["model"], full(one.state_dict()))
+        writer.close()
+
+
+# --- placements and meshes
+
+
+def case_placements(world: World) -> None:
+    """Every placement of a mesh to every other one, with rows and columns that the ranks do not divide."""
+    from itertools import product
+
+    from torch.distributed.tensor import Replicate, Shard
+
+    from snapstore.dcp import load, save
+
+    kinds = (Shard(0), Shard(1), Replicate())
+    meshes = [((world.size,), [(kind,) for kind in kinds])]
+    if world.size == 4:
+        meshes.append(((2, 2), list(product(kinds, kinds))))
+    writer = world.writer("placements")
+    for shape, placements in meshes:
+        mesh = world.mesh(*shape)
+        values = {f"t{n}": whole((13, 5), n) for n in range(len(placements))}
+        state = {key: sharded(values[key], mesh, places) for key, places in zip(values, placements, strict=True)}
+        save(state, writer, len(shape))
+        for target_shape, target_placements in meshes:
+            target_mesh = world.mesh(*target_shape)
+            for places in target_placements:
+                target = {key: sharded(whole((13, 5), 99), target_mesh, places) for key in values}
+                load(target, world.reader("placements"), len(shape))
+                for key, value in values.items():
+                    expect_whole(target[key], value, (shape, key, target_shape, places))
+    writer.close()
+
+
+def case_uneven_and_empty_shards(world: World) -> None:
+    """Fewer rows than ranks, none at all, no dimensions, one row; dtypes of one to sixteen bytes."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard
+
+    from snapstore.dcp import load, save
+
+    mesh, values, state = world.mesh(), {}, {}
+    for number, rows in enumerate((0, 1, world.size - 1, world.size, world.size + 1, 3000)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex128):
+            values[f"{rows}-{dtype}"] = (whole((rows, 3), number) * 50).to(dtype)
+    values["scalar"] = torch.tensor(4.5)
+    for key, value in values.items():
+        state[key] = sharded(value, mesh, [Shard(0) if value.dim() else Replicate()])
+    writer = world.writer("uneven")
+    save(state, writer, 1)
+    target = {key: sharded(torch.zeros_like(v), mesh, state[key].placements) for key, v in values.items()}
+    load(target, world.reader("uneven"), 1)
+    plain = {key: torch.zeros_like(value) for key, value in values.items()}
+    load(plain, world.reader("uneven"), 1)
+    for key, value in values.items():
+        expect_whole(target[key], value, key)
+        expect_whole(plain[key], value, key)
+    writer.close()
+
+
+def case_submesh(world: World) -> None:
+    """A DTensor on the mesh of some ranks, as pipeline stages have: the others hold nothing of it."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import load, save
+
+    half = world.size // 2
+    meshes = [DeviceMesh("cpu", list(range(half))), DeviceMesh("cpu", list(range(half, world.size)))]
+    mine, values = int(world.rank >= half), [whole((11, 4), 1), whole((6, 3), 2)]
+    writer = world.writer("submesh")
+    state = {f"stage{mine}": {"w": sharded(values[mine], meshes[mine], [Shard(0)])}, "step": 1}
+    save(state, writer, 1)
+    target = {f"stage{mine}": {"w": sharded(values[mine] * 0, meshes[mine], [Shard(0)])}, "step": 0}
+    load(target, world.reader("submesh"), 1)
+    expect_whole(target[f"stage{mine}"]["w"], values[mine])
+    both = {f"stage{n}": {"w": values[n] * 0} for n in (0, 1)} | {"step": 0}
+    load(both, world.reader("submesh"), 1)
+    for n in (0, 1):
+        expect_whole(both[f"stage{n}"]["w"], values[n])
+    writer.close()
+
+
+def case_sharded_tensor(world: World) -> None:
+    """FSDP1's ShardedTensor: saved, loaded into another plan of shards, and into plain tensors."""
+    import torch
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    from snapstore.dcp import load, save
+
+    def made(rows: int, ranks: list[int]) -> Any:
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in ranks])
+        return sharded_tensor.zeros(spec, rows, 3)
+
+    def cut(value: Any, shard: Any) -> Any:
+        offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        return value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+    ranks, values = list(range(world.size)), whole((11, 3))
+    tensor = made(11, ranks)
+    for shard in tensor.local_shards():
+        shard.tensor.copy_(cut(values, shard))
+    writer = world.writer("st")
+    save({"a": tensor, "b": {"c": values}}, writer, 1)
+    target = {"a": made(11, ranks[::-1]), "b": {"c": torch.zeros(11, 3)}}
+    load(target, world.reader("st"), 1)
+    for shard in target["a"].local_shards():
+        assert torch.equal(shard.tensor, cut(values, shard))
+    expect_whole(target["b"]["c"], values)
+    plain = {"a": torch.zeros(11, 3)}
+    load(plain, world.reader("st"), 1)
+    expect_whole(plain["a"], values)
+    writer.close()
+
+
+def case_tied_tensors(world: World) -> None:
+    """One tensor under several keys, in one part and in two: it is loaded under each; shards are stored once."""
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import async_save, load, save
+
+    value, plain = sharded(whole((900, 40)), world.mesh(), [Shard(0)]), whole((700, 30), 1)
+    state = {"m": {"emb": value, "head": value, "p": plain}, "o": {"w": value, "p": plain}}
+    writer = world.writer("tied")
+    for step in (1, 2):
+        if step == 1:
+            save(state, writer, step)
+        else:
+            async_save(state, writer, step, process_group=world.gloo).result()
+        if world.rank == 0:
+            # two ranks may each store the plain one, which has one chunk
+            assert writer.snapshot.stored_bytes < 1.1 * (900 * 40 + 2 * 700 * 30) * 4, writer.snapshot
+        target = {part: {key: one * 0 for key, one in of.items()} for part, of in state.items()}
+        load(target, world.reader("tied"), step)
+        expect_same(target, full(state))
+    writer.close()
+
+
+# --- replicas, and what is each rank's own
+
+
+def case_replicas_are_stored_once(world: World) -> None:
+    """A state that every rank holds whole costs what one of them costs."""
+    from snapstore.dcp import load, save
+
+    state = {"ddp": {f"w{n}": whole((400, 100), n) for n in range(6)}}
+    writer = world.writer("ddp")
+    save(state, writer, 1)
+    if world.rank == 0:
+        snapshot = writer.snapshot
+        assert snapshot.logical_bytes == 6 * 400 * 100 * 4, snapshot.logical_bytes
+        assert snapshot.stored_bytes < 1.1 * snapshot.logical_bytes
+    target = {"ddp": {key: value * 0 for key, value in state["ddp"].items()}}
+    load(target, world.reader("ddp"), 1)
+    expect_same(target, full(state))
+    writer.close()
+
+
+def case_keys_of_each_rank(world: World) -> None:
+    """Ranks may have keys of their own, as data loaders are saved: each loads its own."""
+    from snapstore.dcp import load, save
+
+    mine = f"loader_{world.rank}"
+    state = {mine: {"position": 10 + world.rank, "order": list(range(world.rank, 900))}, "step": 1}
+    writer = world.writer("keys")
+    save(state, writer, 1)
+    target = {mine: {"position": 0, "order": []}, "step": 0}
+    load(target, world.reader("keys"), 1)
+    expect_same(target, full(state))
+    writer.close()
+
+
+def case_values_of_each_rank(world: World) -> None:
+    """`PerRank`, below a top-level key: each rank gets its own back, or another rank's if `per_rank` says so."""
+    import torch
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore import PerRank
+    from snapstore.dcp import async_save, load, save
+
+    def own(rank: int) -> dict[str, Any]:
+        return {"seed": 10 + rank, "order": torch.arange(900) + rank}
+
+    def blank() -> dict[str, Any]:
+        return {"rng": {"mine": {"seed": 0, "order": torch.zeros(900, dtype=torch.int64)}}, "step": 0}
+
+    writer = world.writer("own-values")
+    state = {"rng": {"mine": PerRank(own(world.rank))}, "step": 1}
+    save(state, writer, 1)
+    async_save(state, writer, 2, process_group=world.gloo).result()
+    for step in (1, 2):
+        target = blank()
+        load(target, world.reader("own-values"), step)
+        expect_same(target, full({"rng": {"mine": own(world.rank)}, "step": 1}))
+        target = blank()
+        load(target, world.reader("own-values", per_rank=1), step)
+        expect_same(target, full({"rng": {"mine": own(1)}, "step": 1}))
+        with raises(CheckpointException, "Missing key in checkpoint state_dict: rng.mine"):
+            load(blank(), world.reader("own-values", per_rank="drop"), step)
+    writer.close()
+
+
+def case_plain_tensors_of_some_ranks(world: World) -> None:
+    """They are refused, and not lost: a plain tensor counts as held by all ranks."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore import Repository
+    from snapstore.dcp import save
+
+    writer = world.writer("some")
+    with raises(CheckpointException, "PerRank"):
+        save({f"of_{world.rank}": {f"w{n}": whole((30, 5)) for n in range(8)}, "step": 1}, writer, 1)
+    with Repository.open(world.url) as repository:
+        assert not repository.snapshots(writer.run)
+    writer.close()
+
+
+def case_plain_values_that_differ(world: World) -> None:
+    """They are an error on all ranks, which names the rank, and then the key; nothing is committed."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore import Repository
+    from snapstore.dcp import async_save, save
+
+    writer = world.writer("differ")
+    state = {"w": whole((3, 4)), "seeds": {"own": world.rank, "same": 5}}
+    last = world.size - 1
+    with raises(CheckpointException, f"rank {last}" if world.size == 2 else "ranks 1, 2, 3"):
+        save(state, writer, 1)
+    with raises(CheckpointException, "seeds.own"):
+        save(state, writer, 1)
+    with raises(CheckpointException, "seeds.own"):
+        async_save(state, writer, 1, process_group=world.gloo).result()
+    save(state | {"seeds": {"own": 1, "same": 5}}, writer, 2)
+    with Repository.open(world.url) as repository:
+        assert [snapshot.step for snapshot in repository.snapshots(writer.run)] == [2]
+    writer.close()
+
+
+def case_replicas_that_differ(world: World) -> None:
+    """Plain tensors that should be the same on all ranks, and are not, are an error that names them."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore.dcp import async_save, save
+
+    writer = world.writer("diverged")
+    state = {"model": {"good": whole((500, 10)), "bad": whole((500, 10), seed=int(world.rank == world.size - 1))}}
+    with raises(CheckpointException, f"rank {world.size - 1}: tensors of part 'model' differ from those of rank"):
+        save(state, writer, 1)
+    with raises(CheckpointException, "tensors model.bad differ"):
+        save(state, writer, 1)
+    for text in ("tensors of part 'model' differ", "tensors model.bad differ"):
+        with raises(CheckpointException, text):
+            async_save(state, writer, 1, process_group=world.gloo).result()
+    save({"model": {"good": state["model"]["good"]}}, writer, 2)
+    writer.close()
+
+
+# --- failures
+
+
+def case_a_rank_that_fails(world: World) -> None:
+    """A failure on any rank, at any hook, fails the save on all, and nothing is left of it after the next one."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore import Repository
+    from snapstore.dcp import load, save
+
+    class Failing:
+        def __init__(self, hook: str, rank: int) -> None:
+            self.writer = world.writer("fails")
+            if world.rank == rank:
+                setattr(self.writer, hook, self.fail)
+
+        def fail(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("injected")
+
+    state = {"w": whole((300, 40)), "n": 1}
+    step = 0
+    for hook in ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"):
+        coordinator_only = hook in ("prepare_global_plan", "finish")
+        for rank in (0,) if coordinator_only else (0, world.size - 1):
+            writer, step = Failing(hook, rank).writer, step + 1
+            with raises(CheckpointException, "injected"):
+                save(state, writer, step)
+            writer.__dict__.pop(hook, None)
+            state["n"] = step
+            save(state, writer, 100 + step)
+            target = {"w": whole((300, 40), 3), "n": 0}
+            load(target, world.reader("fails"), 100 + step)
+            expect_same(target, full(state))
+            writer.close()
+    with Repository.open(world.url) as repository:
+        steps = [snapshot.step for snapshot in repository.snapshots(f"fails-{world.size}")]
+        assert steps == [100 + n for n in range(1, step + 1)], steps
+        import torch.distributed as dist
+
+        dist.barrier()
+        if world.rank == 0:
+            assert not [info.key for info in repository.store.list("sessions/")]
+            repository.gc()
+            assert not repository.check("restore").problems
+
+
+def case_failures_of_a_load(world: World) -> None:
+    """A key that is missing on one rank fails the load on all if it uses collectives."""
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore.dcp import save
+
+    writer = world.writer("load-fails")
+    save({"a": whole((3, 3))}, writer, 1)
+    target = {"a": whole((3, 3), 2)} | ({"b": whole((2, 2))} if world.rank == 1 else {})
+    with raises(dcp.CheckpointException, "Missing key in checkpoint state_dict: b"):
+        dcp.load(target, storage_reader=world.reader("load-fails"), checkpoint_id=1)
+    writer.close()
+
+
+def case_ranks_that_do_not_agree(world: World) -> None:
+    """Other steps, or other repositories, are errors that say so on all ranks."""
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore.dcp import SnapstoreWriter, save
+
+    writer = world.writer("agree")
+    with raises(dcp.CheckpointException, "pass the same checkpoint_id and repository on all ranks"):
+        save({"a": whole((3, 3))}, writer, 1 + world.rank)
+    writer.close()
+    other = SnapstoreWriter(world.folder / f"own-{world.size}-{world.rank}", run="r")
+    with raises(dcp.CheckpointException, "another repository"):
+        save({"a": whole((3, 3))}, other, 1)
+    other.close()
+
+
+def case_modes_that_are_refused(world: World) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore.errors import InvalidInputError
+
+    writer = world.writer("modes")
+    with raises(InvalidInputError, "use_collectives=False"):
+        dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
+    writer.close()
+
+
+def case_process_mode(world: World) -> None:
+    """PROCESS mode is refused before a byte is sent to the process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    from snapstore.errors import InvalidInputError
+
+    writer = world.writer("process")
+    future = dcp.async_save(
+        {"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, process_group=world.gloo,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )  # fmt: skip
+    with raises(InvalidInputError, "AsyncCheckpointerType.THREAD"):
+        future.result()
+    writer.close()
+
+
+# --- groups, planners, the wire
+
+
+def case_groups(world: World) -> None:
+    """Some ranks save alone; a state that was staged for all of them is refused."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import async_save, load, save
+
+    ranks = list(range(world.size // 2))
+    group = dist.new_group(ranks, backend="gloo")
+    if world.rank in ranks:
+        mesh = DeviceMesh("cpu", ranks)
+        state = {"a": sharded(whole((9, 5)), mesh, [Shard(0)]), "b": whole((4, 4))}
+        writer = world.writer("group", process_group=group)
+        save(state, writer, 1, process_group=group)
+        async_save(state, writer, 2, process_group=group).result()
+        for step in (1, 2):
+            target = {"a": whole((9, 5), 8), "b": whole((4, 4), 8)}
+            load(target, world.reader("group"), step)
+            expect_same(target, full(state))
+        writer.close()
+        other = world.writer("group-other")
+        if len(ranks) < world.size:
+            with raises(dcp.CheckpointException, "process_group of async_save"):
+                async_save({"b": whole((4, 4))}, other, 1, process_group=group).result()
+        other.close()
+    dist.barrier()
+
+
+def case_planners(world: World) -> None:
+    """A planner that changes DTensors, and the plan cache over several saves."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import load
+
+    class Halving(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            value = super().resolve_data(write_item)
+            return value.half() if isinstance(value, torch.Tensor) else value
+
+    values = whole((7, 5))
+    state = {"a": sharded(values, world.mesh(), [Shard(0)]), "n": 2}
+    writer = world.writer("planners")
+    dcp.save(state, storage_writer=writer, checkpoint_id=1, planner=Halving())
+    target = {"a": sharded(values.half() * 0, world.mesh(), [Shard(0)]), "n": 0}
+    load(target, world.reader("planners"), 1)
+    expect_whole(target["a"], values.half())
+    for step in range(2, 6):
+        state = {"a": sharded(whole((7, 5), step), world.mesh(), [Shard(0)]), "n": step, "b": whole((3, 3), step)}
+        if step == 4:
+            state["more"] = whole((2, 2))
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        if step % 2:
+            dcp.save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+        else:
+            dcp.async_save(
+                state, storage_writer=writer, checkpoint_id=step, planner=planner, process_group=world.gloo
+            ).result()
+        target = {key: value * 0 for key, value in state.items()}
+        load(target, world.reader("planners"), step)
+        expect_same(target, full(state))
+    writer.close()
+
+
+def case_bytes_on_the_wire(world: World) -> None:
+    """A rank sends less than 2 KiB in a save, whatever the number of tensors, once another one has its keys."""
+    import pickle
+
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.utils import _DistWrapper
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import save
+
+    sent: list[int] = []
+    gather, scatter, broadcast = _DistWrapper.gather_object, _DistWrapper.scatter_object, _DistWrapper.broadcast_object
+
+    def counting_gather(self: Any, value: Any) -> Any:
+        sent.append(len(pickle.dumps(value)))
+        return gather(self, value)
+
+    def counting_scatter(self: Any, values: Any) -> Any:
+        sent.append(sum(len(pickle.dumps(value)) for value in values or ()) // world.size)
+        return scatter(self, values)
+
+    def counting_broadcast(self: Any, value: Any) -> Any:
+        sent.append(len(pickle.dumps(value)))
+        return broadcast(self, value)
+
+    _DistWrapper.gather_object, _DistWrapper.scatter_object = counting_gather, counting_scatter
+    _DistWrapper.broadcast_object = counting_broadcast
+    try:
+        mesh = world.mesh()
+        state = {"model": {f"layer.{n}.weight": sharded(whole((8, 4), n), mesh, [Shard(0)]) for n in range(300)}}
+        writer = world.writer("wire")
+        for step in (1, 2):
+            sent.clear()
+            save(state | {"step": step}, writer, step)
+            assert world.rank == 0 or sum(sent) < 2048, sent
+        writer.close()
+    finally:
+        _DistWrapper.gather_object, _DistWrapper.scatter_object = gather, scatter
+        _DistWrapper.broadcast_object = broadcast
+    dist.barrier()
+
+
+def case_next_saves_are_deltas(world: World) -> None:
+    """Unchanged tensors cost nothing on any rank, and a changed element costs little."""
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import async_save, save
+
+    values = whole((40_000, 16))
+    writer = world.writer("deltas")
+    for step in range(1, 5):
+        values[::500, 0] += 1
+        state = {"a": sharded(values, world.mesh(), [Shard(0)]), "plain": whole((3000, 4))}
+        if step % 2:
+            save(state, writer, step)
+        else:
+            async_save(state, writer, step, process_group=world.gloo).result()
+        if world.rank == 0 and step > 1:
+            assert writer.snapshot.stored_bytes < 0.2 * writer.snapshot.logical_bytes, (step, writer.snapshot)
+    writer.close()
+
+
+# --- the manager, and other world sizes
+
+
+def case_the_managers_snapshots(world: World) -> None:
+    """Rank 0 saves alone with a manager; all ranks load it into DTensors. A manager restores the save that follows."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard
+
+    from snapstore import Repository, SnapshotManager
+    from snapstore.dcp import load, save
+
+    values, run = whole((37, 5)), f"manager-{world.size}"
+    if world.rank == 0:
+        with SnapshotManager(world.url, run=run, ranks=False) as manager:
+            manager.save(1, {"model": {"w": values, "b": values[0]}, "step": 1}).result()
+    dist.barrier()
+    mesh = world.mesh()
+    target = {"model": {"w": sharded(values * 0, mesh, [Shard(0)]), "b": values[0] * 0}, "step": 0}
+    load(target, world.reader("manager"), 1)
+    expect_whole(target["model"]["w"], values)
+    expect_whole(target["model"]["b"], values[0])
+    assert target["step"] == 1
+    target["step"] = 2
+    writer = world.writer("manager")
+    save(target, writer, 2)
+    if world.rank == 0:
+        assert writer.snapshot.new_chunks == 0, writer.snapshot
+        with Repository.open(world.url) as repository:
+            restored = repository.restore(f"{run}@2")
+            assert torch.equal(restored["model"]["w"], values)
+            assert restored["step"] == 2
+            assert repository.snapshot(f"{run}@2").parent == repository.snapshot(f"{run}@1").id
+    writer.close()
+
+
+def case_write_for_another_world(world: World) -> None:
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import save
+
+    values = whole((1001, 9), 7)
+    writer = world.writer("other-world")
+    save({"a": sharded(values, world.mesh(), [Shard(0)]), "b": values[:3].clone(), "n": world.size}, writer, 1)
+    writer.close()
+
+
+def case_load_of_another_world(world: World) -> None:
+    """The world that ran before had another number of ranks."""
+    from torch.distributed.tensor import Shard
+
+    from snapstore.dcp import load, save
+
+    values, before = whole((1001, 9), 7), 6 - world.size
+    mesh = world.mesh()
+    target = {"a": sharded(values * 0, mesh, [Shard(0)]), "b": values[:3] * 0, "n": 0}
+    load(target, world.reader("other-world", before), 1)
+    expect_whole(target["a"], values)
+    expect_whole(target["b"], values[:3])
+    assert target["n"] == before
+    from snapstore.dcp import SnapstoreWriter
+
+    writer = SnapstoreWriter(world.url, run=f"other-world-{before}")  # and goes on in the same run
+    save(target, writer, 2)
+    if world.rank == 0:
+        assert writer.snapshot.new_chunks <= 0.2 * writer.snapshot.chunks + 2, writer.snapshot
+    writer.close()
+
+
+CASES = [name.removeprefix("case_") for name in list(globals()) if name.startswith("case_")]
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,220 @@
+"""Jobs of several ranks in one process: each rank is a thread with a store, a repository and a place in `LocalRanks`.
+
+`RankSide` is a data side for the protocol alone: each rank stores a part of its own, with the writer of one process. So
+the snapshot is a plain one, which every reader knows, whatever the format of shared tensors is; the packs, manifests,
+deltas and bases are real.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kit.faults import Crash, FaultStore
+from kit.repositories import OPTIONS, values
+from snapstore import Repository, Snapshot
+from snapstore.distributed.base import Heart, Ranks
+from snapstore.distributed.local import LocalRank, LocalRanks
+from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS
+from snapstore.format.hashing import checksum
+from snapstore.save.bases import load_bases
+from snapstore.save.inputs import SaveRequest, inputs_of
+from snapstore.save.manifest_writer import write
+from snapstore.save.together import Job, Share
+from snapstore.state.flatten import flatten
+from snapstore.storage.base import ObjectStore
+
+#: A rank that hangs is given up after this long [s].
+HANG_S = 60.0
+
+
+def of_rank(run: str, version: int, rank: int) -> dict[str, Any]:
+    """Return the state of one rank in a version: small, and unlike other ranks'."""
+    drift = values(run, version)["model"]["drift"].numpy() + np.float32(rank)
+    return {"drift": drift, "noise": np.random.default_rng([rank, version]).integers(0, 255, 4200, np.uint8)}
+
+
+def of_all(count: int) -> Callable[[str, int], Any]:
+    """Return the `values` of a job: its whole state by run and version."""
+    return lambda run, version: {f"rank{rank}": of_rank(run, version, rank) for rank in range(count)}
+
+
+class RankSide:
+    """The bytes of one rank; see `DataSide`."""
+
+    def __init__(self, repository: Repository, ranks: Ranks, request: SaveRequest, state: Any) -> None:
+        self._context, self._ranks, self._request, self._state = repository.context, ranks, request, state
+        self.unlike_trees = False
+
+    def _parts(self, *names: str) -> list[Any]:
+        own = self._ranks.rank
+        whole = {f"rank{rank}": self._state if rank == own else {} for rank in range(self._ranks.count)}
+        return inputs_of([part for part in flatten(whole) if part.name in names])
+
+    def write(self, session: Any, *, full: bool) -> Share:
+        bases = load_bases(self._context, session, {})
+        written = write(self._context, session, self._parts(f"rank{self._ranks.rank}"), bases, full=full)
+        fields = [getattr(self._request, name) for name in REQUEST_FIELDS if name != "metrics"]
+        fields.insert(2, self._request.read_metrics())
+        digests = [checksum(repr(value).encode()).to_bytes(DIGEST_BYTES, "little") for value in fields]
+        return Share(written, b"".join(digests), checksum(self.trees()).to_bytes(8, "little"), bases=bases.ids)
+
+    def trees(self) -> bytes:
+        return b"trees" + (bytes([self._ranks.rank]) if self.unlike_trees else b"")
+
+    def replicas(self, group: str) -> Any:
+        return [("same", b"0"), (f"model.{group}", bytes([self._ranks.rank]))]
+
+    def write_roots(self, session: Any, reports: Any, trees: Any) -> Any:
+        children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests]
+        assert [ref.rank for ref in children] == list(range(self._ranks.count))
+        assert sorted(rank for ranks, _ in trees for rank in ranks) == list(range(self._ranks.count))
+        for ranks, data in trees:
+            assert data == b"trees" + (bytes(ranks) if self.unlike_trees else b"")
+        roots = write(self._context, session, self._parts(""), load_bases(self._context, session, {}), full=True)
+        roots.manifests += [msgspec.structs.replace(ref, rank=0) for ref in children]
+        return roots
+
+    def commit(self, session: Any, roots: Any, reports: Any, bases: Sequence[str]) -> Snapshot:
+        return session.commit(
+            bases=list(bases), manifests=roots.manifests, tags=self._request.tags,
+            metrics=self._request.read_metrics(), metadata_node=self._request.metadata_node, created=time.time(),
+            logical_bytes=sum(ref.logical_bytes for ref in roots.manifests), depth=max(r.depth for r in reports),
+            chunks=sum(r.chunks for r in reports), new_chunks=sum(r.new_chunks for r in reports),
+            stored_bytes=sum(r.stored_bytes for r in reports),
+        )  # fmt: skip
+
+
+class RankStore(FaultStore):
+    """The store of one rank's process: when that dies, its messages end with it.
+
+    Attributes:
+        pause_s: in mode "pause", the k-th operation takes so long, and its process does not beat meanwhile.
+    """
+
+    ranks: Any = None
+    pause_s: float | None = None
+
+    def die(self) -> None:
+        self.ranks.dead = True
+        super().die()
+
+    def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
+        if self.pause_s is None:
+            return super()._act(name, key, effect)
+        with self._lock:
+            number = len(self.log)
+            self.log.append((name, key))
+        if number == self.at:
+            self.fired = True
+            pause(self.ranks, self.pause_s)
+        return effect()
+
+
+def pause(ranks: LocalRank, seconds: float) -> None:
+    """Let a rank's process stop for a while: it does not beat."""
+    beat, ranks.beat = ranks.beat, lambda: None
+    time.sleep(seconds)
+    ranks.beat = beat
+    beat()
+
+
+def fail_message(ranks: LocalRank, at: int, mode: str, delay_s: float) -> None:
+    """Let the `at`-th message that a rank posts from now on be dropped, delayed or doubled, or its process die there.
+
+    Args:
+        mode: "drop", "delay", "double", "crash-before" or "crash-after".
+    """
+    post, first = ranks.post, len(ranks.posted)
+
+    def faulty(key: str, value: bytes) -> None:
+        if len(ranks.posted) - first != at:
+            post(key, value)
+        elif mode == "drop":
+            ranks.posted.append(key)
+        elif mode == "delay":
+            pause(ranks, delay_s)
+            post(key, value)
+        elif mode == "double":
+            post(key, value)
+            threading.Timer(delay_s, lambda: ranks.dead or post(key, value)).start()
+        else:
+            if mode == "crash-after":
+                post(key, value)
+            ranks.die()
+            raise Crash(f"{mode} {key}")
+
+    ranks.post = faulty
+
+
+class Member:
+    """One rank of a job: its store, its repository and its part in the job's saves."""
+
+    def __init__(self, store: ObjectStore, ranks: Any) -> None:
+        self.store, self.ranks = RankStore(store), ranks
+        self.store.ranks, ranks.die = ranks, self.store.die
+        self.repository = Repository.open(self.store, options=OPTIONS)
+        self.job = Job(self.repository.context, ranks)
+        self.heart = Heart(ranks)
+
+    def save(self, number: int, run: str, step: int, version: int, **options: Any) -> Snapshot:
+        """Save this rank's share of a version."""
+        edit = options.pop("edit", lambda side: None)
+        request = SaveRequest(run, step, metadata=[run, version], **options)
+        request.resolve(self.repository.context, self.repository.lineage)
+        side = RankSide(self.repository, self.ranks, request, of_rank(run, version, self.ranks.rank))
+        edit(side)
+        return self.job.save(number, request, side)
+
+    def close(self) -> None:
+        self.heart.close()
+        self.repository.close()
+
+
+class LocalJob:
+    """A job of threads over one store."""
+
+    def __init__(self, store: ObjectStore, count: int, **options: Any) -> None:
+        self.inner, self.ranks = store, LocalRanks(count, **{"silent_s": 1.0, "total_s": 20.0} | options)
+        self.members = [Member(store, ranks) for ranks in self.ranks]
+        self.number = 0
+
+    def save(self, run: str, step: int, version: int, **options: Any) -> list[Any]:
+        """Save on all ranks at once; return each rank's snapshot, or its error."""
+        number, self.number = self.number, self.number + 1
+        return together([lambda m=m: m.save(number, run, step, version, **options) for m in self.members])
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    def __enter__(self) -> LocalJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run calls in a thread each; return what each returned or raised. One that hangs is an error."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except (Exception, Crash) as error:  # noqa: BLE001
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=[i], daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + HANG_S
+    for number, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), f"rank {number} hangs"
+    return results

@@ -1,0 +1,157 @@
+"""Ranks save together while one of them crashes, fails or pauses at any operation, or any message goes wrong.
+
+After each fault: no survivor hangs; no survivor says of the save what its record does not say; every committed snapshot
+restores bit by bit; the next job saves; and gc frees all the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import pytest
+
+from kit.faults import Crash, one_thread
+from kit.objects import clone
+from kit.ranks import LocalJob, fail_message, of_all, together
+from kit.repositories import check_clean, created, opened
+from kit.samples import sampled
+from kit.tally import tally
+from snapstore import Snapshot
+from snapstore.storage.memory import MemoryStore
+
+COUNT = 3
+SILENT_S = 0.4
+#: More operations or messages of a rank than one save has.
+MOST = 60
+STORE_MODES = ("crash-before", "crash-after", "fail", "lost", "late", "outage", "lost-outage", "pause")
+MESSAGE_MODES = ("drop", "delay", "double", "crash-before", "crash-after")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    one_thread(monkeypatch, index=False)
+
+
+@cache
+def history() -> MemoryStore:
+    """a@0 and a@1, saved by all ranks, and a@2, saved by others in other numbers."""
+    store = created()
+    with LocalJob(store, COUNT) as job:
+        for step in range(2):
+            assert len({s.id for s in job.save("a", step, step)}) == 1
+    return store
+
+
+def job_of(store: MemoryStore) -> LocalJob:
+    return LocalJob(store, COUNT, silent_s=SILENT_S, total_s=4 * SILENT_S)
+
+
+def operations(rank: int) -> int:
+    """How many operations of its store a rank uses for a save."""
+    with job_of(clone(history())) as job:
+        store = job.members[rank].store
+        before = len(store.log)
+        job.save("a", 2, 2)
+        return len(store.log) - before
+
+
+def judge(store: MemoryStore, words: list, about: str, blind: int | None = None) -> None:
+    """All that must hold after a save with a fault; only rank `blind`, whose store fails, may not know the end."""
+    store.drop_locks()  # the processes of the job have ended
+    with opened(store) as repository:
+        found = [s for s in repository.snapshots("a") if s.step == 2]
+        for rank, word in enumerate(words):
+            if isinstance(word, Snapshot):
+                assert [s.id for s in found] == [word.id], f"{about}: rank {rank} says committed, the record does not"
+            elif not isinstance(word, Crash) and found:
+                unknown = "whether it was committed" in str(word) or "is committed as" in str(word)
+                assert unknown, f"{about}: rank {rank} says {word!r}, the record is committed"
+                assert rank == blind, f"{about}: rank {rank} could know that the record is committed: {word!r}"
+    with LocalJob(store, 2) as job:  # the next attempt, in another number
+        words = job.save("b", 0, 7)
+        assert all(isinstance(word, Snapshot) for word in words), f"{about}: {words}"
+    with opened(store) as repository:
+        assert repository.gc(fence_after_s=0).waiting_for == [], about
+        by_run = {s.ref: s for s in repository.snapshots()}
+        assert by_run.keys() >= {"a@0", "a@1", "b@0"}, about
+    check_clean(store, about, expected=expected)
+
+
+def expected(run: str, version: int):
+    """The state of a version: the next attempt has two ranks."""
+    return of_all(COUNT if run == "a" else 2)(run, version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", STORE_MODES)
+@pytest.mark.parametrize("rank", range(COUNT))
+def test_a_fault_at_any_operation_of_any_rank(rank, mode):
+    total = operations(rank)
+    assert total > (5 if rank else 15)
+    for at in sampled(total, 6 if mode != "pause" else 9):
+        store = clone(history())
+        with job_of(store) as job:
+            faulty = job.members[rank].store
+            faulty.at = len(faulty.log) + at
+            if mode == "pause":
+                faulty.pause_s = 3 * SILENT_S
+            else:
+                faulty.mode = mode
+            words = job.save("a", 2, 2)
+            assert faulty.fired
+            faulty.pause_s = None
+            faulty.heal()
+            about = f"rank {rank}, operation {at} {faulty.log[faulty.at or 0] if faulty.at else ''}, {mode}"
+        judge(store, words, about, blind=rank)
+        tally("ranks: store", mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MESSAGE_MODES)
+@pytest.mark.parametrize("rank", range(COUNT))
+def test_a_fault_of_any_message_of_any_rank(rank, mode):
+    for at in range(MOST):
+        store = clone(history())
+        with job_of(store) as job:
+            ranks = job.members[rank].ranks
+            before = len(ranks.posted)
+            fail_message(ranks, at, mode, 2 * SILENT_S)
+            words = job.save("a", 2, 2)
+            reached = len(ranks.posted) - before > at or any(isinstance(word, Crash) for word in words)
+        judge(store, words, f"rank {rank}, message {at}, {mode}")
+        tally("ranks: messages", mode)
+        if not reached:
+            break
+    assert at > 0
+
+
+def test_two_attempts_at_once_and_gcs_beside_them():
+    """Each snapshot is whole and of one attempt, and nothing that one needs is collected."""
+    store = created()
+    ended = threading.Event()
+
+    def collect():
+        while not ended.is_set():
+            with opened(store) as repository:
+                repository.gc()
+
+    def attempt(count, offset):
+        with LocalJob(store, count) as job:
+            return [job.save("a", offset + step, offset + step) for step in range(6)]
+
+    def attempts():
+        try:
+            return together([lambda: attempt(2, 100), lambda: attempt(3, 200)])
+        finally:
+            ended.set()
+
+    collected, (two, three) = together([collect, attempts])
+    assert collected is None, collected
+    for saves in (two, three):
+        for words in saves:
+            assert all(isinstance(word, Snapshot) and word.id == words[0].id for word in words), words
+    with opened(store) as repository:
+        assert len(repository.snapshots("a")) == 12
+        repository.gc()
+    check_clean(store, expected=lambda run, version: of_all(2 if version < 200 else 3)(run, version))

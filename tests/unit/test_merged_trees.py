@@ -1,0 +1,145 @@
+"""Trees of ranks become one: unions of dicts, one error for all that differs, and no tensor under another's number."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from snapstore import InvalidInputError, PerRank
+from snapstore.save.inputs import inputs_of
+from snapstore.save.merged_trees import merge_trees
+from snapstore.save.rank_state import decode_trees, encode_trees, rank_state
+from snapstore.save.shares import RankShares
+from snapstore.state.flatten import flatten
+from snapstore.state.tensors import StoredPart
+from snapstore.state.tree_decode import decode, unpack_nodes
+from snapstore.state.tree_encode import pack
+
+
+def trees(state, rank=0, size=2):
+    """The trees of one rank as rank 0 gets them."""
+    inputs = inputs_of(flatten(state, of_rank=True), RankShares(rank, size, 1024))
+    return decode_trees(encode_trees(rank_state(inputs).parts))
+
+
+def merge(*states):
+    return merge_trees([([rank], trees(state, rank, len(states))) for rank, state in enumerate(states)])
+
+
+def same_as(parts, state):
+    """Compare merged trees with those of one rank that has the whole state; the order of parts may differ."""
+    expected = {part.name: part for part in trees(state)}
+    assert {part.name for part in parts} == set(expected)
+    for part in parts:
+        assert part.name == "" or pack(part.tree) == pack(expected[part.name].tree)
+        assert list(part.specs) == list(expected[part.name].specs)
+    decode([StoredPart(part.name, unpack_nodes(pack(part.tree)), part.specs) for part in parts])
+
+
+def layer(i, n=3):
+    return {f"layers.{i}.w": torch.ones(i + 1, n), f"layers.{i}.b": torch.ones(n)}
+
+
+def test_equal_trees_stay_as_they_are():
+    state = {"model": layer(0), "step": 3, "own": PerRank(1)}
+    same_as(merge(state, {**state, "own": PerRank([2, torch.ones(1)])}), state)
+
+
+def test_stages_of_a_pipeline_become_one_state():
+    def stage(i):
+        names = [f"layers.{i}", f"layers.{i}.w"]
+        model = OrderedDict(layer(i))
+        model._metadata = OrderedDict((name, {"version": 1}) for name in ["", *names])
+        return {
+            "model": model,
+            "optimizer": {"state": {name: {"step": torch.tensor(1.0), "exp": value} for name, value in model.items()}},
+            f"only{i}": {"x": torch.ones(5), "y": [i]},
+            "epoch": 4,
+            "own": PerRank(i),
+        }
+
+    merged = merge(stage(0), stage(1), stage(2))
+    assert [part.name for part in merged] == ["", "model", "optimizer", "only0", "own", "only1", "only2"]
+    whole = {"model": OrderedDict(), "optimizer": {"state": {}}, "epoch": 4, "own": PerRank(0)}
+    whole["model"]._metadata = OrderedDict()
+    for i in range(3):
+        one = stage(i)
+        whole["model"].update(one["model"])
+        whole["model"]._metadata.update(one["model"]._metadata)
+        whole["optimizer"]["state"].update(one["optimizer"]["state"])
+        whole[f"only{i}"] = one[f"only{i}"]
+    same_as(merged, whole)
+
+
+def test_dicts_in_columns_become_one():
+    first, second = {f"a{i}": i for i in range(500)}, {f"b{i}": str(i) for i in range(3)}
+    (root, part) = merge({"m": {"w": torch.ones(1), "d": first}}, {"m": {"w": torch.ones(1), "d": {**second, "a7": 7}}})
+    (got,) = [node for key, node in zip(*part.tree[1:], strict=True) if key == "d"]
+    assert dict(zip(*got[1:], strict=True)) == {**first, **second}
+    with pytest.raises(InvalidInputError, match="m: "):
+        merge({"m": {"d": first}}, {"m": {"d": {**first, "a7": 8}}})
+    assert root.name == ""
+
+
+def test_ties_are_counted_in_the_merged_part():
+    shared = torch.ones(9)
+    first = {"model": {"a": torch.ones(2), "tied": shared}, "ema": {"tied": shared, "x": torch.zeros(1)}}
+    second = {"model": {"b": torch.ones(3), "a": torch.ones(2), "tied": shared}, "ema": first["ema"]}
+    model, ema = merge(first, second)[1:]
+    assert [spec.path[-1] for spec in model.specs] == ["a", "tied", "b"]
+    assert ema.specs[0].tie == ("model", 1)
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"lr": 0.2}, r"o\.lr: 0.1 on rank 0, 0.2 on rank 1"),
+        ({"lr": 1}, r"o\.lr: 0.1 on rank 0, 1 on rank 1"),
+        ({"lr": "x" * 999}, r"o\.lr: 0.1 on rank 0, 'xxx.*\.\.\. on rank 1"),
+        ({"lr": torch.ones(3)}, r"o\.lr: 0.1 on rank 0, tensor float32\[3\] on rank 1"),
+        ({"lr": {"a": torch.ones(1)}}, r"o\.lr: 0.1 on rank 0, dict of 1 on rank 1"),
+        ({"w": torch.ones(4)}, r"o\.w: tensor float32\[3\] on rank 0, tensor float32\[4\] on rank 1"),
+        ({"w": torch.ones(3).half()}, r"o\.w: .*float16\[3\] on rank 1"),
+        ({"w": torch.ones(3, requires_grad=True)}, r"o\.w: .*requires grad on rank 1"),
+        ({"w": torch.nn.Parameter(torch.ones(3))}, r"o\.w: .*parameter float32\[3\] that requires grad on rank 1"),
+        ({"w": torch.ones(3).numpy()}, r"o\.w: .*array <f4\[3\] on rank 1"),
+        ({"list": [1, 2, 3]}, r"o\.list: \[1, 2\] on rank 0, \[1, 2, 3\] on rank 1"),
+        ({"list": (1, 2)}, r"o\.list: "),
+        ({"list": [1, 3]}, r"o\.list\.1: 2 on rank 0, 3 on rank 1"),
+        ({"own": 3}, r"o\.own: a value of the rank's own on rank 0, 3 on rank 1"),
+        ({"own2": PerRank(1)}, r"o\.own2: a value of the rank's own, which all ranks must have, only on rank 1"),
+        ({"in": {"own3": PerRank(1)}}, r"o\.in: a value of the rank's own, which all ranks must have, only on rank 1"),
+    ],
+)
+def test_values_that_differ_are_named(second, told):
+    first = {"lr": 0.1, "w": torch.ones(3), "list": [1, 2], "own": PerRank(1)}
+    with pytest.raises(InvalidInputError, match=told) as caught:
+        merge({"o": first}, {"o": {**first, **second}})
+    assert "snapstore.PerRank" in str(caught.value)
+    assert len(caught.value.args) == 2
+
+
+def test_one_error_names_all_and_is_bounded():
+    with pytest.raises(InvalidInputError) as caught:
+        merge({f"k{i}": i for i in range(40)}, {f"k{i}": -i for i in range(40)})
+    assert len(caught.value.args) == 22
+    assert caught.value.args[-1] == "and 19 more"
+
+
+def test_ties_that_differ_are_an_error():
+    shared = torch.ones(9)
+    with pytest.raises(InvalidInputError, match=r"ema\.x"):
+        merge({"m": {"x": shared}, "ema": {"x": shared}}, {"m": {"x": shared}, "ema": {"x": shared.clone()}})
+
+
+def test_many_ranks_are_named_shortly():
+    ranks = [list(range(9)), [9]]
+    states = [(of, trees({"a": number})) for number, of in enumerate(ranks)]
+    with pytest.raises(InvalidInputError, match=r"a: 0 on ranks 0, 1, 2, 3 and 5 more, 1 on rank 9"):
+        merge_trees(states)
+
+
+def test_keys_that_look_alike_may_not_differ():
+    """Readers find the tensors of a path by their order, which the ranks may not have in common."""
+    with pytest.raises(InvalidInputError, match="look alike"):
+        merge({"m": {1.0: torch.ones(2), "1.0": torch.ones(3)}}, {"m": {"1.0": torch.ones(3)}})

@@ -1,0 +1,129 @@
+"""A job that is told to end saves once more: all ranks at the same step, without a collective."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from kit.ranks import together
+from kit.repositories import OPTIONS, created, opened
+from snapstore import InvalidInputError, SnapshotManager
+from snapstore.distributed import base, preemption
+from snapstore.distributed.local import LocalRanks
+from snapstore.distributed.preemption import Preemption
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_stop_at_one_step(seed, monkeypatch):
+    """Each rank runs at its own pace, up to a few steps ahead of the others; one of them is told."""
+    monkeypatch.setattr(base, "CALL_S", 0.01)
+    count, random_of = 4, random.Random(seed)
+    ranks = LocalRanks(count)
+    told, at = random_of.randrange(count), random_of.randrange(30)
+    reached = [0] * count
+
+    def train(rank):
+        end = Preemption(ranks[rank], "p/")
+        heart = base.Heart(ranks[rank])
+        heart.add(end.poll)
+        try:
+            for step in range(5000):
+                while step > min(reached) + 3:  # as a training that communicates now and then
+                    time.sleep(0.0005)
+                if rank == told and step == at:
+                    end.notice(signal.SIGTERM, None)
+                if end.reached(step):
+                    return step
+                reached[rank] = step
+                time.sleep(0.0005 * (1 + rank))
+            return None
+        finally:
+            reached[rank] = 10**9
+            heart.close()
+
+    steps = together([lambda r=r: train(r) for r in range(count)])
+    assert len(set(steps)) == 1, steps
+    assert steps[0] is not None
+    assert steps[0] > at - 4
+
+
+def test_ranks_in_a_collective_agree_all_the_same(monkeypatch):
+    """Rank 1 waits in a collective for rank 0, which asks `reached` while the ranks agree: neither waits for ever."""
+    monkeypatch.setattr(base, "CALL_S", 0.01)
+    ranks, barrier = LocalRanks(2), threading.Barrier(2)
+
+    def train(rank):
+        end = Preemption(ranks[rank], "p/")
+        heart = base.Heart(ranks[rank])
+        heart.add(end.poll)
+        try:
+            for step in range(2000):
+                if rank == 0 and step == 5:
+                    end.notice()
+                if end.reached(step):
+                    return step
+                barrier.wait(30)
+            return None
+        finally:
+            heart.close()
+
+    steps = together([lambda r=r: train(r) for r in range(2)])
+    assert steps[0] == steps[1] is not None
+    assert steps[0] >= 5
+
+
+def test_a_rank_that_does_not_agree_keeps_the_others_for_some_seconds_at_most(monkeypatch):
+    monkeypatch.setattr(preemption, "AGREE_S", 0.2)
+    end = Preemption(LocalRanks(3)[0], "p/")
+    assert not end.reached(4)
+    end.notice()
+    end.poll()
+    assert end.reached(5)
+    assert end.is_noticed
+
+
+def test_one_process_saves_once_more_and_ends():
+    store = created()
+    before = signal.getsignal(signal.SIGTERM)
+    manager = SnapshotManager(store, run="a", save_interval_steps=100, options=OPTIONS)
+    with pytest.raises(InvalidInputError, match="handle_preemption"):
+        manager.reached_preemption(0)
+    manager.handle_preemption()
+
+    def train():
+        for step in range(50):
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if manager.should_save(step):
+                manager.save(step, {"w": torch.ones(5000)})
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 7]
+
+
+def test_a_loop_may_end_by_itself():
+    store = created()
+    with SnapshotManager(store, run="a", save_interval_steps=100, options=OPTIONS) as manager:
+        manager.handle_preemption(end=False)
+        assert not manager.reached_preemption(3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.reached_preemption(4)
+        assert not manager.should_save(4)
+        assert manager.save(4, {"w": torch.ones(3)}, force=True).result().step == 4
+
+
+def test_handlers_belong_to_the_main_thread():
+    with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+        (error,) = together([manager.handle_preemption])
+        assert isinstance(error, InvalidInputError)
+        assert "main thread" in str(error)

@@ -1,0 +1,333 @@
+"""Saves of several ranks without a channel: every byte of every tensor is stored once, whatever its sharding."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from kit import rank_saves
+from kit.rank_saves import opaque, sharded
+from snapstore import PerRank, Repository, RngState
+
+CHUNK = 1024
+A = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40).sin()
+B = torch.arange(7 * 33 * 5, dtype=torch.float32).reshape(7, 33, 5).to(torch.bfloat16)
+C = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def repository(tmp_path):
+    with Repository.create(tmp_path / "repo", chunk_bytes=CHUNK) as found:
+        yield found
+
+
+def check(repository, snapshot, wholes):
+    result = repository.check("data")
+    assert (result.problems, result.unneeded_bytes) == ([], 0)
+    got = rank_saves.read(repository, snapshot)
+    assert set(got) == set(wholes)
+    for name, whole in wholes.items():
+        np.testing.assert_array_equal(got[name], opaque(whole), err_msg=name)
+
+
+def fsdp(count):
+    """States of ranks that hold Shard(0) DTensors and plain tensors."""
+
+    def make():
+        model = {"a": sharded(A, [count], [Shard(0)]), "b": sharded(B, [count], [Shard(0)]), "c": C.clone()}
+        return {"model": model, "step": torch.tensor(3.5), "epoch": 4}
+
+    return [make] * count
+
+
+WHOLES = {"model: model.a": A, "model: model.b": B, "model: model.c": C, ": step": torch.tensor(3.5)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_every_byte_is_stored_once(repository, count):
+    snapshot, _ = rank_saves.save(repository, fsdp(count), 1)
+    check(repository, snapshot, WHOLES)
+    assert snapshot.logical_bytes == sum(whole.nbytes for whole in WHOLES.values())
+    assert len(snapshot.manifests) == 2
+    again, _ = rank_saves.save(repository, fsdp(count), 2)
+    check(repository, again, WHOLES)
+    assert again.new_chunks == 0
+
+
+# -- shardings
+
+
+def big(seed, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+W = {
+    "embed": big(1, 512, 64),
+    "wq": big(2, 96, 64),
+    "odd": big(3, 97, 24),
+    "half": big(4, 128, 40, dtype=torch.bfloat16),
+    "norm": big(5, 64),
+    "tiny": big(6, 3),
+    "scalar": torch.tensor(7.5),
+    "none": torch.zeros(0, 8),
+}
+
+
+def on_mesh(shape, placements):
+    """A state whose tensors of two dimensions or more lie on a mesh; smaller ones are plain."""
+
+    def make():
+        model = {
+            name: sharded(whole, shape, placements) if whole.dim() > 1 and whole.numel() else whole.clone()
+            for name, whole in W.items()
+        }
+        moments = {name: {"step": torch.tensor(3.0), "exp_avg": value * 1} for name, value in model.items()}
+        return {"model": {**model, "head": model["embed"]}, "optimizer": {"state": moments}, "lr": 0.5}
+
+    return make
+
+
+KINDS = {
+    "DDP": ([4], [Replicate()]),
+    "FSDP": ([4], [Shard(0)]),
+    "HSDP": ([2, 2], [Replicate(), Shard(0)]),
+    "TP": ([4], [Shard(1)]),
+    "FSDP and TP": ([2, 2], [Shard(0), Shard(1)]),
+    "DDP and TP": ([2, 2], [Replicate(), Shard(1)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_sharding(repository, kind):
+    shape, placements = KINDS[kind]
+    snapshot, ranks = rank_saves.save(repository, [on_mesh(shape, placements)] * 4, 1)
+    wholes = {f"model: model.{name}": whole for name, whole in W.items()}
+    for name, whole in W.items():
+        wholes[f"optimizer: optimizer.state.{name}.step"] = torch.tensor(3.0)
+        wholes[f"optimizer: optimizer.state.{name}.exp_avg"] = whole
+    check(repository, snapshot, wholes)
+    (model,) = [root for root, _ in rank_saves.children_of(repository, snapshot) if root.header.part == "model"]
+    tree = dict(zip(*model.tree[1:], strict=True))
+    assert tree["head"] == tree["embed"], "tied"
+    held = [one.written.logical_bytes for one in ranks]
+    assert max(held) < 1.35 * sum(held) / 4, "balanced"
+    again, _ = rank_saves.save(repository, [on_mesh(shape, placements)] * 4, 2)
+    assert again.new_chunks == 0
+
+
+def test_a_part_that_a_rank_holds_nothing_of_has_no_child(repository):
+    snapshot, ranks = rank_saves.save(repository, [lambda: {"m": {"w": torch.ones(4)}, "n": {"v": [1]}}] * 5, 1)
+    roots = {root.header.part: children for root, children in rank_saves.children_of(repository, snapshot)}
+    assert [len(roots[part]) for part in ("", "m", "n")] == [0, 1, 0]
+    assert sorted(len(one.written.manifests) for one in ranks) == [0, 0, 0, 0, 1]
+
+
+def test_own_values_lie_behind_the_boxes(repository):
+    """Arrays of own values are entries of the child, and the indices of its tree count in the child."""
+
+    def rank(number):
+        def make():
+            return {
+                "m": {"w": A.clone(), "b": C.clone(), "own": PerRank({"x": torch.full((700,), number), "n": number})},
+                "rng": RngState(),
+                "large": PerRank([[i + 10**6 * number, str(i)] for i in range(9000)]),
+            }
+
+        return make
+
+    snapshot, _ = rank_saves.save(repository, [rank(i) for i in range(3)], 1)
+    check(repository, snapshot, {"m: m.w": A, "m: m.b": C})
+    roots = {root.header.part: (root, children) for root, children in rank_saves.children_of(repository, snapshot)}
+    root, children = roots["m"]
+    assert root.tree[2][2] == ["rank", 0]
+    assert len(children) == 3
+    for child in children:
+        (tag, ((_, keys, (array, number)),)) = child.tree
+        assert (tag, keys, number) == ("own", ["x", "n"], child.header.rank)
+        entry = child.tensors[array[1]]
+        assert entry.path == ["m", "own", "x"]
+        assert array[1] == len(child.tensors) - 1
+        assert entry.inline is None or entry.inline[1] == 700 * 8
+    root, children = roots["rng"]
+    assert root.tree == ["rank", 0]
+    assert [len(child.tensors) for child in children] == [3, 3, 3]
+    root, children = roots["large"]
+    assert [child.tree[0] for child in children] == ["pages"] * 3
+
+
+# -- another number of ranks
+
+
+def llama(shape, placements):
+    """A little transformer with its moments: (rows, columns) of some ten matrices, norms, steps."""
+    wholes = {f"l{i}.{name}": big(10 * i + j, *size) for i in range(3) for j, (name, size) in enumerate(SIZES.items())}
+
+    def make():
+        model = {name: sharded(whole, shape, placements) for name, whole in wholes.items()}
+        state = {name: {"step": torch.tensor(1.0), "m": value * 0.5, "v": value * 2} for name, value in model.items()}
+        return {"model": model, "optimizer": {"state": state}}
+
+    return make
+
+
+SIZES = {"wq": (128, 128), "wk": (32, 128), "wo": (128, 128), "w1": (352, 128), "w2": (128, 352), "norm": (128,)}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_few_chunks_are_new_on_another_number_of_ranks(tmp_path, placement):
+    for count, most in ((2, 0.1), (1, 0.1), (3, 0.14)):
+        with Repository.create(tmp_path / str(count), chunk_bytes=1024) as repository:
+            first, _ = rank_saves.save(repository, [llama([4], [placement])] * 4, 1)
+            assert first.new_chunks == first.chunks
+            second, _ = rank_saves.save(repository, [llama([count], [placement])] * count, 2)
+            assert second.new_chunks <= most * second.chunks, f"{second.new_chunks} of {second.chunks}"
+            one = repository.save(llama_of_one(), run="r", step=3)
+            assert one.new_chunks <= 0.1 * one.chunks
+            back, _ = rank_saves.save(repository, [llama([4], [placement])] * 4, 4)
+            assert back.new_chunks <= 0.1 * back.chunks
+
+
+def llama_of_one():
+    with rank_saves.as_rank(0, 1):
+        state = llama([1], [Replicate()])()
+    model = {name: value.to_local() for name, value in state["model"].items()}
+    moments = {
+        name: {key: value.to_local() if hasattr(value, "to_local") else value for key, value in of.items()}
+        for name, of in state["optimizer"]["state"].items()
+    }
+    return {"model": model, "optimizer": {"state": moments}}
+
+
+def test_deltas_go_on_over_another_number_of_ranks(repository):
+    def drifted(count, version):
+        def make():
+            whole = big(1, 256, 64) + 1e-6 * version
+            return {"m": {"w": sharded(whole, [count], [Shard(0)])}}
+
+        return [make] * count
+
+    depths = [rank_saves.save(repository, drifted(count, i), i)[0].depth for i, count in enumerate((4, 2, 3, 1))]
+    assert depths == [0, 1, 2, 3]
+
+
+# -- replicas
+
+
+def replicated(change=None):
+    """States of four ranks that hold replicas in pairs, and on all; rank 3 may hold another value."""
+
+    def rank(number):
+        def make():
+            model = {name: whole.clone() for name, whole in W.items()}
+            model["pair"] = sharded(A, [2, 2], [Replicate(), Shard(0)])
+            model["own"] = sharded(A, [4], [Shard(0)])
+            if change and number == 3:
+                change(model)
+            return {"model": model, "step": torch.tensor(1.0), "rng": RngState()}
+
+        return make
+
+    return [rank(number) for number in range(4)]
+
+
+def by_group(ranks, part="model"):
+    """Id of a group -> what its ranks say."""
+    found = {}
+    for number, one in enumerate(ranks):
+        for group, digest in one.state.replica_digests[part].items():
+            found.setdefault(group, {})[number] = digest
+    return found
+
+
+def test_equal_replicas_have_equal_digests(repository):
+    _, ranks = rank_saves.save(repository, replicated(), 1)
+    found = by_group(ranks)
+    assert sorted(sorted(told) for told in found.values()) == [[0, 1, 2, 3], [0, 2], [1, 3]]
+    assert all(len(set(told.values())) == 1 for told in found.values())
+    assert sum(one.state.held_bytes["model"] for one in ranks) == sum(w.nbytes for w in [*W.values(), A, A])
+
+
+@pytest.mark.parametrize("name", ["embed", "norm", "scalar", "pair"])
+def test_a_replica_that_differs_in_one_bit_is_named(repository, name):
+    def flip(model):
+        local = model[name].to_local() if name == "pair" else model[name]
+        local.view(-1)[-1:].view(torch.int32)[-1] ^= 1
+
+    _, ranks = rank_saves.save(repository, replicated(flip), 1)
+    (group,) = [group for group, told in by_group(ranks).items() if len(set(told.values())) > 1]
+    odd = ranks[3].state.tensor_digests("model", group)
+    sound = ranks[1].state.tensor_digests("model", group)
+    assert [path for path, _ in odd] == [path for path, _ in sound]
+    assert [path for (path, a), (_, b) in zip(odd, sound, strict=True) if a != b] == [f"model.{name}"]
+
+
+# -- a real model
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.middle = torch.nn.Linear(16, 37)
+        self.head = torch.nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(300.0))
+
+
+def trained(size):
+    """A model and its AdamW after one step; over `size` ranks by FSDP2, or whole if that is 0."""
+    torch.manual_seed(0)
+    net = Tied()
+    if size:
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return {"model": net, "optimizer": optimizer, "rng": RngState(), "step": 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_fsdp2_and_adamw(repository, size):
+    snapshot, _ = rank_saves.save(repository, [lambda: trained(size)] * size, 1)
+    whole = trained(0)
+    model, state = whole["model"].state_dict(), whole["optimizer"].state_dict()["state"]
+    wholes = {f"model: model.{name}": value for name, value in model.items() if name != "head.weight"}
+    for number, of in state.items():
+        wholes |= {f"optimizer: optimizer.state.{number}.{name}": value for name, value in of.items()}
+    check(repository, snapshot, wholes)
+    roots = {root.header.part: root.tree for root, _ in rank_saves.children_of(repository, snapshot)}
+    nodes = dict(zip(*roots["model"][1:3], strict=True))
+    assert nodes["head.weight"] == nodes["embed.weight"]
+    assert nodes["table"][0] == "tensor"
+
+
+def test_stages_of_a_pipeline(repository):
+    """Two stages of two ranks each: DTensors on a stage's ranks, plain tensors that one stage has, or both."""
+
+    def rank(number):
+        def make():
+            stage = number // 2
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+            whole = big(stage, 40, 33)
+            local = whole.chunk(2)[number % 2].clone()
+            weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(33, 1))
+            model = {f"layers.{stage}": weight, f"buffer.{stage}": big(10 + stage, 3000), "both": big(20, 900)}
+            steps = {f"layers.{stage}": {"step": torch.tensor(float(stage)), "exp": big(30 + stage, 1500)}}
+            return {"model": model, "optimizer": steps, "epoch": 3}
+
+        return make
+
+    wholes = {"model: model.both": big(20, 900)}
+    for i in range(2):
+        wholes |= {f"model: model.layers.{i}": big(i, 40, 33), f"model: model.buffer.{i}": big(10 + i, 3000)}
+        wholes[f"optimizer: optimizer.layers.{i}.step"] = torch.tensor(float(i))
+        wholes[f"optimizer: optimizer.layers.{i}.exp"] = big(30 + i, 1500)
+    snapshot, ranks = rank_saves.save(repository, [rank(i) for i in range(4)], 1, unlike=True)
+    check(repository, snapshot, wholes)
+    held = sum(sum(one.state.held_bytes.values()) for one in ranks)
+    assert held == sum(whole.nbytes for whole in wholes.values())
+    again, _ = rank_saves.save(repository, [rank(i) for i in range(4)], 2, unlike=True)
+    assert again.new_chunks == 0

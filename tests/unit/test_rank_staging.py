@@ -1,0 +1,186 @@
+"""A rank's staging copies the boxes that `inputs_of` gives, of a new state and of a recognised one alike."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from kit.rank_saves import as_rank, sharded
+from snapstore import PerRank, RngState
+from snapstore.engine.registry import Engines
+from snapstore.save.inputs import inputs_of
+from snapstore.save.replicas import digest_arrays, group_digests
+from snapstore.save.shares import RankShares
+from snapstore.save.staging import Staging
+from snapstore.state.flatten import flatten
+from snapstore.state.tree_encode import pack
+
+CHUNK = 1024
+ENGINES = Engines(3, threads=1)
+
+
+def found(inputs):
+    """Return, comparable, what a save would store of inputs."""
+    for part in inputs:
+        digest_arrays(part.replicas, ENGINES)
+    return [
+        (
+            part.key,
+            pack(part.tree),
+            (list(part.specs), list(part.plain)),
+            [(t.key, t.spec, t.box_of, _bytes(t)) for t in part.tensors],
+            [(one.name, one.group, one.digests().tobytes()) for one in part.replicas],
+            group_digests(part.replicas),
+        )
+        for part in inputs
+    ]
+
+
+def _bytes(tensor):
+    if tensor.copy is not None:
+        return bytes(tensor.copy)
+    room = np.empty(tensor.spec.nbytes, np.uint8)
+    tensor.array.copy_into(room)
+    return bytes(room)
+
+
+class Twice:
+    """Copies a state, and then another, as two saves of one rank do."""
+
+    def __init__(self, first, rank=1, size=4):
+        self.shares = RankShares(rank, size, CHUNK)
+        self.staging = Staging(ENGINES, shares=self.shares)
+        self.compare(first)
+        self.known = self.staging._known
+
+    def compare(self, state):
+        expected = found(inputs_of(flatten(state, of_rank=True), self.shares))
+        assert found(self.staging.copy_state(state)()) == expected
+        return sum(len(tensors) for _, _, _, tensors, *_ in expected)
+
+    def again(self, state):
+        self.compare(state)
+        return self.known is not None and self.staging._known is self.known
+
+
+def whole(version, shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(version * 1000 + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def training(version):
+    """A state as it comes with HSDP and tensor parallelism: DTensors, plain tensors, plain values, own values."""
+    hybrid, rows = [Replicate(), Shard(0)], [Shard(0), Shard(1)]
+    plain = whole(version, (600, 4))
+    return {
+        "model": {
+            "hybrid": sharded(whole(version, (999, 8)), [2, 2], hybrid),
+            "rows": sharded(whole(version, (40, 80)), [2, 2], rows),
+            "empty": sharded(whole(version, (1, 8)), [4], [Shard(0)]),
+            "half": sharded(whole(version, (64, 64), torch.bfloat16), [4], [Shard(0)]),
+            "turned": sharded(whole(version, (64, 64)), [2, 2], hybrid).t(),
+            "plain": plain,
+            "tied": plain,
+        },
+        "optimizer": {
+            "state": {"step": torch.tensor(float(version)), "grid": np.arange(5000) + version},
+            "lr": 0.1 * version,
+        },
+        "rng": RngState(),
+        "loader": {
+            "seen": PerRank(version),
+            "buffer": PerRank({"x": torch.arange(3000) + version, "y": [version, "a"]}),
+        },
+        "step": version,
+    }
+
+
+def test_a_state_of_a_rank_is_recognised():
+    with as_rank(1, 4):
+        twice = Twice(training(1))
+        assert twice.known is not None
+        random.random()
+        assert twice.again(training(2))
+        assert twice.again(training(3))
+        assert twice.compare(training(4)) >= 10, "boxes"
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank(rank):
+    with as_rank(rank, 4):
+        assert Twice(training(1), rank).again(training(2))
+
+
+def test_a_rank_that_hears_of_other_holders_copies_other_boxes():
+    """A plain tensor that only ranks 1 and 2 hold is cut into two shares, not four."""
+    with as_rank(1, 4):
+        state = {"m": {"w": torch.arange(4000.0), "v": torch.ones(3)}}
+        twice = Twice(state)
+        twice.shares = RankShares(1, 4, CHUNK, {("m", ("m", "w"), 0): (1, 2)})
+        twice.staging.use_shares(twice.shares)
+        assert not twice.again(state)
+        twice.known = twice.staging._known
+        assert twice.again(state)
+        (tensor,) = [t for part in inputs_of(flatten(state, of_rank=True), twice.shares) for t in part.tensors]
+        assert tensor.spec.shape == (2048,)
+
+
+def of(local, mesh, placements, **options):
+    return {"m": {"w": DTensor.from_local(local, mesh, placements, run_check=False, **options), "v": torch.ones(3)}}
+
+
+def test_another_sharding_is_not_recognised():
+    with as_rank(1, 4):
+        mesh, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        local = whole(1, (8, 8))
+        twice = Twice(of(local, mesh, [Shard(0)]))
+        assert twice.again(of(local + 1, mesh, [Shard(0)]))
+        for different in (
+            of(local, mesh, [Shard(1)]),
+            of(local, mesh, [Replicate()]),
+            of(local, other, [Replicate(), Shard(0)]),
+            of(local, mesh, [Shard(0)], shape=(31, 8), stride=(8, 1)),
+            {"m": {"w": torch.nn.Parameter(of(local, mesh, [Shard(0)])["m"]["w"]), "v": torch.ones(3)}},
+            {"m": {"w": of(local, mesh, [Shard(0)])["m"]["w"].requires_grad_(), "v": torch.ones(3)}},
+            {"m": {"w": local, "v": torch.ones(3)}},
+        ):
+            assert not Twice(of(local, mesh, [Shard(0)])).again(different)
+
+
+def test_values_of_its_own_are_read_again():
+    """A PerRank that gets arrays, loses them, or changes its type is a new structure."""
+    with as_rank(0, 2):
+
+        def state(value):
+            return {"m": {"w": torch.ones(2000)}, "own": PerRank(value), "rng": RngState()}
+
+        twice = Twice(state([1, 2]), 0, 2)
+        assert twice.again(state([2, 3, "x"]))
+        assert not twice.again(state([torch.ones(3)]))
+        twice = Twice(state({"a": torch.ones(2)}), 0, 2)
+        assert twice.again(state({"a": torch.zeros(2)}))
+        assert not twice.again(state({"a": torch.zeros(3)}))
+
+
+def test_a_sharded_model_and_its_optimizer_are_recognised():
+    """The DTensors of a state_dict are new ones at each save."""
+    with as_rank(1, 4):
+        net = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 7))
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+
+        def train():
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+
+        train()
+        state = {"model": net, "optimizer": optimizer, "rng": RngState()}
+        twice = Twice(state)
+        for _ in range(3):
+            train()
+            assert twice.again(state)

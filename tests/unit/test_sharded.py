@@ -1,0 +1,246 @@
+"""Sharded tensors: the boxes of every rank are the elements that its local tensor holds.
+
+A fake process group plays one rank after the other in this process, so meshes of any size are tried. The whole tensor
+holds the number of each element, so a wrong place is a wrong value. Real ranks with gloo: tests/integration/
+test_sharded_ranks.py.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("torch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from snapstore.errors import UnsupportedLeafError  # noqa: E402
+from snapstore.state.sharded import Sharding, local_of, sharding_of  # noqa: E402
+
+
+@contextmanager
+def played(rank: int, world: int) -> Iterator[None]:
+    """Make this process rank `rank` of `world`."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shardings(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list) -> list[Sharding]:
+    """Return every rank's sharding of a tensor that numbers its elements; each rank's local tensor is checked."""
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    found = []
+    for rank in range(math.prod(mesh)):
+        with played(rank, math.prod(mesh)):
+            value = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+            sharding, local = sharding_of(value), local_of(value)
+            assert sharding is not None
+            pieces = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in sharding.boxes]
+            if pieces:
+                assert torch.equal(torch.cat(pieces) if shape else pieces[0], local)
+            else:
+                assert local.numel() == 0
+            found.append(sharding)
+    return found
+
+
+def check(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list) -> list[Sharding]:
+    """Check that the boxes of one replica of each group are disjoint and cover the tensor; return the shardings."""
+    found = shardings(shape, mesh, placements)
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for rank, sharding in enumerate(found):
+        assert sharding.global_shape == shape
+        assert (sharding.group, sharding.group[sharding.replica]) == (tuple(sorted(sharding.group)), rank)
+        assert sharding.replicas == len(sharding.group)
+        assert all(found[other].boxes == sharding.boxes for other in sharding.group)
+        if sharding.replica == 0:
+            for box in sharding.boxes:
+                counts[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
+    assert (counts == 1).all()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shape", [(12,), (10, 3), (2, 5), (1, 4), (0, 4), (5, 0)])
+def test_one_dimension(shape, world):
+    """Rows that the ranks divide, rows that they do not, and more ranks than rows: each element is on one rank."""
+    found = check(shape, (world,), [Shard(0)])
+    empty = sum(not sharding.boxes for sharding in found)
+    rows = shape[0] if math.prod(shape) else 0
+    assert empty == world - (math.ceil(rows / math.ceil(rows / world)) if rows else 0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_columns(world):
+    """A shard of columns is one box."""
+    found = check((6, 10), (world,), [Shard(1)])
+    assert all(len(sharding.boxes) == 1 and sharding.boxes[0][1][0] == 6 for sharding in found)
+
+
+def test_replicated():
+    """Every rank holds the whole tensor, also one without dimensions, and knows all others."""
+    for shape in ((4, 2), ()):
+        found = check(shape, (4,), [Replicate()])
+        assert [(s.replica, s.replicas) for s in found] == [(i, 4) for i in range(4)]
+        assert found[0].boxes == (((0,) * len(shape), shape),)
+
+
+@pytest.mark.parametrize("rows", [8, 7, 1])
+def test_hsdp(rows):
+    """HSDP 2x2: two groups of replicas."""
+    found = check((rows, 3), (2, 2), [Replicate(), Shard(0)])
+    assert [s.group for s in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [s.replica for s in found] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("rows", [24, 23, 13, 7])
+def test_two_dimensions(mesh, rows):
+    """FSDP over columns of TP, TP over rows behind FSDP, and both over rows."""
+    check((rows, 6), mesh, [Shard(0), Shard(1)])
+    check((rows, 6), mesh, [Shard(0), Shard(0)])
+    check((rows, 6), mesh, [_StridedShard(0, split_factor=mesh[1]), Shard(0)])
+
+
+def test_several_boxes():
+    """A strided shard alone holds several runs of rows: a box of each, in the order of the local tensor's rows."""
+    found = check((10, 3), (2,), [_StridedShard(0, split_factor=3)])
+    assert found[0].boxes == (((0, 0), (2, 3)), ((4, 0), (2, 3)), ((8, 0), (1, 3)))
+    assert found[1].boxes == (((2, 0), (2, 3)), ((6, 0), (2, 3)), ((9, 0), (1, 3)))
+
+
+def test_several_runs_of_columns():
+    """Runs of columns are no list of boxes with rows of their own: refused."""
+    with pytest.raises(UnsupportedLeafError, match="several runs of dimension 1: redistribute it"):
+        shardings((4, 10), (2,), [_StridedShard(1, split_factor=2)])
+
+
+def test_partial():
+    """Sums that are not reduced are refused."""
+    with played(0, 2):
+        value = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
+        with pytest.raises(UnsupportedLeafError, match=r"not reduced yet: call tensor\.redistribute"):
+            sharding_of(value)
+
+
+def test_other_local_shape():
+    """A local tensor that is not the placements' is refused."""
+    with played(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        value = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=(9,), stride=(1,))
+        with pytest.raises(UnsupportedLeafError, match=r"give this rank \(5,\), but it holds \(3,\)"):
+            sharding_of(value)
+
+
+def test_outside_of_mesh():
+    """A rank outside of a tensor's mesh holds nothing."""
+    with played(3, 4):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        value = DTensor.from_local(torch.empty(0), DeviceMesh("cpu", [0, 1]), [Shard(0)], shape=(4,), stride=(1,))
+        sharding = sharding_of(value)
+    assert sharding == Sharding((4,), (), 0, 1, ())
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "tp")])
+def test_part_of_a_mesh(names):
+    """A tensor on one dimension of a mesh is the same along the others, but for stages of a pipeline."""
+    for rank in range(4):
+        with played(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            rows = distribute_tensor(torch.arange(8), mesh[names[0]], [Shard(0)], src_data_rank=None)
+            columns = distribute_tensor(torch.arange(8), mesh["tp"], [Shard(0)], src_data_rank=None)
+            copies = distribute_tensor(torch.arange(8), mesh["tp"], [Replicate()], src_data_rank=None)
+            assert sharding_of(rows).group == ((0, 1), (0, 1), (2, 3), (2, 3))[rank]
+            if names[0] == "dp":
+                assert sharding_of(columns).group == ((0, 2), (1, 3), (0, 2), (1, 3))[rank]
+                assert sharding_of(copies).group == (0, 1, 2, 3)
+            else:
+                assert sharding_of(columns).group == (rank,)
+                assert sharding_of(copies).group == ((0, 1), (0, 1), (2, 3), (2, 3))[rank]
+
+
+def test_no_stale_rank():
+    """A process that becomes another rank gets that one's boxes: meshes of two ranks are equal to Python."""
+    whole = torch.arange(8)
+    for rank in (0, 1, 0):
+        with played(rank, 2):
+            value = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+            assert sharding_of(value).boxes == (((4 * rank,), (4,)),)
+
+
+def test_parameter():
+    """A parameter's local tensor has no autograd and shares its memory."""
+    with played(1, 2):
+        whole = torch.arange(6.0).requires_grad_()
+        value = torch.nn.Parameter(
+            distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        )
+        local = local_of(value)
+        assert (local.requires_grad, local.data_ptr()) == (False, value.to_local().data_ptr())
+
+
+def test_plain():
+    """Plain tensors, parameters and arrays are not sharded."""
+    import numpy as np
+
+    for value in (torch.ones(3), torch.nn.Parameter(torch.ones(3)), np.ones(3)):
+        assert sharding_of(value) is None
+
+
+def megatron(**changes: object) -> types.SimpleNamespace:
+    """Return a ShardedTensor as megatron.core.dist_checkpointing makes one: rows 4 to 8 of (8, 3)."""
+    fields = {"key": "w", "data": torch.ones(4, 3), "global_shape": (8, 3), "global_offset": (4, 0), "replica_id": 0}
+    return types.SimpleNamespace(**(fields | changes))
+
+
+def test_megatron():
+    """Megatron's offset and shape are a box; replica 0, or a tuple of zeros, writes it."""
+    assert sharding_of(megatron()) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, ())
+    assert sharding_of(megatron(replica_id=(0, 0, 0))).replica == 0
+    other = sharding_of(megatron(replica_id=(0, 1, 0)))
+    assert other.replica >= other.replicas
+    layered = megatron(global_shape=(6, 8, 3), global_offset=(5, 4, 0), prepend_axis_num=1)
+    assert sharding_of(layered).boxes == (((5, 4, 0), (1, 4, 3)),)
+    assert local_of(layered).shape == (1, 4, 3)
+    with pytest.raises(UnsupportedLeafError, match="flattened"):
+        sharding_of(megatron(flattened_range=slice(0, 3)))
+
+
+class Chunked:
+    """A tensor with the methods that torch.distributed.checkpoint asks for."""
+
+    def __init__(self, chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        self.chunks, self.dtype = chunks, torch.float32
+
+    def size(self) -> torch.Size:
+        return torch.Size((8, 3))
+
+    def __create_chunk_list__(self):
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.chunks]
+
+    def __get_tensor_shard__(self, index):
+        return torch.full(self.chunks[index.index][1], float(index.offset[0]))
+
+
+def test_chunk_list():
+    """DCP's own protocol: one chunk is a box, none is nothing, several are refused."""
+    value = Chunked([((4, 0), (4, 3))])
+    assert sharding_of(value) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, (0,))
+    assert torch.equal(local_of(value), torch.full((4, 3), 4.0))
+    assert (sharding_of(Chunked([])).boxes, local_of(Chunked([])).numel()) == ((), 0)
+    with pytest.raises(UnsupportedLeafError, match="2 shards"):
+        sharding_of(Chunked([((0, 0), (4, 3)), ((4, 0), (4, 3))]))

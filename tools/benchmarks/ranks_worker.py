@@ -1,0 +1,276 @@
+"""One rank of the worlds that `tools/bench ranks` starts: a Llama under FSDP2, saved by snapstore and by DCP.
+
+In: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and a task as JSON in the last argument. Out: rank 0 writes what all
+ranks measured, as JSON, to the task's `out`. A stall is the time from the call until the tensors may change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from snapstore import Repository, SnapshotManager
+
+SAVES, WARM = 6, 2
+dcp: Any = import_module("torch.distributed.checkpoint")
+
+
+class Block(torch.nn.Module):
+    """A layer with the nine parameters of a Llama's: four of attention, three of the MLP, two norms."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (torch.nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(inner, hidden, bias=False)
+        self.norm1, self.norm2 = (torch.nn.RMSNorm(hidden) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, length, hidden)."""
+        y = self.norm1(x)
+        x = x + self.o(torch.nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y)))
+        y = self.norm2(x)
+        out: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Llama(torch.nn.Module):
+    """Embedding, layers, norm, head."""
+
+    def __init__(self, hidden: int, inner: int, layers: int, words: int = 8192) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(words, hidden)
+        self.layers = torch.nn.ModuleList(Block(hidden, inner) for _ in range(layers))
+        self.norm, self.head = torch.nn.RMSNorm(hidden), torch.nn.Linear(hidden, words, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss of predicting each next token, from (batch, length)."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        loss: torch.Tensor = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return loss
+
+
+class Run:
+    """A sharded model in training."""
+
+    def __init__(self, shape: tuple[int, int, int], mesh: DeviceMesh) -> None:
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        )
+        torch.manual_seed(1)
+        with torch.device(self.device):
+            self.model = Llama(*shape)
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+
+    def train(self, steps: int = 1) -> None:
+        """Steps on random tokens."""
+        for _ in range(steps):
+            tokens = torch.randint(8192, (1, 64), device=self.device)
+            self.model(tokens).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a user saves."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def leaves(state: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a state, the local part of sharded ones."""
+    if isinstance(state, torch.Tensor):
+        yield getattr(state, "_local_tensor", state)
+    elif isinstance(state, dict | list | tuple):
+        for child in state.values() if isinstance(state, dict) else state:
+            yield from leaves(child)
+
+
+def synchronize() -> None:
+    """Wait for the device, then for all ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def all_of(value: float) -> list[float]:
+    """The value of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Remove what was measured: the folder may be memory."""
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def stalled(save: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from the call until the training stream has passed the copy; and what the call returned."""
+    synchronize()
+    began = time.perf_counter()
+    returned = save()
+    if torch.cuda.is_available():
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+    return time.perf_counter() - began, returned
+
+
+def copy_floor(nbytes: int, device: torch.device) -> float:
+    """Seconds of a copy of so many bytes where they lie."""
+    source = torch.ones(max(nbytes, 1), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return statistics.median(stalled(lambda: target.copy_(source))[0] for _ in range(5))
+
+
+def measure_saves(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """Stalls and durable times of snapstore, and of each rank's own share in a repository of its own."""
+    rank, state = dist.get_rank(), run.state()
+    nbytes, count = sum(t.nbytes for t in leaves(state) if t.device == run.device), sum(1 for _ in leaves(state))
+    floor = copy_floor(nbytes, run.device)
+    found: dict[str, Any] = {"bytes": all_of(nbytes), "tensors": count, "floor_s": max(all_of(floor))}
+    for name in ("together", "own_share"):
+        stalls, durable, alone = [], [], name == "own_share"
+        at = folder / (f"own-{rank}" if alone else "repository")
+        with SnapshotManager(at, run="bench", ranks=False if alone else None, **mode) as snapshots:
+            for step in range(SAVES):
+                run.train()
+                state = {"own": list(leaves(run.state()))} if alone else run.state()
+                began = time.perf_counter()
+                stalls.append(max(all_of(stalled(lambda s=state, n=step: snapshots.save(n, s))[0])))  # type: ignore[misc]
+                snapshots.wait_until_finished()
+                durable.append(max(all_of(time.perf_counter() - began)))
+        remove(at)
+        found[name] = {"stalls_s": stalls, "durable_s": durable}
+    goal = 1.5 * found["floor_s"] + 0.002 + 1e-6 * count
+    found["stall_over_goal"] = statistics.median(found["together"]["stalls_s"][WARM:]) / goal
+    return found
+
+
+def measure_dcp(run: Run, folder: Path) -> dict[str, Any]:
+    """Stalls and durable times of dcp.save, and of dcp.async_save in both modes."""
+    found: dict[str, Any] = {}
+    group = dist.new_group(backend="gloo")
+    for name, options in (
+        ("save", None),
+        ("async_thread", {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.THREAD}),
+        ("async_process", {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS}),
+    ):
+        stalls, durable = [], []
+        try:
+            for step in range(3):
+                run.train()
+                state, path = run.state(), folder / f"dcp-{name}-{step}"
+                began = time.perf_counter()
+                if options is None:
+                    stall, future = stalled(lambda s=state, p=path: dcp.save(s, checkpoint_id=p))  # type: ignore[misc]
+                else:
+                    stall, future = stalled(
+                        lambda s=state, p=path, o=options: dcp.async_save(s, checkpoint_id=p, process_group=group, **o)  # type: ignore[misc]
+                    )
+                    future.result()
+                stalls.append(max(all_of(stall)))
+                durable.append(max(all_of(time.perf_counter() - began)))
+                remove(path)
+            found[name] = {"stalls_s": stalls, "durable_s": durable}
+        except Exception as error:  # noqa: BLE001  a mode that this release or machine lacks
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    return found
+
+
+def measure_restore(run: Run, folder: Path) -> dict[str, Any]:
+    """Seconds to fill this world's tensors, by snapstore and by DCP, and whether both gave the same bits."""
+    took: dict[str, list[float]] = {"snapstore": [], "dcp": []}
+    digests: dict[str, str] = {}
+    repository = Repository.open(folder / "repository")
+    for _ in range(3):
+        state = run.state()
+        began = stalled(lambda s=state: repository.restore_into("bench@latest", s))[0]  # type: ignore[misc]
+        took["snapstore"].append(max(all_of(began)))
+        digests["snapstore"] = str([float(t.double().sum()) for t in leaves(state)])
+        state = run.state()
+        took["dcp"].append(
+            max(all_of(stalled(lambda s=state: dcp.load(s, checkpoint_id=folder / "dcp-reference"))[0]))  # type: ignore[misc]
+        )
+        digests["dcp"] = str([float(t.double().sum()) for t in leaves(state)])
+    repository.close()
+    return {"seconds": took, "equal": digests["snapstore"] == digests["dcp"]}
+
+
+def measure_training(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of 150 steps without saves, and with one every 50."""
+    found = {}
+    with SnapshotManager(folder / "trained", run="bench", **mode) as snapshots:
+        for name in ("warm", "alone", "saving"):
+            synchronize()
+            began = time.perf_counter()
+            for step in range(1, 151):
+                run.train()
+                if step % 50 == 1 and name != "alone":
+                    snapshots.save(step if name == "warm" else 1000 + step, run.state())
+            synchronize()
+            found[name] = max(all_of(time.perf_counter() - began))
+            snapshots.wait_until_finished()
+    return found
+
+
+def main() -> None:
+    """Run a task."""
+    task = json.loads(sys.argv[-1])
+    cuda = torch.cuda.is_available()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    run = Run(tuple(task["shape"]), init_device_mesh("cuda" if cuda else "cpu", (size,)))
+    run.train(2)
+    folder, mode = Path(task["folder"]), dict[str, Any]({"staging": "device"} if cuda else {})
+    found: dict[str, Any] = {"ranks": size, "device": torch.cuda.get_device_name() if cuda else "CPU"}
+    if task["do"] == "save":
+        found |= measure_saves(run, folder, mode)
+        if task.get("peers", True):
+            found["dcp"] = measure_dcp(run, folder)
+    elif task["do"] == "reference":  # the same state by both, for restores
+        state = run.state()
+        with SnapshotManager(folder / "repository", run="bench", **mode) as snapshots:
+            snapshots.save(0, state)
+        dcp.save(state, checkpoint_id=folder / "dcp-reference")
+    elif task["do"] == "again":  # the same values, by this world
+        state = run.state()
+        dcp.load(state, checkpoint_id=folder / "dcp-reference")
+        with SnapshotManager(folder / "repository", run="bench", **mode) as snapshots:
+            snapshots.restore()
+            snapshots.save(1, state)
+    elif task["do"] == "restore":
+        found |= measure_restore(run, folder)
+    elif task["do"] == "train":
+        found |= measure_training(run, folder, mode)
+    if rank == 0:
+        Path(task["out"]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -67,7 +67,7 @@ class Held:
             InvalidInputError: It has changed.
         """
         try:
-            same = self._place == _place_of(self.value) == _place_of(self._alias)
+            same = self._place == _place_of(_alias_of(self.value)) == _place_of(self._alias)
         except RuntimeError as error:
             raise changed(self.spec, str(error)) from error
         if not same:
@@ -98,10 +98,14 @@ class Held:
 
 
 def _alias_of(value: Array) -> Array:
-    """Return a new array over the memory of another; bytes themselves, which cannot change."""
+    """Return a new array over the memory of another; bytes themselves, which cannot change.
+
+    A tensor's `data` is read under the interpreter's lock, as another thread's `.data =` is. `detach` lets go of the
+    lock: it crashes the process if another thread assigns at that moment.
+    """
     if isinstance(value, bytes):
         return value
-    return value.view() if isinstance(value, np.ndarray) else value.detach()
+    return value.view() if isinstance(value, np.ndarray) else value.data
 
 
 def _place_of(value: Array) -> tuple[Any, ...]:

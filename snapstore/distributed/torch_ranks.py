@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,8 +38,6 @@ WORD_S = 15.0
 LINGER_S = 5.0
 CONNECT_S = 10.0
 POLL_S = 0.02
-#: Which channel of this process is the next one, by the name of the group: all ranks make them in the same order.
-_numbers: dict[str, Any] = {}
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -96,7 +93,7 @@ class TorchRanks:
         Raises:
             RanksError: some have not.
         """
-        store, prefix = _store_of(group)
+        store, prefix = _store_of(group, self.rank)
         came = [f"{prefix}/came/{rank}" for rank in range(self.count)]
         store.set(came[self.rank], b"1")
         if self.rank == 0:
@@ -239,8 +236,12 @@ def _tcp_store(host: str, port: int, *, is_master: bool) -> TCPStore:
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
-def _store_of(group: Any) -> tuple[Any, str]:
-    """Return the job's store, and a prefix that no other channel of the job has."""
+def _store_of(group: Any, rank: int) -> tuple[Any, str]:
+    """Return the job's store, and a prefix that no other channel of the job has.
+
+    Each rank counts its channels in the store: all make them in the same order, and a job that is initialised again in
+    the same processes counts from 0.
+    """
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()
@@ -248,7 +249,7 @@ def _store_of(group: Any) -> tuple[Any, str]:
         store = store.clone()
     ranks = torch.distributed.get_process_group_ranks(group)
     name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
-    number = next(_numbers.setdefault(name, count()))
+    number = store.add(f"snapstore/{name}/count/{rank}", 1)
     return store, f"snapstore/{name}/{number}"
 
 

@@ -138,13 +138,40 @@ def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, sent, rank, point):
     ranks = job(tmp_path, 2, strike=[1, point, sent], rank=rank)
     steps = check(tmp_path, ranks, rank)
     assert 1 in steps, "\n".join(r.text() for r in ranks)
-    assert (2 in steps) == (point in ("committed", "ended")), "\n".join(r.text() for r in ranks)
+    assert (2 in steps) == (point in ("reported", "committed", "ended")), "\n".join(r.text() for r in ranks)
     again = job(tmp_path, 2, steps=1)
     for number, r in enumerate(again):
         assert r.words().get("restored") == max(steps), r.text()
         assert r.words()["own"] == {"rank": number, "step": max(steps)}
     check(tmp_path, again, None)
     tally("ranks: processes", sent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
+    """The ranks run at their own pace, and save the same step."""
+    place = f"file://{tmp_path}/{os.urandom(4).hex()}"
+    ranks = [
+        Rank(tmp_path, place=place, repository=str(tmp_path / "repository"), rank=r, count=2, parallel="ddp",
+             steps=2000, silent_s=30, preempt=True)
+        for r in range(2)
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + HANG_S
+        while not (tmp_path / "repository" / "config").exists():
+            assert time.monotonic() < deadline, "\n".join(r.text() for r in ranks)
+            time.sleep(0.05)
+        time.sleep(2)
+        ranks[told].process.send_signal(signal.SIGTERM)
+        for r in ranks:
+            assert r.process.wait(timeout=HANG_S) == 128 + signal.SIGTERM, r.text()
+    finally:
+        for r in ranks:
+            r.process.kill()
+            r.process.wait()
+    (step,) = committed(tmp_path)
+    assert [r.words()["last"] for r in ranks] == [step, step]
 
 
 @pytest.mark.slow

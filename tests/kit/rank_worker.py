@@ -100,7 +100,13 @@ def main(options: dict[str, Any]) -> None:
     own = PerRank({"rank": rank, "step": 0})
     state = {"model": model.state_dict(), "own": own, "step": 0}
     ranks = TorchRanks(silent_s=options["silent_s"], total_s=60)
-    manager = SnapshotManager(options["repository"], run="job", ranks=ranks, options=SaveOptions(threads=1))
+    every = 1000 if options.get("preempt") else 1
+    manager = SnapshotManager(
+        options["repository"], run="job", ranks=ranks, save_interval_steps=every, options=SaveOptions(threads=1)
+    )
+    forbid_collectives()
+    if options.get("preempt"):
+        manager.handle_preemption()
     step = manager.latest_step() or 0
     if step:
         manager.restore_into(state, per_rank="same" if options.get("same", True) else "drop")
@@ -119,6 +125,11 @@ def main(options: dict[str, Any]) -> None:
         if strike and strike[0] == number:
             strike_at(ranks, *strike[1:])
         try:
+            if options.get("preempt"):
+                time.sleep(0.05 * (1 + rank))
+                if not manager.should_save(step):
+                    continue
+                say(last=step)
             manager.save(step, state, force=True)
             manager.wait_until_finished()
             say(committed=step)
@@ -133,6 +144,18 @@ def main(options: dict[str, Any]) -> None:
     say(ended=True)
     sys.stdout.flush()
     os._exit(0)  # gloo waits for dead peers
+
+
+def forbid_collectives() -> None:
+    """From here on every collective is an error: a save calls none."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a save or a restore has called a collective")
+
+    names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "barrier", "gather", "reduce"))]
+    for name in [*names, "scatter", "scatter_object_list", "send", "recv", "monitored_barrier", "new_group"]:
+        setattr(dist, name, refuse)
+        setattr(dist.distributed_c10d, name, refuse)
 
 
 def local_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def main(folder: str, world: str, rank: str, *names: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=int(rank), world_size=int(world),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=HANG_S),
     )  # fmt: skip
     said: dict[str, str] = {}
     one = World(Path(folder))
@@ -89,7 +89,7 @@ class World:
 
         self.folder, self.url = folder, folder / "repository"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        self.gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG_S))
 
     def writer(self, run: str, **options: Any) -> Any:
         from snapstore.dcp import SnapstoreWriter

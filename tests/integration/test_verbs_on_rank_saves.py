@@ -118,10 +118,10 @@ def test_a_damaged_pack_is_healed_by_the_same_values_saved_again(store):
         store.delete([key])
         store.put(key, bytes(data))
         assert [s.ref for s in repository.check("data").damaged] == ["r@2"]
-        repository.repair(apply=True, level="data")
+        healed = repository.repair(apply=True, level="data").healed  # the pack may hold only copies of other ranks'
         rank_saves.save(repository, states(2), 3)
-        report = repository.repair(apply=True, level="data")
-        assert [s.ref for s in report.healed] == ["r@2"]
+        healed += repository.repair(apply=True, level="data").healed
+        assert [s.ref for s in healed] == ["r@2"]
         repository.repair(apply=True, purge=True)
         repository.gc()
         found = repository.check("restore")

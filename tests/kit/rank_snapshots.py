@@ -260,7 +260,7 @@ class RankWriter:
             others = [name for name in state if name]
             names, nodes = [*others, *names], [*(["part", name] for name in others), *nodes]
         return ManifestContents(
-            save_id=bytes.fromhex(save_id), rank=0, sequence=1, part=part, chunk_bytes=self.chunk_bytes,
+            save_id=bytes.fromhex(save_id), rank=0, sequence=2 if part else 1, part=part, chunk_bytes=self.chunk_bytes,
             digest_seed=self.seed, tree=["dict", names, nodes], tensors=entries, inline=b"",
             table=ChunkTable.empty(),
             packs=(packs := list(dict.fromkeys(name for header in headers for name in header.pack_names))),

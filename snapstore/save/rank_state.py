@@ -60,7 +60,9 @@ def rank_state(inputs: Sequence[PartInput]) -> RankState:
     state = RankState(trees_of(inputs))
     for part in inputs:
         if part.own_nodes is None:
-            untied = (tensor for tensor in part.tensors if part.specs[tensor.number(0)].tie is None)
+            tensors = list(part.tensors)
+            whole = part.specs or [tensor.spec for tensor in tensors]  # without ranks each input is a whole tensor
+            untied = (tensor for i, tensor in enumerate(tensors) if whole[tensor.number(i)].tie is None)
             state.held_bytes[part.name] = sum(tensor.spec.nbytes for tensor in untied)
             state.replicas[part.name] = part.replicas
             state.replica_digests[part.name] = group_digests(part.replicas)

@@ -22,6 +22,7 @@ from ..distributed.base import named
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
+from ..save.agreement import unlike_replicas
 from ..save.merged_trees import merge_trees
 from ..save.rank_state import PartTree, decode_trees
 from ..text import some
@@ -151,24 +152,19 @@ def _require_equal_replicas(told: Mapping[int, Told]) -> None:
         InvalidInputError: they do not, and the tensors are named.
         DetailsWantedError: they do not.
     """
-    groups: dict[str, dict[bytes, list[int]]] = {}
-    for rank, one in told.items():
-        for group, digest in one.report.replicas.items():
-            groups.setdefault(group, {}).setdefault(digest, []).append(rank)
-    for group, by_digest in groups.items():
-        if len(by_digest) < 2:
-            continue
-        few = min(reversed(by_digest.values()), key=len)
-        others = sorted(rank for ranks in by_digest.values() if ranks is not few for rank in ranks)
-        pairs = zip(*(told[rank].replicas.get(group, ()) for rank in (few[0], others[0])), strict=False)
-        names = [path for (path, mine), (_, theirs) in pairs if mine != theirs]
-        which = f"tensors {some(names, 5)}" if names else f"tensors of part {group.partition(chr(0))[0]!r}"
-        again = "" if names else "; save again to hear which"
-        raise (InvalidInputError if names else DetailsWantedError)(
-            f"{named(few)}: {which} differ from those of {named(others)}, which should hold the same (a broadcast was "
-            "forgotten, or they are buffers such as BatchNorm's): make them equal, or wrap them in snapstore.PerRank; "
-            f"nothing was committed{again}"
-        )
+    unlike = unlike_replicas({rank: one.report for rank, one in told.items()})
+    if unlike is None:
+        return
+    group, few, others = unlike
+    pairs = zip(*(told[rank].replicas.get(group, ()) for rank in (few[0], others[0])), strict=False)
+    names = [path for (path, mine), (_, theirs) in pairs if mine != theirs]
+    which = f"tensors {some(names, 5)}" if names else f"tensors of part {group.partition(chr(0))[0]!r}"
+    again = "" if names else "; save again to hear which"
+    raise (InvalidInputError if names else DetailsWantedError)(
+        f"{named(few)}: {which} differ from those of {named(others)}, which should hold the same (a broadcast was "
+        "forgotten, or they are buffers such as BatchNorm's): make them equal, or wrap them in snapstore.PerRank; "
+        f"nothing was committed{again}"
+    )
 
 
 def _require_whole(parts: Sequence[PartTree], held: Sequence[Mapping[str, int]]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from typing import Any
 import xxhash
 
 from ..distributed.messages import Begin, Ref, Report
-from ..errors import DAMAGE, SnapstoreError, StorageError
+from ..errors import SnapstoreError
 from ..format import records
-from ..format.keys import quarantined_names
 from ..format.manifest import Manifest
-from ..format.records import MAX_OBJECT_BYTES, Snapshot
+from ..format.records import Snapshot
 from ..protocol.commit import HEARTBEAT_S
 from ..protocol.session import Session, SharedSession
 from ..repository import Repository
@@ -31,10 +29,12 @@ from ..save.chunk_writer import BaseDamagedError
 from ..save.inputs import PartInput, SaveRequest, inputs_of
 from ..save.manifest_writer import RANKS, Written, write
 from ..save.near_children import NearChildren
-from ..save.rank_state import PartTree, encode_trees, rank_state
+from ..save.pipeline import commit
+from ..save.rank_state import encode_trees, rank_state, trees_of
 from ..save.root_writer import read_headers, write_roots
 from ..save.shares import RankShares
 from ..save.staging import Mode, Staging
+from ..save.together import shared_session
 from ..state.flatten import flatten
 from .exchange import Answer, Collected, Told
 from .target import Place
@@ -139,8 +139,7 @@ class Saver:
 
     def digest_of_trees(self, inputs: Sequence[PartInput]) -> bytes:
         """Return a digest of the trees of a state (16 bytes)."""
-        trees = [PartTree(part.name, part.tree, part.specs) for part in inputs if part.own_nodes is None]
-        return xxhash.xxh3_128_digest(encode_trees(trees))
+        return xxhash.xxh3_128_digest(encode_trees(trees_of(inputs)))
 
     def told(self, answer: Answer, inputs: Sequence[PartInput], share: Share) -> Told:
         """Return what rank 0 is told of a share."""
@@ -164,17 +163,8 @@ class Saver:
         return Told(report, state.held_bytes, encode_trees(state.parts) if answer.trees else b"", details)
 
     def session_of(self, run: str, begin: Begin) -> SharedSession:
-        """Return the part of a rank other than 0 in the session of rank 0. Without a base, this rank stores more."""
-        store, bases = self._context.store, []
-        for key in begin.bases:
-            try:
-                bases.append(records.decode(store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key))
-            except (*DAMAGE, StorageError) as error:
-                log.warning("run=%s base %s cannot be used: %s", run, key, error)
-        session = SharedSession(self._context, run, begin.step, begin.id, bases, lambda: None)
-        if begin.quarantine:
-            session.quarantined = quarantined_names([info.key for info in store.list("gc/")])
-        return session
+        """Return the part of a rank other than 0 in the session of rank 0."""
+        return shared_session(self._context, run, begin, lambda: None)
 
     def write_roots(self, session: Session, collected: Collected) -> Written:
         """Write the root manifests of all ranks; they are durable on return.
@@ -200,24 +190,9 @@ class Saver:
             ConflictError: a gc has expired this save; nothing was committed.
             StorageError: the store failed.
         """
-        total_s = time.monotonic() - request.started
-        snapshot = session.commit(
-            bases=[base.id for base in bases],
-            manifests=written.manifests,
-            tags=request.tags,
-            metrics=request.read_metrics(),
-            metadata_node=request.metadata_node,
-            created=time.time(),
-            generation=(bases[0].generation + 1) % records.MAX_COUNTED if bases else 0,
-            depth=written.depth,
-            chunks=written.chunks,
-            new_chunks=written.new_chunks,
-            logical_bytes=written.logical_bytes,
-            stored_bytes=written.stored_bytes,
-            stall_s=total_s if request.stall_s is None else request.stall_s,
-            total_s=total_s,
-            features=[RANKS] if self.place[1] else [],
-        )
+        generation = (bases[0].generation + 1) % records.MAX_COUNTED if bases else 0
+        ids, features = [base.id for base in bases], [RANKS] if self.place[1] else []
+        snapshot = commit(session, request, written, ids, generation, features)
         self._context.index.add(snapshot, written.headers)
         self._repository.lineage.note_saved(
             snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}

@@ -63,7 +63,7 @@ def save(
                         bases = without_bases(request, inputs, damage)
                 if context.options.verify_writes == "full":
                     session.confirm(written.sizes)
-                snapshot = _commit(session, request, bases, written)
+                snapshot = commit(session, request, written, bases.ids, bases.generation)
             if staging:
                 staging.keep_as_base(inputs, snapshot.id)
         context.index.add(snapshot, written.headers)
@@ -119,17 +119,33 @@ def _cannot_repeat(damage: BaseDamagedError) -> SnapstoreError:
     )
 
 
-def _commit(session: Session, request: SaveRequest, bases: Bases, written: Written) -> Snapshot:
-    """Create the record."""
+def commit(
+    session: Session,
+    request: SaveRequest,
+    written: Written,
+    bases: Sequence[str],
+    generation: int,
+    features: Sequence[str] = (),
+) -> Snapshot:
+    """Create the record.
+
+    Args:
+        written: the manifests that it names, and the counts of all that was written.
+        bases: ids of the snapshots that were built on.
+
+    Raises:
+        ConflictError: a gc has expired this save; nothing was committed.
+        StorageError: the store failed.
+    """
     total_s = time.monotonic() - request.started
     return session.commit(
-        bases=bases.ids,
+        bases=list(bases),
         manifests=written.manifests,
         tags=request.tags,
         metrics=request.read_metrics(),
         metadata_node=request.metadata_node,
         created=time.time(),
-        generation=bases.generation,
+        generation=generation,
         depth=written.depth,
         chunks=written.chunks,
         new_chunks=written.new_chunks,
@@ -137,4 +153,5 @@ def _commit(session: Session, request: SaveRequest, bases: Bases, written: Writt
         stored_bytes=written.stored_bytes,
         stall_s=total_s if request.stall_s is None else request.stall_s,
         total_s=total_s,
+        features=list(features),
     )

@@ -5,7 +5,6 @@ In: the inputs of one rank. Out: durable objects, in the order in which `togethe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -26,7 +25,7 @@ from .lineage import Lineage
 from .manifest_writer import Written, write
 from .merged_trees import merge_trees
 from .near_children import NearChildren
-from .pipeline import without_bases
+from .pipeline import commit, without_bases
 from .rank_state import decode_trees, encode_trees, rank_state
 from .root_writer import read_headers, write_roots
 from .staging import Staging
@@ -122,25 +121,9 @@ class RankWriter:
 
     def commit(self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[str]) -> Snapshot:
         """Create the record."""
-        request = self._request
-        total_s = time.monotonic() - request.started
-        return session.commit(
-            bases=list(bases),
-            manifests=roots.manifests,
-            tags=request.tags,
-            metrics=request.read_metrics(),
-            metadata_node=request.metadata_node,
-            created=time.time(),
-            generation=self._bases.generation,
-            depth=roots.depth,
-            chunks=roots.chunks,
-            new_chunks=sum(report.new_chunks for report in reports),
-            logical_bytes=roots.logical_bytes,
-            stored_bytes=roots.stored_bytes + sum(report.stored_bytes for report in reports),
-            stall_s=total_s if request.stall_s is None else request.stall_s,
-            total_s=total_s,
-            features=[RANKS],
-        )
+        roots.new_chunks += sum(report.new_chunks for report in reports)
+        roots.stored_bytes += sum(report.stored_bytes for report in reports)
+        return commit(session, self._request, roots, bases, self._bases.generation, [RANKS])
 
     def _note(self, written: Written) -> None:
         self.headers |= written.headers

@@ -339,22 +339,8 @@ class _Save:
 
     def _write_share(self, begin: Begin) -> Share:
         """Write this rank's packs and child manifests."""
-        context, request = self._context, self._request
-        session = SharedSession(context, request.run, request.step, begin.id, self._bases(begin), self._watch_outcome)
-        if begin.quarantine:
-            session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
-        with session:
+        with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
             return self._write(session, full=begin.full)
-
-    def _bases(self, begin: Begin) -> list[Snapshot]:
-        """Return the snapshots that may be built on. Without one that cannot be read here, this rank stores more."""
-        bases = []
-        for key in begin.bases:
-            try:
-                bases.append(_read_record(self._context, key))
-            except (*DAMAGE, StorageError) as error:
-                log.warning("run=%s base %s cannot be used: %s", self._request.run, key, error)
-        return bases
 
     def _watch_outcome(self, *, now: bool = False) -> None:
         """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`."""
@@ -478,6 +464,26 @@ class _Save:
             stored_bytes=written.stored_bytes,
             depth=written.depth,
         )
+
+
+def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[], object]) -> SharedSession:
+    """Return the part of a rank other than 0 in rank 0's session.
+
+    Without a base whose record it cannot read, this rank stores more.
+
+    Args:
+        watch: raises once the save was given up.
+    """
+    bases = []
+    for key in begin.bases:
+        try:
+            bases.append(_read_record(context, key))
+        except (*DAMAGE, StorageError) as error:
+            log.warning("run=%s base %s cannot be used: %s", run, key, error)
+    session = SharedSession(context, run, begin.step, begin.id, bases, watch)
+    if begin.quarantine:
+        session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
+    return session
 
 
 def _read_record(context: Context, key: str) -> Snapshot:

@@ -156,14 +156,8 @@ class _Flattener:
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else value
-        try:
-            kind, dtype, shape = describe(stored)
-        except UnsupportedLeafError:
-            stored = _whole(value)
-            if stored is None:
-                raise
-            kind, dtype, shape = describe(stored)
-        tag = "bytearray" if type(value) is bytearray else kind
+        kind, dtype, shape = describe(stored)
+        tag = "bytearray" if stored is not value else kind
         grad = tag in ("tensor", "parameter") and value.requires_grad
         return self._node(TensorSpec(path, kind, dtype, shape, grad, None), stored, tag)
 
@@ -273,17 +267,6 @@ class _RankFlattener(_Flattener):
         self._part, (self._at, self._first, self._tied) = shared, outer
         own.tree[1].append(node)
         return ["rank", len(own.tree[1]) - 1]
-
-
-def _whole(value: Any) -> Any:
-    """Return the local tensor of a sharded one that lies here as a whole, as in a job of one rank; else None."""
-    try:
-        sharding = sharding_of(value)
-    except UnsupportedLeafError:
-        return None
-    if sharding is None or len(sharding.boxes) != 1 or tuple(sharding.boxes[0][1]) != sharding.global_shape:
-        return None
-    return local_of(value)
 
 
 def _part_names(root: Any) -> list[str]:

@@ -20,14 +20,14 @@ from ..distributed.messages import Begin, Ref, Report
 from ..errors import SnapstoreError
 from ..format import records
 from ..format.manifest import Manifest
-from ..format.records import Snapshot
+from ..format.records import RANKS, Snapshot
 from ..protocol.commit import HEARTBEAT_S
 from ..protocol.session import Session, SharedSession
 from ..repository import Repository
 from ..save.bases import Bases, load_bases
 from ..save.chunk_writer import BaseDamagedError
 from ..save.inputs import PartInput, SaveRequest, inputs_of
-from ..save.manifest_writer import RANKS, Written, write
+from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.rank_state import encode_trees, rank_state, trees_of

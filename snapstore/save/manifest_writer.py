@@ -21,7 +21,7 @@ from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
-from ..format.records import ManifestRef
+from ..format.records import RANKS, ManifestRef
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
@@ -31,8 +31,6 @@ from .inputs import BoxOf, PartInput, TensorInput
 from .replicas import digest_arrays
 from .shares import Name
 
-#: The feature of manifests and records of several ranks.
-RANKS = "ranks"
 #: A packed tree of nothing.
 NO_TREE = b"\xc0"
 

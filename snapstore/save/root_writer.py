@@ -16,12 +16,12 @@ from ..context import Context
 from ..format import manifest
 from ..format.chunk_table import ChunkTable
 from ..format.manifest import TensorEntry, read_header
-from ..format.records import ManifestRef
+from ..format.records import RANKS, ManifestRef
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
 from ..threads import Threads
 from .bases import SessionLike
-from .manifest_writer import RANKS, Written
+from .manifest_writer import Written
 from .rank_state import PartTree
 
 #: Headers that are read, and roots that are put, at once.

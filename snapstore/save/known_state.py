@@ -111,10 +111,14 @@ class Group:
     def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
         """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each.
 
-        Args:
-            match: confirmed; it keeps the memory.
+        Call it before `match.confirm`, which finds memory that was resized meanwhile.
+
+        Raises:
+            DifferentStructureError: one has moved since the match.
         """
+        storages = match.hold(self.at)
         together = copy_addresses(self._addresses(match), self.nbytes)
+        del storages
 
         def views() -> list[Bytes]:
             ends = np.cumsum(self.nbytes)

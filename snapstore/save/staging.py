@@ -229,11 +229,12 @@ class Staging:
                 copies.append((group.rows, memories))
             for device, group in known.hashed.on_devices.items():
                 digests |= self._start_digests(group.rows, group.sources(device, match))
-            match.confirm()
             copies.append((known.copied.small.rows, known.copied.small.copy_small(match)))
+            small_replicas = known.hashed.small.copy_small(match)
+            match.confirm()
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
-            digests |= self._digest_on_host(known.hashed, match)
+            digests |= self._digest_on_host(known.hashed, match, small_replicas)
         return partial(known.inputs, match, copies, digests)
 
     def _start_digests(self, rows: Sequence[int], sources: Sources) -> dict[int, Callable[[], Bytes]]:
@@ -241,9 +242,11 @@ class Staging:
         found = self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
         return {row: partial(found, i) for i, row in enumerate(rows)} if found else {}
 
-    def _digest_on_host(self, known: Groups, match: Match) -> dict[int, Callable[[], Bytes]]:
-        """Hash replicas in host memory: small ones are copied now, and hashed when asked."""
-        seed, small = self._engines.digest_seed, known.small.copy_small(match)
+    def _digest_on_host(
+        self, known: Groups, match: Match, small: Callable[[], list[Bytes]]
+    ) -> dict[int, Callable[[], Bytes]]:
+        """Hash replicas in host memory; the copies of small ones are hashed when asked."""
+        seed = self._engines.digest_seed
         digests: dict[int, Callable[[], Bytes]] = {
             row: partial(_digest_nth, small, i, seed) for i, row in enumerate(known.small.rows)
         }

@@ -60,6 +60,18 @@ class Match:
     _places: list[int]
     _storages: list[Any] = field(default_factory=list)
 
+    def hold(self, at: Column) -> list[Any]:
+        """Return the storages of some of `tensors`, which keep their memory, to be read at once and then confirmed.
+
+        Raises:
+            DifferentStructureError: one lies elsewhere.
+        """
+        tensors = [self.tensors[k] for k in at.tolist()]
+        storages = _storages(tensors)
+        if list(map(_address, tensors)) != self.addresses[at].tolist():
+            raise DifferentStructureError
+        return storages
+
     def confirm(self) -> None:
         """Check that the tensors have the known form, and lie where they lay at the match.
 

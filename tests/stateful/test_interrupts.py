@@ -21,7 +21,7 @@ from snapstore.storage.s3.store import S3Store
 
 FILES = ("protocol/commit.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
 #: A save that commits, and saves that fail before the first pack and after the last.
-FAILING = (None, "load_bases", "_commit")
+FAILING = (None, "load_bases", "commit")
 
 
 def interrupted_save(make_store, failing, at):

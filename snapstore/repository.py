@@ -6,7 +6,6 @@ Several threads may use one Repository, also for several saves at once. It must 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +35,7 @@ from .save.lineage import Lineage
 from .storage.base import ObjectStore
 from .storage.urls import open_store
 from .text import counted, some
+from .threads import when_dropped
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
@@ -62,7 +62,7 @@ class Repository:
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
         index = open_index(store, config, reconstructed=bool(config_problem))
         self.context = Context(store, index, engines, config, options, config_problem)
-        self._finalizer = weakref.finalize(self, self.context.close)
+        self._finalizer = when_dropped(self, self.context.close)
         self.lineage = Lineage()
 
     # -- open and close
@@ -115,7 +115,8 @@ class Repository:
 
     def close(self) -> None:
         """Release threads, index and temporary files. It may be called twice."""
-        self._finalizer()
+        if self._finalizer.detach():
+            self.context.close()
 
     def __enter__(self) -> Repository:
         return self

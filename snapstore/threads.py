@@ -10,8 +10,10 @@ container, nor `concurrent.futures`, which refuses work from the moment when the
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -121,10 +123,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Wait until the threads are idle, and end them.
-
-        The garbage collector may call this in any thread; a thread of the pool itself does not wait.
-        """
+        """Wait until the threads are idle, and end them."""
         if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:
@@ -132,9 +131,8 @@ class Threads:
             self._members, self._work = [], SimpleQueue()
         for _ in members:
             work.put(None)
-        if threading.current_thread() not in members:
-            for member in members:
-                member.join()
+        for member in members:
+            member.join()
 
 
 def _work(work: Work) -> None:
@@ -143,6 +141,27 @@ def _work(work: Work) -> None:
         del item
         pending.compute(first)
         del pending  # or a thread that waits for work would hold the last results, megabytes
+
+
+def when_dropped(owner: object, close: Callable[[], object]) -> weakref.finalize[..., object]:
+    """Call `close` when nothing refers to `owner` any more, or the interpreter exits.
+
+    The garbage collector runs finalizers in any thread, between any two of its instructions. A finalizer that takes a
+    lock, or waits for a thread, waits for ever if the interrupted code holds that lock. So `close` runs in a thread of
+    its own; at the exit, which interrupts nothing, in the thread that exits.
+    """
+    return weakref.finalize(owner, _close_apart, close)
+
+
+def _close_apart(close: Callable[[], object]) -> None:
+    if threading.main_thread().is_alive():
+        _thread.start_new_thread(_start, (close,))  # `Thread.start` takes a lock that the interrupted code may hold
+    else:
+        close()
+
+
+def _start(close: Callable[[], object]) -> None:
+    threading.Thread(target=close, name="snapstore-close", daemon=True).start()
 
 
 def no_threads() -> CapabilityError:

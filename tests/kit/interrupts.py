@@ -37,19 +37,24 @@ def places(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupter:
     """Counts the places for a Ctrl-C that a call passes, and raises KeyboardInterrupt at one of them.
 
     Args:
         files: paths below the package, such as "storage/locks.py".
         at: number of the place; None: none.
+        strike: what happens there instead.
 
     Attributes:
         passed: (file, line) of each place, in their order.
     """
 
-    def __init__(self, *files: str, at: int | None = None) -> None:
-        self._files, self._at = {f"{_ROOT}/{file}" for file in files}, at
+    def __init__(self, *files: str, at: int | None = None, strike: Callable[[], object] = _ctrl_c) -> None:
+        self._files, self._at, self._strike = {f"{_ROOT}/{file}" for file in files}, at, strike
         self.passed: list[tuple[str, int]] = []
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -68,5 +73,5 @@ class Interrupter:
         if event == "opcode" and frame.f_lasti in places(frame.f_code):
             self.passed.append((frame.f_code.co_filename.removeprefix(f"{_ROOT}/"), frame.f_lineno))
             if len(self.passed) - 1 == self._at:
-                raise KeyboardInterrupt
+                self._strike()
         return self._trace

@@ -25,7 +25,6 @@ import os
 import posixpath
 import re
 import time
-import weakref
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -43,7 +42,7 @@ from ...errors import (
     SnapstoreError,
     StorageError,
 )
-from ...threads import Threads
+from ...threads import Threads, when_dropped
 from ..base import (
     GET_LIMIT_BYTES,
     Buffer,
@@ -111,7 +110,7 @@ class S3Store:
         where = parse_url(url)
         self._storage_class = check_storage_class(storage_class) or where.storage_class
         self._threads, self._read_timeout_s = Threads(READERS), read_timeout_s
-        weakref.finalize(self, self._threads.close).atexit = False  # the interpreter's exit does not wait for a server
+        when_dropped(self, self._threads.close).atexit = False  # the interpreter's exit does not wait for a server
         self._use(
             Requests(where, connect_timeout_s=connect_timeout_s, read_timeout_s=read_timeout_s, attempts=attempts)
         )

@@ -74,6 +74,10 @@ class SnapshotManager(Steps):
         ranks: the ranks of a job that save one snapshot together, such as `TorchRanks(group)`. None: all ranks, if
             torch.distributed is initialised with several; each must make a manager within 60 s. False: this process
             saves alone. Read-only managers take no ranks by themselves.
+        replicas: tensors that several ranks hold whole, and replicas of DTensors. "check": they are equal, each rank
+            stores a share, and ones that differ are an error that names them; buffers such as BatchNorm's are rank 0's,
+            with one warning. "rank0": they may differ; rank 0 (of DTensors: the first replica) stores all of them, and
+            each rank restores its values. The same on all ranks.
         options: how saves are stored, if the repository is opened here.
 
     Do not use it across a fork, or from a signal handler: set a flag there, and save from the loop.
@@ -93,6 +97,7 @@ class SnapshotManager(Steps):
         keep_base: bool = True,
         read_only: bool = False,
         ranks: Ranks | Literal[False] | None = None,
+        replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
         self.run = check_name("run", run)
@@ -100,6 +105,8 @@ class SnapshotManager(Steps):
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         if on_busy not in ("wait", "skip"):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
+        if replicas not in ("check", "rank0"):
+            raise InvalidInputError(f"replicas {replicas!r}: expected 'check' or 'rank0'")
         self.save_interval_steps = save_interval_steps
         self.keep = retention.check(keep)
         self.read_only = read_only
@@ -109,11 +116,11 @@ class SnapshotManager(Steps):
 
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
-        self._job: RankJob | None = RankJob(chosen) if chosen is not None else None
+        self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
         self._owned = not isinstance(repository, Repository)
         try:
             self.repository: Repository = self._first_on_rank_0(
-                "open", lambda: self._opened(repository, options, parent)
+                f"open, replicas={replicas!r}", lambda: self._opened(repository, options, parent)
             )
         except BaseException:
             if self._job is not None:

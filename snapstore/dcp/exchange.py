@@ -11,7 +11,7 @@ with the same plan. If another one of these has other trees, its plain values di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import xxhash
@@ -22,7 +22,7 @@ from ..distributed.base import named
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
-from ..save.agreement import unlike_replicas
+from ..save.agreement import Unlike, unlike_replicas
 from ..save.merged_trees import merge_trees
 from ..save.rank_state import PartTree, decode_trees
 from ..text import some
@@ -39,6 +39,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         trees: whether its trees are wanted.
         details: whether every rank tells what it can, because the last save failed for want of it.
         seed: digest seed of the repository: all ranks write to one.
+        replicas: of rank 0's writer: all ranks have the same.
     """
 
     begin: Begin
@@ -47,6 +48,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     trees: bool
     details: bool
     seed: int
+    replicas: str
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -115,6 +117,7 @@ class Collected:
         reports: by rank.
         children: the child manifests of all ranks.
         parts: their trees as one.
+        unlike_buffers: the ranks whose buffers differ.
 
     Raises:
         InvalidInputError: plain values differ between ranks, or replicas do, or they do not hold each tensor once.
@@ -137,7 +140,10 @@ class Collected:
                 "make them equal, or give each rank keys of its own; nothing was committed; save again to hear which"
             )
         self.parts = merge_trees([(ranks, decode_trees(trees[digest])) for digest, ranks in alike.items()])
-        _require_equal_replicas(told)
+        unlike = unlike_replicas(self.reports)
+        if unlike and not unlike[0].is_of_buffers:
+            _raise_of_replicas(told, unlike[0])
+        self.unlike_buffers = unlike
         _require_whole(self.parts, [one.held for one in told.values()])
 
 
@@ -145,25 +151,22 @@ class DetailsWantedError(InvalidInputError):
     """Ranks differ, and have not told where."""
 
 
-def _require_equal_replicas(told: Mapping[int, Told]) -> None:
-    """Check that ranks which hold the same tensors hold the same bytes.
+def _raise_of_replicas(told: Mapping[int, Told], unlike: Unlike) -> NoReturn:
+    """Raise the error of replicas that differ.
 
     Raises:
-        InvalidInputError: they do not, and the tensors are named.
-        DetailsWantedError: they do not.
+        InvalidInputError: with the names of the tensors.
+        DetailsWantedError: the ranks have not told the names.
     """
-    unlike = unlike_replicas({rank: one.report for rank, one in told.items()})
-    if unlike is None:
-        return
-    group, few, others = unlike
-    pairs = zip(*(told[rank].replicas.get(group, ()) for rank in (few[0], others[0])), strict=False)
+    group, few, other = unlike.group, unlike.few, unlike.other
+    pairs = zip(*(told[rank].replicas.get(group, ()) for rank in (few[0], other[0])), strict=False)
     names = [path for (path, mine), (_, theirs) in pairs if mine != theirs]
     which = f"tensors {some(names, 5)}" if names else f"tensors of part {group.partition(chr(0))[0]!r}"
     again = "" if names else "; save again to hear which"
     raise (InvalidInputError if names else DetailsWantedError)(
-        f"{named(few)}: {which} differ from those of {named(others)}, which should hold the same (a broadcast was "
-        "forgotten, or they are buffers such as BatchNorm's): make them equal, or wrap them in snapstore.PerRank; "
-        f"nothing was committed{again}"
+        f"{named(few)}: {which} differ from those of {named(other)}, which should hold the same (was a broadcast "
+        "forgotten?): make them equal, wrap them in snapstore.PerRank, or store rank 0's, with "
+        f"SnapstoreWriter(replicas='rank0'); nothing was committed{again}"
     )
 
 

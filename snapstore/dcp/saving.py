@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +32,10 @@ from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.rank_state import encode_trees, rank_state, trees_of
 from ..save.root_writer import read_headers, write_roots
-from ..save.shares import RankShares
+from ..save.shares import RankShares, Replicas
 from ..save.staging import Mode, Staging
 from ..save.together import shared_session
+from ..state.containers import shown
 from ..state.flatten import flatten
 from .exchange import Answer, Collected, Told
 from .target import Place
@@ -44,10 +45,17 @@ log = logging.getLogger("snapstore")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The objects that this process has written of a save, and the bases that they refer to."""
+    """The share of a save that this process has written.
+
+    Attributes:
+        written: the objects.
+        bases: that they refer to.
+        buffers: the paths of its buffers, by the part and group under which it reports their digest.
+    """
 
     written: Written
     bases: Bases
+    buffers: Mapping[str, Sequence[str]]
 
 
 class Heart:
@@ -72,10 +80,13 @@ class Saver:
 
     Attributes:
         place: (rank, number of ranks) of this process in the group that saves; (0, 0): it saves as one process.
+        replicas: see `RankShares`.
     """
 
-    def __init__(self, repository: Repository, place: Place, *, staging: Mode, keep_base: bool) -> None:
-        self._repository, self._context = repository, repository.context
+    def __init__(
+        self, repository: Repository, place: Place, *, staging: Mode, keep_base: bool, replicas: Replicas
+    ) -> None:
+        self._repository, self._context, self.replicas = repository, repository.context, replicas
         self._new_staging = partial(Staging, self._context.engines, keep_base=keep_base, mode=staging)
         self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
         self._set_place(place)
@@ -85,7 +96,8 @@ class Saver:
 
     def _set_place(self, place: Place) -> None:
         self.place = place
-        self._shares = RankShares(*place, self._context.config.chunk_bytes) if place[1] else None
+        chunk_bytes = self._context.config.chunk_bytes
+        self._shares = RankShares(*place, chunk_bytes, replicas=self.replicas) if place[1] else None
         self._staging = self._new_staging(shares=self._shares)
 
     def take(self, place: Place) -> None:
@@ -135,7 +147,12 @@ class Saver:
                 session.confirm(written.sizes)
             staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
         self._manifests = {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
-        return Share(written, bases)
+        buffers: dict[str, list[str]] = {}
+        for part in inputs:
+            for one in part.replicas:
+                if one.is_buffer:
+                    buffers.setdefault(f"{part.name}\0{one.group_id}", []).append(shown(one.name[1]))
+        return Share(written, bases, buffers)
 
     def digest_of_trees(self, inputs: Sequence[PartInput]) -> bytes:
         """Return a digest of the trees of a state (16 bytes)."""

@@ -38,7 +38,10 @@ from ..format.records import Snapshot
 from ..options import SaveOptions
 from ..protocol.session import Session
 from ..repository import Repository
+from ..save.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..save.inputs import PartInput, SaveRequest
+from ..save.shares import REPLICAS
+from ..text import some
 from .exchange import Answer, Collected, DetailsWantedError, Told, decode, digest_of, encode, wanted_trees
 from .names import step_of
 from .planner import STAGED, Staged, staged_of, state_of
@@ -60,7 +63,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         repository: a URL, path or store, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
         process_group: the ranks that save together, as it is passed to `async_save`; None: all of the job.
-        staging, keep_base, options: see `SnapshotManager`.
+        staging, keep_base, replicas, options: see `SnapshotManager`.
 
     A checkpoint id is a step, or a path or text that ends in one.
 
@@ -76,12 +79,17 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         process_group: dist.ProcessGroup | None = None,
         staging: Literal["auto", "device", "host"] = "auto",
         keep_base: bool = True,
+        replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
+        if replicas not in REPLICAS:
+            raise InvalidInputError(f"replicas {replicas!r}: expected 'check' or 'rank0'")
         super().__init__(repository, run, partial(_open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group
-        self._saver = Saver(self.repository, place_in(process_group), staging=staging, keep_base=keep_base)
+        self._saver = Saver(
+            self.repository, place_in(process_group), staging=staging, keep_base=keep_base, replicas=replicas
+        )
         self._writing = threading.Lock()
         self._stages = 0  # how often a state was staged
         self._staged: Staged | None = None  # the last one, until it is written
@@ -92,6 +100,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._heart: Heart  # of that session
         self._request: SaveRequest | None = None
         self._share: Share | None = None  # of rank 0
+        self._warned: set[frozenset[str]] = set()  # the buffers that a warning was about
 
     # -- AsyncStager, in the thread that calls async_save
 
@@ -175,7 +184,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
         wanted = set(range(len(plans))) if self._details else wanted_trees([plan.storage_data for plan in plans])
-        common = (self._details, repository.config.digest_seed)
+        common = (self._details, repository.config.digest_seed, self._saver.replicas)
         answers = [Answer(begin, rank, len(plans), rank in wanted, *common) for rank in range(len(plans))]
         return [SavePlan([], storage_data=encode(answer), planner_data={}) for answer in answers]
 
@@ -208,6 +217,11 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 f"rank {answer.rank} saves {mine}, rank 0 {theirs}"
                 + (" to another repository" if step == begin.step else "")
                 + "; pass the same checkpoint_id and repository on all ranks"
+            )
+        if answer.replicas != saver.replicas:
+            raise InvalidInputError(
+                f"rank {answer.rank} saves with replicas={saver.replicas!r}, rank 0 with {answer.replicas!r}; pass the "
+                "same on all ranks"
             )
         is_alone = answer.world_size == 1 and place_in(self._group)[1] != 1  # no_dist, or no torch.distributed
         inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size))
@@ -272,7 +286,17 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         except DetailsWantedError:
             self._details = True
             raise
+        self._warn_of_buffers(request, collected.unlike_buffers, share)
         return saver.commit(session, request, saver.write_roots(session, collected), bases)
+
+    def _warn_of_buffers(self, request: SaveRequest, unlike: Sequence[Unlike], share: Share) -> None:
+        """Log that buffers differ between ranks, once for the same ones."""
+        parts = [f"buffers of part {one.group.partition(chr(0))[0]!r}" for one in unlike]
+        names = [name for one in unlike for name in share.buffers.get(one.group, ())] or parts
+        about = frozenset([*names, *(one.group for one in unlike)])
+        if unlike and about not in self._warned:
+            self._warned.add(about)
+            warn_of_buffers(request, unlike, f"some of {some(names, MAX_NAMES)}")
 
     def _end_session(self, error: BaseException | str | None) -> None:
         """End the session, if one is open."""

@@ -5,7 +5,7 @@
     failed    any rank to all     the first error
     ask       rank 0 to some      whose trees it needs: for each digest that is new to it, those of one rank
     tree      some ranks to 0     the trees that were asked for: with `replicas`, the messages that grow with the state
-    replicas  two ranks to 0      the digests of their replicas one by one, where these differ
+    replicas  some ranks to 0     the digests of their replicas one by one, where these differ
     outcome   rank 0 to all       committed, failed, or unclear
     skip      rank 0 to all       whether a save is skipped because the last one still runs
 

@@ -1,17 +1,26 @@
 """Agreement: compare what the ranks of a job must have alike, by the digests in their reports.
 
-In: the reports of all ranks. Out: nothing, or what differs on which ranks.
+In: the reports of all ranks. Out: nothing, or what differs on which ranks. Buffers may differ, with a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..distributed.base import named
 from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
 from ..errors import InvalidInputError
 from ..text import some
 from .inputs import SaveRequest
+from .replicas import BUFFERS
+
+log = logging.getLogger("snapstore")
+#: The most buffers that a warning names.
+MAX_NAMES = 20
+#: Returns the digests of a group's tensors by path, for each of some ranks.
+AskDigests = Callable[[Sequence[int], str], Mapping[int, Mapping[str, bytes]]]
 
 
 def compare(reports: Mapping[int, Report], request: SaveRequest) -> None:
@@ -30,17 +39,88 @@ def compare(reports: Mapping[int, Report], request: SaveRequest) -> None:
             )
 
 
-def unlike_replicas(reports: Mapping[int, Report]) -> tuple[str, list[int], list[int]] | None:
-    """Return a group of ranks whose replicas differ, the fewest ranks that have the same ones, and some others."""
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Ranks of a group whose replicas differ.
+
+    Attributes:
+        group: its id; see `Replica.group_id`.
+        few: the fewest ranks that hold the same; of buffers, all that do not hold what the first rank holds.
+        other: some others that hold the same; of buffers, the first rank and all that hold what it holds.
+    """
+
+    group: str
+    few: Sequence[int]
+    other: Sequence[int]
+
+    @property
+    def is_of_buffers(self) -> bool:
+        """Whether the tensors are buffers, which may differ."""
+        return self.group.endswith(BUFFERS)
+
+
+def unlike_replicas(reports: Mapping[int, Report]) -> list[Unlike]:
+    """Return the groups of ranks whose replicas differ; those of buffers come last."""
     groups: dict[str, dict[bytes, list[int]]] = {}
-    for rank, report in reports.items():
+    for rank, report in sorted(reports.items()):
         for group, digest in report.replicas.items():
             groups.setdefault(group, {}).setdefault(digest, []).append(rank)
+    unlike = []
     for group, found in groups.items():
-        if len(found) > 1:
+        if len(found) > 1 and group.endswith(BUFFERS):
+            first, *others = found.values()
+            unlike.append(Unlike(group, sorted(rank for ranks in others for rank in ranks), first))
+        elif len(found) > 1:
             few = min(found.values(), key=lambda ranks: (len(ranks), 0 in ranks))
-            return group, few, next(ranks for ranks in found.values() if ranks is not few)
-    return None
+            unlike.append(Unlike(group, few, next(ranks for ranks in found.values() if ranks is not few)))
+    return sorted(unlike, key=lambda one: one.is_of_buffers)
+
+
+def compare_replicas(
+    reports: Mapping[int, Report], request: SaveRequest, ask: AskDigests, warned: set[frozenset[str]]
+) -> None:
+    """Compare the tensors that several ranks hold alike; log a warning that names buffers which differ.
+
+    Args:
+        ask: called for other ranks than rank 0 at most once.
+        warned: the buffers that a warning was about: no other one follows for the same.
+
+    Raises:
+        InvalidInputError: tensors that are no buffers differ; some of them are named.
+    """
+    unlike = unlike_replicas(reports)
+    if not unlike:
+        return
+    if not unlike[0].is_of_buffers:
+        first = unlike[0]
+        digests = ask([first.few[0], first.other[0]], first.group)
+        mine, theirs = digests[first.few[0]], digests[first.other[0]]
+        names = [name for name, digest in mine.items() if theirs.get(name) != digest]
+        raise replicas_error(request, first.few, first.other, names)
+    about = frozenset(one.group for one in unlike).union(ask([0], BUFFERS)[0])
+    if about in warned:
+        return
+    warned.add(about)
+    digests = ask(sorted({rank for one in unlike for rank in (one.few[0], one.other[0])}), BUFFERS)
+    pairs = [(digests[one.few[0]], digests[one.other[0]]) for one in unlike]
+    names = [name for mine, theirs in pairs for name, digest in mine.items() if theirs.get(name, digest) != digest]
+    warn_of_buffers(request, unlike, some(list(dict.fromkeys(names)), MAX_NAMES))
+
+
+def warn_of_buffers(request: SaveRequest, unlike: Sequence[Unlike], names: str) -> None:
+    """Log that buffers differ between ranks, and whose are stored."""
+    few = {rank for one in unlike for rank in one.few}
+    first = {one.other[0] for one in unlike}
+    log.warning(
+        "run=%s step=%d buffers on %s differ from those on %s, which are stored, and which all ranks will restore: %s; "
+        "BatchNorm computes them from each rank's own batches; average or broadcast them before you save, if you want "
+        "others. This is said once.",
+        request.run,
+        request.step,
+        named(sorted(few)),
+        named(sorted(first)),
+        names,
+    )
 
 
 def replicas_error(
@@ -49,6 +129,6 @@ def replicas_error(
     """Return the error of tensors that differ between ranks that should hold the same."""
     return InvalidInputError(
         f"save {request.run}@{request.step}: {named(few)}: {some(names, 5)}: differ from the replicas on {named(other)}"
-        "; they must be equal on all ranks: broadcast them, or put what is each rank's own into snapstore.PerRank; "
-        "nothing was committed"
+        "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
+        "store rank 0's with replicas='rank0'; nothing was committed"
     )

@@ -233,7 +233,7 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
     """Yield the boxes of a part that a rank stores."""
     names = names_of(part.name, part.specs)
     for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
-        pieces = shares.pieces(name, part.specs[number], sharding)
+        pieces = shares.pieces(name, part.specs[number], sharding, may_differ=number in part.buffers)
         for of, piece in zip(_boxes_of(name, part.specs, number, pieces), pieces, strict=True):
             spec = msgspec.structs.replace(of.spec, shape=piece.sizes)
             key = (*name, piece.offsets, piece.sizes)

@@ -27,7 +27,7 @@ from .lineage import Lineage
 from .pipeline import log_saved, take_tags
 from .rank_state import trees_of
 from .rank_writer import RankWriter
-from .shares import RankShares
+from .shares import RankShares, Replicas
 from .staging import Staging
 from .together import Job
 
@@ -39,13 +39,16 @@ GO, SKIP = b"go", b"skip"
 class RankJob:
     """One manager's saves with the other ranks. All ranks make theirs in the same order, and call alike.
 
+    Args:
+        replicas: see `RankShares`.
+
     Attributes:
         ranks: the channel.
         ask: returns rank 0's answer to a question; see `Questions`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
+        self.ranks, self._replicas = ranks, replicas
         with _users_lock:
             prefix = f"{next(_users.setdefault(ranks, count()))}/"
         self._prefix = prefix
@@ -62,7 +65,7 @@ class RankJob:
 
     def shares(self, context: Context) -> RankShares:
         """Return which boxes this rank stores."""
-        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes)
+        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes, replicas=self._replicas)
 
     def preemption(self) -> Preemption:
         """Return what tells when the job ends; its ranks agree in the background from now on."""

@@ -17,7 +17,7 @@ from ..state.tensors import Node, TensorSpec
 from ..state.tree_decode import unpack_nodes
 from ..state.tree_encode import pack
 from .inputs import PartInput
-from .replicas import Replica, group_digests, group_id, tensor_digests
+from .replicas import Replica, group_digests, tensor_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,12 @@ class RankState:
     replicas: dict[str, Sequence[Replica]] = field(default_factory=dict)
 
     def tensor_digests(self, part: str, group: str) -> list[tuple[str, bytes]]:
-        """Return the path and the digest (16 bytes) of each tensor that some ranks hold alike."""
-        found = tensor_digests([one for one in self.replicas.get(part, ()) if group_id(one.group) == group])
+        """Return the path and the digest (16 bytes) of each tensor that some ranks hold alike.
+
+        Args:
+            group: the id of these ranks, or the end of several ids, such as BUFFERS.
+        """
+        found = tensor_digests([one for one in self.replicas.get(part, ()) if one.group_id.endswith(group)])
         return [(shown(one.name[1]), digest) for one, digest in found if digest is not None]
 
 

@@ -1,7 +1,8 @@
 """Replicas: digests of what several ranks hold alike, by which copies that have diverged are found.
 
 In: the tensors of a rank of which other ranks hold the same bytes. Out: one digest for each group of such ranks and
-part, over all of these bytes, not over the share that this rank stores. Digests are seeded, so equal ones mean equal
+part, over all of these bytes, not over the share that this rank stores; buffers, which may differ, have digests of
+their own. Digests are seeded, so equal ones mean equal
 bytes. A tensor is hashed in spans, on the device where it lies.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,6 +27,8 @@ from .shares import Name, RankShares, names_of
 
 #: A digest is taken of each span of so many bytes.
 SPAN_BYTES = 1024 * 1024
+#: The end of the ids of groups of buffers.
+BUFFERS = "~"
 #: Tensors are hashed together up to so many bytes: strided ones on a device are copied first.
 BATCH_BYTES = 256 * 1024 * 1024
 
@@ -36,6 +40,7 @@ class Replica:
     Attributes:
         name: part, path, and which of the tensors with that path.
         group: the ranks that hold the same bytes, sorted.
+        is_buffer: whether it may differ; see `state.stateful.buffers_of`.
         array: of the caller; None if staging has seen to the digests.
         digests: returns those of its spans, (n, 16); None: there are none, such as while kernels are not loaded.
     """
@@ -43,15 +48,24 @@ class Replica:
     name: Name
     group: tuple[int, ...]
     array: Held | None
+    is_buffer: bool = False
     digests: Callable[[], Bytes] | None = None
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group, for buffers another one."""
+        return _group_id(self.group) + (BUFFERS if self.is_buffer else "")
 
 
 def replicas_of(part: Part, shares: RankShares) -> Iterator[Replica]:
-    """Yield the tensors of a part of which other ranks hold the same bytes."""
-    for name, held, sharding in zip(names_of(part.name, part.specs), part.arrays, part.shardings, strict=True):
+    """Yield the tensors of a part of which other ranks hold the same bytes, or should; none if all may differ."""
+    if shares.replicas == "rank0":
+        return
+    names = names_of(part.name, part.specs)
+    for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
         group = shares.group(name, sharding)
         if len(group) > 1 and held.spec.nbytes:
-            yield Replica(name, group, held)
+            yield Replica(name, group, held, number in part.buffers)
 
 
 def spans(nbytes: Column) -> tuple[Column, Column, Column]:
@@ -103,8 +117,8 @@ def split(found: Bytes, which: Column, count: int) -> list[Bytes]:
     return np.split(found, np.searchsorted(which, np.arange(1, count))) if count else []
 
 
-def group_id(group: Sequence[int]) -> str:
-    """Return a short name of some ranks."""
+@lru_cache(maxsize=1024)
+def _group_id(group: tuple[int, ...]) -> str:
     return hashlib.sha256(",".join(map(str, group)).encode()).hexdigest()[:16]
 
 
@@ -115,11 +129,11 @@ def tensor_digests(replicas: Sequence[Replica]) -> list[tuple[Replica, bytes | N
 
 def group_digests(replicas: Sequence[Replica]) -> dict[str, bytes]:
     """Return one digest (16 bytes) of the tensors of each group, by its id; none of a group that lacks one."""
-    groups: dict[tuple[int, ...], list[bytes | None]] = defaultdict(list)
+    groups: dict[str, list[bytes | None]] = defaultdict(list)
     for one, found in tensor_digests(replicas):
-        groups[one.group].append(found)
+        groups[one.group_id].append(found)
     return {
-        group_id(group): _joined([found for found in digests if found is not None])
+        group: _joined([found for found in digests if found is not None])
         for group, digests in groups.items()
         if None not in digests
     }

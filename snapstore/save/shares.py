@@ -6,6 +6,8 @@ that hold the same box each store a share of its rows; no rank asks another, sin
 A box of replicas is cut into cells where a row ends on the grid of its strip (docs/design/ranks.md, "Cuts"), so another
 number of ranks cuts it into the same chunks. A box with fewer such cells than replicas is cut between any rows if each
 share has several chunks. Else a few of the replicas store a cell each: which ones, a hash of the path decides.
+
+Replicas that may differ are not cut: the first one stores the whole box, so no tensor is a mix of two ranks' values.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import xxhash
 
@@ -26,6 +29,10 @@ from ..state.tensors import TensorSpec
 
 #: Shares are cut off the grid if they have so many chunks: at most two of them are then others.
 MIN_CHUNKS_OFF_GRID = 4
+
+#: Replicas of a tensor that differ: an error, or the first replica is stored.
+Replicas = Literal["check", "rank0"]
+REPLICAS = ("check", "rank0")
 
 #: Part, path, and which of the tensors with that path.
 Name = tuple[str, tuple[str | int, ...], int]
@@ -70,23 +77,28 @@ class RankShares:
     Args:
         rank, world_size: of the job.
         holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted.
+        replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
     """
 
     rank: int
     world_size: int
     chunk_bytes: int
     holders: Mapping[Name, tuple[int, ...]] = field(default_factory=dict)
+    replicas: Replicas = "check"
 
     def group(self, name: Name, sharding: Sharding | None) -> tuple[int, ...]:
         """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown."""
         return self.holders.get(name) or tuple(range(self.world_size)) if sharding is None else sharding.group
 
-    def pieces(self, name: Name, spec: TensorSpec, sharding: Sharding | None) -> list[Piece]:
+    def pieces(
+        self, name: Name, spec: TensorSpec, sharding: Sharding | None, *, may_differ: bool = False
+    ) -> list[Piece]:
         """Return the boxes of a tensor that this rank stores; none is empty.
 
         Args:
             spec: of the whole tensor.
             sharding: None: a plain tensor, of which every rank holds the whole.
+            may_differ: whether replicas of this tensor may differ.
         """
         if sharding is None:
             group = self.group(name, None)
@@ -94,6 +106,10 @@ class RankShares:
             replica, replicas = group.index(self.rank) if self.rank in group else len(group), len(group)
         else:
             boxes, replica, replicas = sharding.boxes, sharding.replica, sharding.replicas
+        if may_differ or self.replicas == "rank0":
+            if replica != (0 if sharding is None else sharding.first):
+                return []
+            replica, replicas = 0, 1
         found: list[Piece] = []
         row = 0  # of the local tensor
         turn = _turn(name, replicas) if replicas > 1 else 0

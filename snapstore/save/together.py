@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -49,7 +50,7 @@ from ..format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
 from ..protocol.liveness import aborted
 from ..protocol.revisions import create
 from ..protocol.session import Session, SharedSession
-from .agreement import compare, replicas_error, unlike_replicas
+from .agreement import compare, compare_replicas
 from .inputs import SaveRequest
 from .manifest_writer import Written
 
@@ -91,7 +92,11 @@ class DataSide(Protocol):
         ...
 
     def replicas(self, group: str) -> list[tuple[str, bytes]]:
-        """Return the path and the digest of each tensor that a group of ranks holds alike."""
+        """Return the path and the digest of each tensor that a group of ranks holds alike.
+
+        Args:
+            group: its id, or the end of several ids; see `Replica.group_id`.
+        """
         ...
 
     def write_roots(
@@ -118,6 +123,7 @@ class Job:
         prefix: of all keys of these saves.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (rank 0 alone).
         old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
+        warned: the buffers that a warning was about: see `compare_replicas` (rank 0 alone).
     """
 
     context: Context
@@ -125,6 +131,7 @@ class Job:
     prefix: str = ""
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
     old_keys: list[str] = field(default_factory=list)
+    warned: set[frozenset[str]] = field(default_factory=set)
 
     def save(self, number: int, request: SaveRequest, data: DataSide) -> Snapshot:
         """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
@@ -203,7 +210,7 @@ class _Save:
         share = self._write(session, full=request.full)
         reports = {0: self._report(share, begin)} | self._collect(session)
         compare(reports, request)
-        self._compare_replicas(reports, session)
+        compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
         trees = self._trees(reports, session)
         session.watch = None  # nobody fails any more
         roots = self._data.write_roots(session, reports, trees)
@@ -235,25 +242,19 @@ class _Save:
         self._remove_old_keys()
         return reports
 
-    def _compare_replicas(self, reports: Mapping[int, Report], session: Session) -> None:
-        """Compare the tensors that several ranks hold alike.
+    def _digests(self, session: Session, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
+        """Return the digests of the tensors of a group, by path, for each of some ranks.
 
-        Raises:
-            InvalidInputError: they differ; some of them are named.
+        Raises: see `_collect`.
         """
-        unlike, ranks = unlike_replicas(reports), self._ranks
-        if unlike is None:
-            return
-        group, few, other = unlike
-        asked = [few[0], other[0]]
-        ranks.post(self._key("ask-replicas"), encode(Ask(asked, group)))
-        if 0 in asked:
-            ranks.post(self._key("replicas/0"), encode(self._data.replicas(group)))
-        watch = self._watch_ranks(session, "digests", lambda: asked)
-        answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in asked]), watch)
-        mine, theirs = (dict(decode(data, messages.Replicas)) for data in answers)
-        names = [name for name, digest in mine.items() if theirs.get(name) != digest]
-        raise replicas_error(self._request, few, other, names)
+        ranks, others = self._ranks, [rank for rank in asked if rank]
+        answers: list[bytes] = []
+        if others:
+            ranks.post(self._key("ask-replicas"), encode(Ask(others, group)))
+            watch = self._watch_ranks(session, "digests", lambda: others)
+            answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in others]), watch)
+        own = {0: dict(self._data.replicas(group))} if 0 in asked else {}
+        return own | {rank: dict(decode(data, messages.Replicas)) for rank, data in zip(others, answers, strict=True)}
 
     def _trees(self, reports: Mapping[int, Report], session: Session) -> list[tuple[list[int], bytes]]:
         """Return the trees of all ranks, equal ones once; ask for trees that rank 0 does not know.

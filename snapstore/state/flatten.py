@@ -38,7 +38,7 @@ from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
 from .sharded import Sharding, local_of, sharding_of
-from .stateful import is_stateful, state_of
+from .stateful import buffers_of, is_stateful, state_of
 from .structure import Structure
 from .tensors import Node, TensorSpec
 from .tree_encode import PLAIN, Encoder
@@ -55,6 +55,7 @@ class Part:
             tensor, and `arrays[i].spec` the local one.
         own_nodes: of a part of a rank's own values, whose tree is `["own", [node, ...]]`: each node of an array in it,
             and the index of that array in `arrays`. None: the values are the whole job's.
+        buffers: of a rank: the numbers of the arrays that may differ between ranks by design; see `buffers_of`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Part:
     arrays: list[Held]
     shardings: list[Sharding | None] = field(default_factory=list)
     own_nodes: list[tuple[Node, int]] | None = None
+    buffers: frozenset[int] = frozenset()
 
     @property
     def key(self) -> str:
@@ -117,6 +119,7 @@ class _Flattener:
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
+        self._objects: dict[Path, Any] = {}  # that were asked for their state
         self.is_repeated = False  # whether an object was asked for its state twice
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
@@ -152,6 +155,7 @@ class _Flattener:
             return None
         self.is_repeated = self.is_repeated or id(value) in self.states
         state = self.states[id(value)] = state_of(value, path)
+        self._objects[path] = value
         return (state,)
 
     def _put(self, value: Any, path: Path) -> Node:
@@ -213,7 +217,7 @@ class _RankFlattener(_Flattener):
     def parts(self, state: Any) -> list[Part]:
         done = []
         for part in super().parts(state):
-            done.append(part)
+            done.append(replace(part, buffers=buffers_of(part.specs, self._objects)))
             if own := self._own.get(part.name):
                 done.append(own)
         return done

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ class Sharding:
             `replicas` or more, another rank is their only writer (Megatron).
         group: the ranks that hold the same boxes, sorted; () if this rank is outside the tensor's mesh, or if they are
             unknown (Megatron).
+        first: the number of the replica that has coordinate 0 along all mesh dimensions that replicate.
     """
 
     global_shape: tuple[int, ...]
@@ -67,6 +68,7 @@ class Sharding:
     replica: int
     replicas: int
     group: tuple[int, ...]
+    first: int = 0
 
 
 def sharding_of(value: Any) -> Sharding | None:
@@ -119,7 +121,7 @@ def _of_dtensor(value: Any) -> Sharding:
     local = value._local_tensor
     if hasattr(local, "__create_chunk_list__"):
         boxes = _chunk_boxes(local)
-        return Sharding(found.global_shape, boxes, found.replica, found.replicas, found.group)
+        return replace(found, boxes=boxes)
     expected = _local_shape(found)
     got = tuple(local.shape)
     if got != expected and (expected is not None or local.numel()):
@@ -153,8 +155,9 @@ def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, plac
     for dim, found in enumerate(runs[1:], 1):
         if len(found) > 1:
             raise UnsupportedLeafError(f"{what} {_COLUMNS.format(dim=dim)}")
-    group = _group(mesh, root, rank, tuple(placement.is_replicate() for placement in placements))
-    return Sharding(shape, _boxes_of_runs(runs), group.index(rank), len(group), group)
+    ranks = _group(mesh, root, rank, tuple(placement.is_replicate() for placement in placements))
+    group = tuple(sorted(ranks))
+    return Sharding(shape, _boxes_of_runs(runs), group.index(rank), len(group), group, group.index(ranks[0]))
 
 
 def _coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
@@ -174,23 +177,23 @@ def _root_of(mesh: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _group(mesh: Any, root: Any, rank: int, is_replicated: tuple[bool, ...]) -> tuple[int, ...]:
-    """Return the ranks that hold the same boxes as a rank of the mesh, sorted: along the mesh's own dimensions that
-    replicate, and along those of its root that it lacks, except pipeline stages.
+    """Return the ranks that hold the same boxes as a rank of the mesh, in the mesh's order: along its own dimensions
+    that replicate, and along those of its root that it lacks, except pipeline stages.
     """
     coordinate = _coordinate(mesh, rank) or ()
     own = tuple(slice(None) if copied else at for at, copied in zip(coordinate, is_replicated, strict=True))
     ranks = mesh.mesh[own].flatten().tolist()
     if root is mesh or root.ndim == 1:
-        return tuple(sorted(ranks))
+        return tuple(ranks)
     places = {int(root.mesh[at]): at for at in product(*map(range, root.mesh.shape))}
     taken = [places[rank] for rank in mesh.mesh.flatten().tolist()]
     names = root.mesh_dim_names or [""] * root.ndim
     is_fixed = [len({at[dim] for at in taken}) > 1 or names[dim] in _STAGES for dim in range(root.ndim)]
-    found: set[int] = set()
+    found: dict[int, None] = {}
     for rank in ranks:
         there = tuple(at if fixed else slice(None) for at, fixed in zip(places[rank], is_fixed, strict=True))
-        found.update(root.mesh[there].flatten().tolist())
-    return tuple(sorted(found))
+        found.update(dict.fromkeys(root.mesh[there].flatten().tolist()))
+    return tuple(found)
 
 
 def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Run]:

@@ -1,19 +1,23 @@
 """Objects with `state_dict` and `load_state_dict`, which are stored as their state.
 
-In: any value in a state. Out: whether it is such an object, its state, and whether its names can be checked. This calls
-the user's `state_dict`, so it belongs to the thread that owns the state. torch is used only if the user has imported
-it; only this module knows the special cases of its schedulers and modules.
+In: any value in a state. Out: whether it is such an object, its state, whether its names can be checked, and which
+tensors are buffers. This calls the user's `state_dict`, so it belongs to the thread that owns the state. torch is used
+only if the user has imported it; only this module knows the special cases of its schedulers and modules.
 """
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
 from .containers import CONTAINERS, Path, shown
-from .tensors import is_array
+from .tensors import TensorSpec, is_array
+
+#: The buffers of torch's BatchNorm and InstanceNorm. Each rank computes them from its own batches.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_stateful(value: Any) -> bool:
@@ -61,3 +65,45 @@ def is_strict_module(value: Any) -> bool:
         type(child)._load_from_state_dict in loaders and not any(getattr(child, hook, None) for hook in hooks)
         for child in value.modules()
     )
+
+
+def buffers_of(specs: Sequence[TensorSpec], objects: Mapping[Path, Any]) -> frozenset[int]:
+    """Return the numbers of the tensors that are buffers, which may differ between the ranks of a job by design.
+
+    They are the buffers of a module that is in the state itself; and in a state dict, the statistics of a norm layer:
+    `running_mean` beside a `running_var` of the same shape (channels,), and `num_batches_tracked` with them. Nothing
+    that a module in the state calls a parameter is one, nor any tensor that requires grad.
+
+    Args:
+        objects: the objects in the state that are stored as their state, by path.
+    """
+    modules = {path: names for path, value in objects.items() if (names := _names_in_module(value))}
+    lengths = {len(path) for path in modules}
+    found: set[int] = set()
+    layers: dict[tuple[Any, ...], dict[str, int]] = {}
+    for number, spec in enumerate(specs):
+        path = spec.path
+        known = [modules.get(path[:length], {}).get(path[-1]) for length in lengths if len(path) == length + 1]
+        if True in known:
+            found.add(number)
+        elif False not in known and path and type(path[-1]) is str and path[-1].endswith(_STATISTICS):
+            layer, _, name = path[-1].rpartition(".")
+            layers.setdefault((*path[:-1], layer), {})[name] = number
+    for layer_of in layers.values():
+        forms = [_form(specs[layer_of[name]]) for name in _STATISTICS[:2] if name in layer_of]
+        if len(forms) == 2 and forms[0] == forms[1] == ("tensor", forms[0][1], False) and len(forms[0][1]) == 1:
+            found.update(number for name, number in layer_of.items() if name in _STATISTICS)
+    return frozenset(found)
+
+
+def _form(spec: TensorSpec) -> tuple[str, tuple[int, ...], bool]:
+    return spec.kind, tuple(spec.shape), spec.requires_grad
+
+
+def _names_in_module(value: Any) -> dict[Any, bool]:
+    """Return the names of a module's parameters and buffers, and whether each is a buffer; {}: it is no module."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return {}
+    buffers = dict.fromkeys((name for name, _ in value.named_buffers(remove_duplicate=False)), True)
+    return buffers | dict.fromkeys((name for name, _ in value.named_parameters(remove_duplicate=False)), False)

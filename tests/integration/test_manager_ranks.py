@@ -11,6 +11,7 @@ import torch
 
 from kit.faults import FaultStore
 from kit.objects import keys_of
+from kit.ranks import Managers as ManagersOfRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened, same
 from snapstore import (
@@ -42,33 +43,12 @@ def state(version: int, rank: int = 0):
     }
 
 
-class Managers(list):
-    """A manager on each rank, made and used by a thread each."""
-
-    def __init__(self, store, count=COUNT, *, stores=None, silent_s=5.0, total_s=30.0, **options):
-        ranks = LocalRanks(count, silent_s=silent_s, total_s=total_s)
-        self.ranks = ranks
-        options.setdefault("options", OPTIONS)
-        places = stores or [store] * count
-        made = together([
-            lambda r=r, s=s: SnapshotManager(s, run="a", ranks=r, **options)
-            for r, s in zip(ranks, places, strict=True)
-        ])  # fmt: skip
-        for manager in made:
-            if isinstance(manager, Exception):
-                raise manager
-        super().__init__(made)
-
-    def all(self, call):
-        """Return what `call(manager, rank)` returns or raises on each rank, called at once."""
-        return together([lambda m=m, r=r: call(m, r) for r, m in enumerate(self)])
+class Managers(ManagersOfRanks):
+    """A manager on each rank, which saves a `state`."""
 
     def save(self, step, version=None, **options):
         version = step if version is None else version
         return self.all(lambda m, rank: m.save(step, state(version, rank), **options))
-
-    def end(self):
-        return self.all(lambda m, _: m.close())
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from snapstore.save.merged_trees import holders_of, merge_trees
 from snapstore.save.near_children import NearChildren
 from snapstore.save.rank_state import RankState, rank_state
 from snapstore.save.root_writer import read_headers, write_roots
-from snapstore.save.shares import RankShares
+from snapstore.save.shares import RankShares, Replicas
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TensorSpec
 
@@ -84,15 +84,22 @@ def write_rank(repository: Repository, session: Session, state: Any, shares: Ran
 
 
 def save(
-    repository: Repository, states: Sequence[Any], step: int, run: str = "r", *, unlike: bool = False
+    repository: Repository,
+    states: Sequence[Any],
+    step: int,
+    run: str = "r",
+    *,
+    unlike: bool = False,
+    replicas: Replicas = "check",
 ) -> tuple[Snapshot, list[OneRank]]:
     """Save the states of all ranks, each a function that makes it, as one snapshot; return what each has written.
 
     Args:
         unlike: whether ranks may hold plain tensors that others do not, which they tell each other first.
+        replicas: see `RankShares`.
     """
     context, size = repository.context, len(states)
-    shares = [RankShares(rank, size, context.config.chunk_bytes) for rank in range(size)]
+    shares = [RankShares(rank, size, context.config.chunk_bytes, replicas=replicas) for rank in range(size)]
     if unlike:
         trees = []
         for share, make in zip(shares, states, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 
 from kit.faults import Crash, FaultStore
 from kit.repositories import OPTIONS, values
-from snapstore import Repository, Snapshot
+from snapstore import Repository, Snapshot, SnapshotManager
 from snapstore.distributed.base import Heart, Ranks
 from snapstore.distributed.local import LocalRank, LocalRanks
 from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS
@@ -218,3 +218,39 @@ def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), f"rank {number} hangs"
     return results
+
+
+class Managers(list[SnapshotManager]):
+    """A manager on each rank of a job, made and used by a thread each."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        count: int = 3,
+        *,
+        stores: Sequence[ObjectStore] | None = None,
+        silent_s: float = 5.0,
+        total_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        ranks = LocalRanks(count, silent_s=silent_s, total_s=total_s)
+        self.ranks = ranks
+        options.setdefault("options", OPTIONS)
+        of_rank: Callable[[int], dict[str, Any]] = options.pop("of_rank", lambda rank: {})
+        places = stores or [store] * count
+        made = together([
+            lambda r=r, s=s: SnapshotManager(s, run="a", ranks=r, **options | of_rank(r.rank))
+            for r, s in zip(ranks, places, strict=True)
+        ])  # fmt: skip
+        for manager in made:
+            if isinstance(manager, Exception):
+                raise manager
+        super().__init__(made)
+
+    def all(self, call: Callable[[SnapshotManager, int], Any]) -> list[Any]:
+        """Return what `call(manager, rank)` returns or raises on each rank, called at once."""
+        return together([lambda m=m, r=r: call(m, r) for r, m in enumerate(self)])
+
+    def end(self) -> list[Any]:
+        """Close all."""
+        return self.all(lambda m, _: m.close())

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -331,3 +332,48 @@ def test_stages_of_a_pipeline(repository):
     assert held == sum(whole.nbytes for whole in wholes.values())
     again, _ = rank_saves.save(repository, [rank(i) for i in range(4)], 2, unlike=True)
     assert again.new_chunks == 0
+
+
+def unlike_dtensor(ranks, value, placements):
+    """A DTensor on a mesh of the given ranks, of which each rank holds its own values: `value` plus its number."""
+    mesh = DeviceMesh("cpu", torch.tensor(ranks))
+    at = mesh.get_coordinate()
+    local = value
+    for place, (placement, count) in zip(at, zip(placements, mesh.shape, strict=True), strict=True):
+        local = local.chunk(count, placement.dim)[place] if isinstance(placement, Shard) else local
+    options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(local + dist.get_rank(), mesh, placements, **options)
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]], [[3, 2], [1, 0]]])
+def test_of_dtensors_the_replica_with_coordinate_0_is_stored(repository, ranks):
+    """All of it, though the others have values of their own: no shard is from another replica, whatever the mesh."""
+    wide, small = torch.arange(40_000.0).reshape(400, 100), torch.zeros(2, 3)
+    pair = [Replicate(), Shard(0)]
+    shapes = {"wide": (wide, pair), "small": (small, pair), "columns": (wide, [Shard(1), Replicate()])}
+
+    def make():
+        return {"model": {name: unlike_dtensor(ranks, *of) for name, of in shapes.items()}}
+
+    snapshot, written = rank_saves.save(repository, [make] * 4, 1, replicas="rank0")
+    assert not any(digests for one in written for digests in one.state.replica_digests.values())
+    (a, b), (c, _) = ranks
+    rows = {}
+    for name in ("wide", "small"):
+        upper, lower = shapes[name][0].chunk(2)
+        rows[name] = torch.cat([upper + a, lower + b])
+    expected = rows | {"columns": torch.cat([wide[:, :50] + a, wide[:, 50:] + c], 1)}
+    check(repository, snapshot, {f"model: model.{name}": value for name, value in expected.items()})
+
+
+def test_replicas_of_a_smaller_mesh_are_those_at_coordinate_0_of_the_whole(repository):
+    """A tensor on mesh["b"] alone is the same along mesh["a"]: the first row of the mesh stores it."""
+
+    def make():
+        whole = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("a", "b"))
+        local = torch.zeros(3000, 2) + dist.get_rank()
+        return {"model": {"w": DTensor.from_local(local, whole["b"], [Shard(0)], run_check=False)}}
+
+    snapshot, _ = rank_saves.save(repository, [make] * 4, 1, replicas="rank0")
+    expected = torch.cat([torch.zeros(3000, 2) + 3, torch.zeros(3000, 2) + 1])
+    check(repository, snapshot, {"model: model.w": expected})

@@ -33,7 +33,7 @@ def found(inputs):
             pack(part.tree),
             (list(part.specs), list(part.plain)),
             [(t.key, t.spec, t.box_of, _bytes(t)) for t in part.tensors],
-            [(one.name, one.group, one.digests().tobytes()) for one in part.replicas],
+            [(one.name, one.group, one.is_buffer, one.digests().tobytes()) for one in part.replicas],
             group_digests(part.replicas),
         )
         for part in inputs
@@ -51,8 +51,8 @@ def _bytes(tensor):
 class Twice:
     """Copies a state, and then another, as two saves of one rank do."""
 
-    def __init__(self, first, rank=1, size=4):
-        self.shares = RankShares(rank, size, CHUNK)
+    def __init__(self, first, rank=1, size=4, replicas="check"):
+        self.shares = RankShares(rank, size, CHUNK, replicas=replicas)
         self.staging = Staging(ENGINES, shares=self.shares)
         self.compare(first)
         self.known = self.staging._known
@@ -85,6 +85,8 @@ def training(version):
             "turned": sharded(whole(version, (64, 64)), [2, 2], hybrid).t(),
             "plain": plain,
             "tied": plain,
+            "norm.running_mean": whole(version, (700,)),
+            "norm.running_var": whole(version, (700,)),
         },
         "optimizer": {
             "state": {"step": torch.tensor(float(version)), "grid": np.arange(5000) + version},
@@ -109,10 +111,11 @@ def test_a_state_of_a_rank_is_recognised():
         assert twice.compare(training(4)) >= 10, "boxes"
 
 
+@pytest.mark.parametrize("replicas", ["check", "rank0"])
 @pytest.mark.parametrize("rank", range(4))
-def test_every_rank(rank):
+def test_every_rank(rank, replicas):
     with as_rank(rank, 4):
-        assert Twice(training(1), rank).again(training(2))
+        assert Twice(training(1), rank, replicas=replicas).again(training(2))
 
 
 def test_a_rank_that_hears_of_other_holders_copies_other_boxes():

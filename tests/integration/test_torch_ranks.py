@@ -136,3 +136,59 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
     """
     said, codes = run(program, 2, f"file://{tmp_path}/rendezvous", stopped=[0])
     assert codes[1] == 0, said[1]
+
+
+@pytest.mark.slow
+def test_ddp_with_batch_norm(tmp_path):
+    """DDP broadcasts rank 0's buffers before each forward pass, which then changes them: they differ at every save."""
+    program = f"""
+        from torch.nn.parallel import DistributedDataParallel
+        from snapstore import InvalidInputError
+
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(4, 70_000), torch.nn.BatchNorm1d(70_000), torch.nn.Linear(70_000, 1)
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.01)
+        state = {{"model": model, "optimizer": optimizer}}
+        torch.manual_seed(rank)
+
+        def saved(snapshots, step):
+            "Save and restore a step; return this rank's values before, rank 0's, and those restored."
+            snapshots.save(step, state)
+            snapshots.wait_until_finished()
+            own = {{key: value.clone() for key, value in model.state_dict().items()}}
+            first = [own]
+            dist.broadcast_object_list(first, 0)
+            snapshots.restore_into(state)
+            return own, first[0], model.state_dict()
+
+        def unlike(a, b):
+            return {{key.removeprefix("module.") for key in a if not torch.equal(a[key], b[key])}}
+
+        with SnapshotManager({str(tmp_path / "repository")!r}, run="a") as snapshots:
+            for step in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(16, 4)).sum().backward()
+                optimizer.step()
+                own, first, restored = saved(snapshots, step)
+                assert unlike(own, first) == ({{"1.running_mean", "1.running_var"}} if rank else set())
+                assert unlike(restored, first) == set()
+            with torch.no_grad():
+                model.module[0].weight += rank
+            try:
+                snapshots.save(3, state)
+                snapshots.wait_until_finished()
+            except InvalidInputError as error:
+                assert "rank 1: model.module.0.weight: differ from the replicas on rank 0" in str(error), error
+                print("named")
+        with SnapshotManager({str(tmp_path / "repository")!r}, run="a", replicas="rank0") as snapshots:
+            own, first, restored = saved(snapshots, 3)
+            assert unlike(own, first) == ({{"0.weight"}} if rank else set())
+            assert unlike(restored, first) == set()
+        dist.barrier()
+    """
+    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous")
+    assert codes == [0, 0], "\n".join(said)
+    assert all("named" in text for text in said), "\n".join(said)
+    assert [text.count("buffers on rank 1 differ from those on rank 0") for text in said] == [1, 0], "\n".join(said)
+    assert "model.module.1.running_mean, model.module.1.running_var;" in said[0]

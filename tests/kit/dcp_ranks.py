@@ -559,6 +559,75 @@ def case_replicas_that_differ(world: World) -> None:
     writer.close()
 
 
+def case_buffers_that_differ(world: World) -> None:
+    """BatchNorm's buffers are rank 0's, whole, with one warning there; a parameter that differs is an error."""
+    import logging
+
+    import torch
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore.dcp import async_save, load, save
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    norm = {"bn.running_mean": whole((300_000,)), "bn.running_var": whole((300_000,), 1), "bn.weight": whole((700,))}
+    own = {key: value + world.rank * ("running" in key) for key, value in norm.items()}
+    count = torch.tensor(5 + world.rank)
+    writer = world.writer("buffers")
+    logging.getLogger("snapstore").addHandler(handler)
+    try:
+        state = {"model": own | {"bn.num_batches_tracked": count}, "step": 1}
+        save(state, writer, 1)
+        async_save(state, writer, 2, process_group=world.gloo).result()
+        state["model"]["bn.weight"] = norm["bn.weight"] + world.rank
+        with raises(CheckpointException, "tensors of part 'model' differ"):
+            save(state, writer, 3)
+        with raises(CheckpointException, "tensors model.bn.weight differ"):
+            save(state, writer, 3)
+    finally:
+        logging.getLogger("snapstore").removeHandler(handler)
+    assert len(said) == (world.rank == 0), said
+    for text in said:
+        assert "buffers on rank 1 differ" in text or "buffers on ranks 1, 2, 3 differ" in text, text
+        assert "model.bn.running_mean, model.bn.running_var" in text, text
+        assert "weight" not in text, text
+    for step in (1, 2):
+        target = {"model": {key: value * 0 for key, value in own.items()} | {"bn.num_batches_tracked": count * 0}}
+        load(target, world.reader("buffers"), step)
+        expect_same(target, full({"model": norm | {"bn.num_batches_tracked": torch.tensor(5)}}))
+    writer.close()
+
+
+def case_replicas_of_rank_0(world: World) -> None:
+    """With replicas="rank0" plain tensors and replicas of DTensors may differ: those of rank 0 are stored, whole."""
+    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from snapstore.dcp import async_save, load, save
+
+    mesh = world.mesh(2, world.size // 2)
+    row = world.rank // (world.size // 2)  # the replica
+    plain = {"small": whole((3,)), "large": whole((900, 400)), "none": whole(())}
+    wide = whole((600, 400), 3)
+    local = wide.chunk(world.size // 2)[world.rank % (world.size // 2)]
+    pair = DTensor.from_local(local + row, mesh, [Replicate(), Shard(0)], run_check=False)
+    state = {"model": {key: value + world.rank for key, value in plain.items()}, "mesh": {"pair": pair}}
+    writer = world.writer("of-rank-0", replicas="rank0")
+    save(state, writer, 1)
+    async_save(state, writer, 2, process_group=world.gloo).result()
+    for step in (1, 2):
+        target = {part: {key: value * 0 for key, value in of.items()} for part, of in state.items()}
+        load(target, world.reader("of-rank-0"), step)
+        expect_same({"model": target["model"]}, full({"model": plain}))
+        expect_whole(target["mesh"]["pair"].to_local(), local)
+    writer.close()
+    writer = world.writer("unlike-modes", replicas="check" if world.rank == 0 else "rank0")
+    with raises(CheckpointException, "rank 1 saves with replicas='rank0', rank 0 with 'check'"):
+        save(state, writer, 1)
+    writer.close()
+
+
 # --- failures
 
 

@@ -322,3 +322,37 @@ def test_an_objects_own_arrays_are_filled_in_place():
     other.state["array"] = np.zeros(4)
     with pytest.raises(InvalidInputError, match=r"m\.array: shape"):
         again({"m": saved}, into={"m": other})
+
+
+def buffers(state):
+    """The paths of the tensors of a rank's state that may differ between ranks."""
+    parts = flatten(state, of_rank=True)
+    return {".".join(map(str, part.specs[number].path)) for part in parts for number in part.buffers}
+
+
+def test_buffers_are_known_from_a_module_and_from_names():
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(3)
+            self.register_buffer("table", torch.ones(2))
+            self.register_buffer("unsaved", torch.ones(2), persistent=False)
+
+        def get_extra_state(self):
+            return {"table": torch.ones(5)}
+
+        def set_extra_state(self, state):
+            pass
+
+    module, names = Inner(), {"running_mean", "running_var", "num_batches_tracked"}
+    of_norm = {f"norm.{name}" for name in names}
+    assert buffers(module) == of_norm | {"table"}
+    assert buffers({"a": [module], "b": 1}) == {f"a.0.{name}" for name in of_norm | {"table"}}
+    assert buffers({"m": module.state_dict()}) == {f"m.{name}" for name in of_norm}
+    assert buffers({"m": {"norm": module.norm.state_dict()}}) == {f"m.{name}" for name in of_norm}
+    assert buffers(module.norm.state_dict()) == names
+    renamed = Inner()
+    renamed._register_state_dict_hook(lambda self, state, prefix, _: {f"w.{key}": state[key] for key in state})
+    assert buffers({"m": renamed}) == {f"m.w.{name}" for name in of_norm}
+    assert buffers({"m": {"running_mean": torch.ones(3), 7: torch.ones(3)}, "running_var": torch.ones(3)}) == set()
+    assert buffers({"m": {"running_mean": torch.ones(3).numpy(), "running_var": torch.ones(3).numpy()}}) == set()

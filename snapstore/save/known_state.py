@@ -21,6 +21,7 @@ from ..state.arrays import Memory
 from ..state.held_array import Held
 from ..state.structure import Match, Structure
 from .inputs import PartInput, TensorInput
+from .replicas import Replica
 from .shares import Name, names_of
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class KnownState:
         self.copied = Groups(structure, self._slots, has_engine)
         replicas = [one for part in inputs for one in part.replicas]
         self.hashed = Groups(structure, list(_slots_of_replicas(structure, inputs)), has_engine)
-        self._replicas = [replace(one, array=None, digests=None) for one in replicas]
+        self._replicas = [(one.name, one.group, None, one.is_buffer) for one in replicas]
 
     def inputs(
         self,
@@ -220,7 +221,7 @@ class KnownState:
             for row, memory in zip(rows, memories(), strict=True):
                 tensors[row].copy = memory
         rest = iter(tensors)
-        replicas = iter([replace(known, digests=digests.get(i)) for i, known in enumerate(self._replicas)])
+        replicas = iter([Replica(*known, digests.get(i)) for i, known in enumerate(self._replicas)])
         return [
             replace(
                 part,

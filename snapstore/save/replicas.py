@@ -2,8 +2,7 @@
 
 In: the tensors of a rank of which other ranks hold the same bytes. Out: one digest for each group of such ranks and
 part, over all of these bytes, not over the share that this rank stores; buffers, which may differ, have digests of
-their own. Digests are seeded, so equal ones mean equal
-bytes. A tensor is hashed in spans, on the device where it lies.
+their own. Digests are seeded, so equal ones mean equal bytes. A tensor is hashed in spans, on the device where it lies.
 """
 
 from __future__ import annotations

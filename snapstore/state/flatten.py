@@ -38,7 +38,7 @@ from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
 from .sharded import Sharding, local_of, sharding_of
-from .stateful import buffers_of, is_stateful, state_of
+from .stateful import buffers_of, is_stateful, names_in_modules, state_of
 from .structure import Structure
 from .tensors import Node, TensorSpec
 from .tree_encode import PLAIN, Encoder
@@ -215,9 +215,10 @@ class _RankFlattener(_Flattener):
         self._sharding: Sharding | None = None  # of the array that is being put
 
     def parts(self, state: Any) -> list[Part]:
-        done = []
-        for part in super().parts(state):
-            done.append(replace(part, buffers=buffers_of(part.specs, self._objects)))
+        done, parts = [], super().parts(state)
+        modules = names_in_modules(self._objects)
+        for part in parts:
+            done.append(replace(part, buffers=buffers_of(part.specs, modules)))
             if own := self._own.get(part.name):
                 done.append(own)
         return done

@@ -67,7 +67,19 @@ def is_strict_module(value: Any) -> bool:
     )
 
 
-def buffers_of(specs: Sequence[TensorSpec], objects: Mapping[Path, Any]) -> frozenset[int]:
+def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:
+    """Return the names of the parameters and buffers of each module among objects, and whether each is a buffer."""
+    torch = sys.modules.get("torch")
+    found: dict[Path, dict[Any, bool]] = {}
+    for path, value in objects.items():
+        if torch is not None and isinstance(value, torch.nn.Module):
+            buffers = dict.fromkeys((name for name, _ in value.named_buffers(remove_duplicate=False)), True)
+            parameters = (name for name, _ in value.named_parameters(remove_duplicate=False))
+            found[path] = buffers | dict.fromkeys(parameters, False)
+    return found
+
+
+def buffers_of(specs: Sequence[TensorSpec], modules: Mapping[Path, Mapping[Any, bool]]) -> frozenset[int]:
     """Return the numbers of the tensors that are buffers, which may differ between the ranks of a job by design.
 
     They are the buffers of a module that is in the state itself; and in a state dict, the statistics of a norm layer:
@@ -75,35 +87,25 @@ def buffers_of(specs: Sequence[TensorSpec], objects: Mapping[Path, Any]) -> froz
     that a module in the state calls a parameter is one, nor any tensor that requires grad.
 
     Args:
-        objects: the objects in the state that are stored as their state, by path.
+        modules: what `names_in_modules` gives for the objects in the state.
     """
-    modules = {path: names for path, value in objects.items() if (names := _names_in_module(value))}
-    lengths = {len(path) for path in modules}
     found: set[int] = set()
     layers: dict[tuple[Any, ...], dict[str, int]] = {}
     for number, spec in enumerate(specs):
         path = spec.path
-        known = [modules.get(path[:length], {}).get(path[-1]) for length in lengths if len(path) == length + 1]
-        if True in known:
+        name = path[-1] if path else ""
+        is_buffer = modules[path[:-1]].get(name) if modules and path[:-1] in modules else None
+        if is_buffer:
             found.add(number)
-        elif False not in known and path and type(path[-1]) is str and path[-1].endswith(_STATISTICS):
-            layer, _, name = path[-1].rpartition(".")
-            layers.setdefault((*path[:-1], layer), {})[name] = number
-    for layer_of in layers.values():
-        forms = [_form(specs[layer_of[name]]) for name in _STATISTICS[:2] if name in layer_of]
-        if len(forms) == 2 and forms[0] == forms[1] == ("tensor", forms[0][1], False) and len(forms[0][1]) == 1:
-            found.update(number for name, number in layer_of.items() if name in _STATISTICS)
+        elif is_buffer is None and type(name) is str and name.endswith(_STATISTICS):
+            layer, _, last = name.rpartition(".")
+            layers.setdefault((*path[:-1], layer), {})[last] = number
+    for numbers in layers.values():
+        mean, var = (specs[numbers[name]] if name in numbers else None for name in _STATISTICS[:2])
+        if mean and var and mean.shape == var.shape and all(map(_is_statistic, (mean, var))):
+            found.update(number for name, number in numbers.items() if name in _STATISTICS)
     return frozenset(found)
 
 
-def _form(spec: TensorSpec) -> tuple[str, tuple[int, ...], bool]:
-    return spec.kind, tuple(spec.shape), spec.requires_grad
-
-
-def _names_in_module(value: Any) -> dict[Any, bool]:
-    """Return the names of a module's parameters and buffers, and whether each is a buffer; {}: it is no module."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
-        return {}
-    buffers = dict.fromkeys((name for name, _ in value.named_buffers(remove_duplicate=False)), True)
-    return buffers | dict.fromkeys((name for name, _ in value.named_parameters(remove_duplicate=False)), False)
+def _is_statistic(spec: TensorSpec) -> bool:
+    return spec.kind == "tensor" and len(spec.shape) == 1 and not spec.requires_grad

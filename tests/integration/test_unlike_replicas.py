@@ -95,6 +95,25 @@ def test_buffers_are_rank_0s_with_one_warning(caplog, as_module, async_save):
         assert repository.snapshots("a")[-1].depth > 0
 
 
+def test_buffers_of_stages(caplog):
+    """Each stage has two ranks; one warning names the buffers of all, which are those of the stage's first rank."""
+
+    def state(rank):
+        stage = rank // 2
+        return {"model": {f"{stage}.{key}": value for key, value in model_of(rank)[1].state_dict().items()}}
+
+    store = created()
+    managers = Managers(store, 4)
+    for step in range(2):
+        assert saved(managers, state, step) == [None] * 4
+    managers.end()
+    (warning,) = warnings(caplog)
+    assert "buffers on ranks 1, 3 differ from those on ranks 0, 2" in warning
+    assert all(f"model.{stage}.{key}" in warning for stage in (0, 1) for key in ("running_mean", "running_var"))
+    with opened(store) as repository:
+        assert same(repository.restore("a@1")["model"], state(0)["model"] | state(2)["model"])
+
+
 def test_other_buffers_are_warned_of_again(caplog):
     managers = Managers(created())
     for step, names in enumerate([("1",), ("1",), ("1", "2"), ("1",)]):

@@ -11,7 +11,7 @@ import torch
 
 from kit import changes
 from kit.repositories import OPTIONS
-from kit.samples import THOROUGH, sampled
+from kit.samples import THOROUGH, sampled, some
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
@@ -24,7 +24,9 @@ def _small_batches(monkeypatch):
     monkeypatch.setattr(CpuEngine, "batch_bytes", changes.BATCH_BYTES)
 
 
-@pytest.mark.parametrize(("mode", "recognise"), [*((mode, True) for mode in changes.MODES), ("asynchronous", False)])
+@pytest.mark.parametrize(
+    ("mode", "recognise"), some([*((mode, True) for mode in changes.MODES), ("asynchronous", False)], 2)
+)
 def test_a_change_at_any_moment(mode, recognise):
     """Either an error that names the array, and nothing committed; or arrays that are whole, as before or after."""
     sizes = (changes.LARGE, changes.MIDDLE, changes.SMALL)

@@ -19,7 +19,7 @@ import pytest
 from kit.processes import environment
 from kit.rank_worker import POINTS, expected
 from kit.repositories import same
-from kit.samples import SEED, THOROUGH
+from kit.samples import some
 from kit.tally import tally
 from snapstore import Repository
 
@@ -126,15 +126,12 @@ def test_a_job_saves_and_resumes_on_other_numbers_of_ranks(tmp_path, parallel):
         assert check(tmp_path, ranks, None) == set(range(1, last + 1))
 
 
-def cases():
-    found = [(0, point) for point in POINTS[0]] + [(1, point) for point in POINTS[1]]
-    return found if THOROUGH else [found[(SEED + i * 5) % len(found)] for i in range(3)]
+CASES = [(rank, point, sent) for sent in ("SIGKILL", "SIGSTOP") for rank in (0, 1) for point in POINTS[rank]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "point"), cases())
-@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, sent, rank, point):
+@pytest.mark.parametrize(("rank", "point", "sent"), some(CASES, 4))
+def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, rank, point, sent):
     ranks = job(tmp_path, 2, strike=[1, point, sent], rank=rank)
     steps = check(tmp_path, ranks, rank)
     assert 1 in steps, "\n".join(r.text() for r in ranks)
@@ -148,7 +145,7 @@ def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, sent, rank, point):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", some([0, 1], 1))
 def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
     """The ranks run at their own pace, and save the same step."""
     place = f"file://{tmp_path}/{os.urandom(4).hex()}"
@@ -175,7 +172,7 @@ def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", some([0, 1], 1))
 def test_a_rank_that_wakes_up_after_the_others_have_gone_on(tmp_path, rank):
     """It neither commits what they have given up, nor says that it is committed."""
     ranks = job(tmp_path, 2, strike=[1, "written", "SIGSTOP"], rank=rank, awake_s=3 * SILENT_S)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
 
 #: Whether every test tries all its cases.
 THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
 #: Chooses the sample. conftest.py draws it, so that each run of pytest tries other cases.
 SEED = int(os.environ.get("SNAPSTORE_TEST_SEED", "0"))
+
+
+T = TypeVar("T")
+
+
+def some(cases: Sequence[T], count: int) -> list[T]:
+    """Return `count` cases, others in every run; all of them if `THOROUGH`."""
+    return list(cases) if THOROUGH else [cases[(SEED + i * len(cases) // count) % len(cases)] for i in range(count)]
 
 
 def sampled(total: int, every: int) -> range:

@@ -65,4 +65,4 @@ def test_on_s3(monkeypatch, tmp_path):
     """Where the lock is a file of the cache, and the removal is a request."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     with moto_bucket(monkeypatch) as bucket:
-        check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 15)
+        check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 30)

@@ -295,9 +295,9 @@ def child_ref(rank: int, name: int | None = None) -> ManifestRef:
 
 
 @pytest.mark.slow
-def test_a_million_children_take_memory_and_time_by_their_bytes():
+def test_many_children_take_memory_and_time_by_their_bytes():
     """A time limit of the suite judges a hang."""
-    count = 10**6
+    count = 200_000
     data = root_with([child_ref(rank) for rank in range(count)], count)
     tracemalloc.start()
     try:

@@ -186,7 +186,7 @@ class Worker:
             self.random.choice(KEPT + CHURNED),
             self.random.randrange(10**6 if self.random.random() < 0.7 else 5),
         )
-        tags = self._tags(version)
+        tags = self._tags()
         options: dict[str, Any] = {"full": self.random.random() < 0.1}
         if self.random.random() < 0.2 and (other := self.some(repository)) is not None:
             options |= {"bases": [f"id:{other.id}"]} if self.random.random() < 0.5 else {"parent": f"id:{other.id}"}
@@ -197,8 +197,12 @@ class Worker:
             )  # fmt: skip
             result |= {"committed": snapshot.id}
 
-    def _tags(self, version: int) -> list[str]:
-        return self.random.choice([[], [], [], [], [SHARED_TAG], [f"only-{version}-{os.getpid()}"]])
+    def _tags(self) -> list[str]:
+        return self.random.choice([[], [], [], [], [SHARED_TAG], [self._new_tag()]])
+
+    def _new_tag(self) -> str:
+        """A tag that no other snapshot ever gets: it would lose it to that one."""
+        return f"only-{self.random.randrange(2**64):x}-{os.getpid()}"
 
     def manager(self, repository: Repository) -> None:
         """A few steps of a training loop, in the background or not, by policy or not."""
@@ -210,7 +214,7 @@ class Worker:
             with SnapshotManager(repository, run=run, keep=keep, async_save=asynchronous) as manager:
                 for step in range(first := self.random.randrange(STEPS), first + self.random.randint(1, 4)):
                     version = self.random.randrange(10**6)
-                    tags = self._tags(version)
+                    tags = self._tags()
                     with self.call("manager", run=run, version=version, tags=tags) as result:
                         handle = manager.save(step, hosts.values(run, version), metadata=[run, version], tags=tags)
                         result |= {"committed": handle.result().id}  # type: ignore[union-attr]
@@ -264,7 +268,7 @@ class Worker:
         """A tag that many share, or one that nobody ever takes off."""
         if (snapshot := self.some(repository)) is None:
             return
-        name = self.random.choice([SHARED_TAG, f"only-{self.random.randrange(10**6)}-{os.getpid()}"])
+        name = self.random.choice([SHARED_TAG, self._new_tag()])
         with self.call("tag", id=snapshot.id, tag=name) as result:
             repository.tag(f"id:{snapshot.id}", name)
             result |= {"tagged": snapshot.id, "tag": name}

@@ -117,6 +117,7 @@ class SnapshotManager(Steps):
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
+        self._exchange = None
         self._owned = not isinstance(repository, Repository)
         try:
             self.repository: Repository = self._first_on_rank_0(
@@ -148,7 +149,7 @@ class SnapshotManager(Steps):
         if self._job is None:
             return act()
         done: list[Any] = []
-        self._job.ask(question, lambda: done.append(act()))
+        self._job.questions.ask(question, lambda: done.append(act()))
         return done[0] if done else act()
 
     def _opened(
@@ -412,6 +413,8 @@ class SnapshotManager(Steps):
         self._closed = True
         if self._ending is not None:
             self._ending.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self._job is not None:
             self._job.close(ends_channel=self._made_ranks)
         if not ended:

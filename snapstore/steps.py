@@ -6,7 +6,9 @@ rank 0 says which snapshot is meant, so all of them restore that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +20,7 @@ from .ranks import place
 from .repository import Repository
 
 if TYPE_CHECKING:
+    from .restore.exchange import Exchange
     from .restore.sources import AsRank
     from .save.rank_job import RankJob
 
@@ -36,6 +39,7 @@ class Steps:
     keep: Sequence[retention.Policy]
     if TYPE_CHECKING:
         _job: RankJob | None
+        _exchange: Exchange | None
 
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise if steps cannot be looked at any more."""
@@ -79,7 +83,7 @@ class Steps:
         """Return what `find` returns; with several ranks, what it returns on rank 0."""
         if self._job is None:
             return find()
-        found = self._job.ask(question, lambda: None if (step := find()) is None else str(step))
+        found = self._job.questions.ask(question, lambda: None if (step := find()) is None else str(step))
         return None if found is None else int(found)
 
     def restore(
@@ -90,6 +94,7 @@ class Steps:
         device: Any = None,
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
+        read: Literal["own", "exchange"] = "own",
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
 
@@ -98,14 +103,21 @@ class Steps:
         Args:
             per_rank: whose values that are each rank's own (`PerRank`, `RngState`): "same": this rank's, if as many
                 ranks saved; a number: that rank's; "drop": none.
-        """
-        from .check.newest_whole import newest_whole_named
-        from .restore.pipeline import read
+            read: "own": this rank reads what it needs, and the ranks do not communicate. "exchange": the ranks of a
+                node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
+                call it alike, with the same `step`; an error of one is raised on all. The result is the same.
 
-        context, ref = self.repository.context, self._ref(step)
-        with newest_whole_named(context, ref):
-            as_rank = self._as_rank(per_rank)
-            snapshot, state = read(context, ref, keys=keys, device=device, types=types, as_rank=as_rank)
+        Raises:
+            InvalidInputError: with "exchange": this manager's ranks are not those of the whole job.
+            CapabilityError: with "exchange": the job's backend is neither NCCL nor one for host memory.
+            RanksError: with "exchange": a rank is silent or does not call it, or a collective failed.
+            SnapstoreError: see `Repository.restore`; with "exchange" also the error of another rank.
+        """
+        from .restore import pipeline
+
+        context = self.repository.context
+        with self._reading(step, read, per_rank) as (ref, as_rank):
+            snapshot, state = pipeline.read(context, ref, keys=keys, device=device, types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
@@ -117,27 +129,58 @@ class Steps:
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
+        read: Literal["own", "exchange"] = "own",
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`, and `restore` for `per_rank` and several ranks. The
-        run's next save goes on from it.
+        Waits for the running save. See `Repository.restore_into`, and `restore` for `per_rank`, `read` and several
+        ranks. The run's next save goes on from it.
         """
-        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
 
-        context, ref = self.repository.context, self._ref(step)
-        with newest_whole_named(context, ref):
-            snapshot = read_into(context, ref, target, keys=keys, types=types, as_rank=self._as_rank(per_rank))
+        with self._reading(step, read, per_rank) as (ref, as_rank):
+            snapshot = read_into(self.repository.context, ref, target, keys=keys, types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
-    def _ref(self, step: int | str | None) -> str:
-        """Return the reference of a step, once no save is running."""
+    @contextmanager
+    def _reading(
+        self, step: int | str | None, read: str, per_rank: Literal["same", "drop"] | int
+    ) -> Iterator[tuple[str, AsRank]]:
+        """Yield the reference of a step, once no save is running, and how this rank reads it."""
+        from .check.newest_whole import newest_whole_named
+
+        if read not in ("own", "exchange"):
+            raise InvalidInputError(f"read {read!r}: expected 'own' or 'exchange'")
         self._wait_idle()
+        exchange = self._exchange_of(read)
+        with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
+            ref, as_rank = self._ref(step, read), self._as_rank(per_rank)
+            context, is_others = self.repository.context, partial(getattr, exchange, "has_heard", False)
+            with newest_whole_named(context, ref, is_others), exchange.told() if exchange else nullcontext():
+                yield ref, replace(as_rank, exchange=exchange)
+
+    def _exchange_of(self, read: str) -> Exchange | None:
+        """Return what exchanges chunks with other ranks; None: this process reads by itself."""
+        if read == "own" or place()[1] == 1:
+            return None
+        if self._job is None:
+            raise InvalidInputError(
+                "read='exchange': this manager has no ranks (ranks=False, or read_only=True); "
+                "pass ranks=TorchRanks() to it on all ranks, or read='own'"
+            )
+        if self._exchange is None:
+            from .restore.exchange import Exchange
+
+            self._exchange = Exchange(self._job.ranks)
+        return self._exchange
+
+    def _ref(self, step: int | str | None, read: str) -> str:
+        """Return the reference of a step; with several ranks, the snapshot that rank 0 means."""
         if self._job is None:
             return self._local_ref(step)
-        found = self._job.ask(f"restore {step!r}", lambda: f"id:{self.repository.snapshot(self._local_ref(step)).id}")
+        question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
+        found = self._job.questions.ask(question, lambda: f"id:{self.repository.snapshot(self._local_ref(step)).id}")
         assert found is not None
         return found
 

@@ -7,7 +7,7 @@ The search reads snapshots from the newest to the oldest and each blob about onc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..catalog.read_twice import answers
@@ -23,8 +23,11 @@ log = logging.getLogger("snapstore")
 
 
 @contextmanager
-def newest_whole_named(context: Context, ref: str) -> Iterator[None]:
+def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Name the newest whole snapshot if the restore of the newest one of a run fails because it is damaged.
+
+    Args:
+        is_others: returns whether the error is another rank's, which looks for the snapshot itself.
 
     Raises:
         IntegrityError, FormatError, StorageError: the error of the restore, with the name.
@@ -32,7 +35,7 @@ def newest_whole_named(context: Context, ref: str) -> Iterator[None]:
     try:
         yield
     except (IntegrityError, FormatError, StorageError) as error:
-        if isinstance(error, CapabilityError):  # another release or machine can read it
+        if isinstance(error, CapabilityError) or is_others():  # another release or machine can read it
             raise
         if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
             raise

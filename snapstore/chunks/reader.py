@@ -8,7 +8,7 @@ states of any size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +87,7 @@ class ChunkReader:
         self._engine = engine
         self._readers: Threads | None = None
 
-    def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
+    def rebuild(self, wanted: Iterable[Wanted]) -> Generator[int]:
         """Fill the memory of every chunk, in order; yield after each batch how many more are done.
 
         Raises:
@@ -179,7 +179,7 @@ class ChunkReader:
                 yield engine, _columns(pending)
                 pending, cost, count = [], 0, 0
             engine = own
-            costs = np.cumsum(_plain_bytes(w.table, w.rows) + _stored_bytes(w.table, w.rows))
+            costs = np.cumsum(_plain_bytes(w.table, w.rows) + stored_bytes(w.table, w.rows))
             done = 0  # rows of `w` that are in a batch
             while done < len(w.rows):
                 spent = int(costs[done - 1]) if done else 0
@@ -212,7 +212,7 @@ def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
     return lengths
 
 
-def _stored_bytes(table: ChunkTable, rows: Column) -> Column:
+def stored_bytes(table: ChunkTable, rows: Column) -> Column:
     """Return the stored bytes that each chunk needs, (n,) int64: those of all blobs of its chain."""
     counts = table.ref_counts[rows].astype(np.int64)
     stored: Column = np.add.reduceat(

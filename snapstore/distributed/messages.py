@@ -8,6 +8,8 @@
     replicas  some ranks to 0     the digests of their replicas one by one, where these differ
     outcome   rank 0 to all       committed, failed, or unclear
     skip      rank 0 to all       whether a save is skipped because the last one still runs
+    word      any rank to some    it has come to a place of a call that all make alike
+    ready     any rank to 0       its node, before chunks are exchanged
 
 In: typed structs. Out: msgpack, and back. A key begins with the number of the save in its attempt, so no message is
 read for another save.
@@ -167,6 +169,30 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     failed: Failed | None = None
 
 
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has come to a place of a call that all make alike (`joint_call.py`).
+
+    Attributes:
+        value: what it says there.
+        failed: its error, or one that it has heard of.
+    """
+
+    value: bytes = b""
+    failed: Failed | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """A rank is about to exchange chunks with those of its node.
+
+    Attributes:
+        node: the same on all ranks of one node, and on no other.
+        has_group: whether it has a process group of them.
+    """
+
+    node: str
+    has_group: bool
+
+
 class RelayedError(Exception):
     """Another rank's error, on its way to be raised here."""
 
@@ -177,10 +203,11 @@ class RelayedError(Exception):
 
 #: The digests of replicas: (path, digest) of each.
 Replicas = list[tuple[str, bytes]]
-M = TypeVar("M", Begin, Report, Failed, Ask, Outcome, Answer, list[Ref], Replicas)
+M = TypeVar("M", Begin, Report, Failed, Ask, Outcome, Answer, Word, Ready, list[list[int]], list[Ref], Replicas)
+Message = Begin | Report | Failed | Ask | Outcome | Answer | Word | Ready
 
 
-def encode(message: Begin | Report | Failed | Ask | Outcome | Answer | Sequence[Ref] | Replicas) -> bytes:
+def encode(message: Message | Sequence[Sequence[int]] | Sequence[Ref] | Replicas) -> bytes:
     """Return the bytes of a message."""
     return msgspec.msgpack.encode(message)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..errors import InvalidInputError, RanksError
 from . import messages
 from .base import Ranks, Watch, wait_for
-from .messages import Answer, Failed, decode, encode
+from .messages import Answer, Failed, Word, decode, encode
 
 
 class Questions:
@@ -25,6 +25,11 @@ class Questions:
         self._ranks, self._prefix = ranks, prefix
         self._number = 0
 
+    @property
+    def prefix(self) -> str:
+        """Return a prefix of keys for what goes with the next question; all ranks that ask alike have the same."""
+        return f"{self._prefix}question/{self._number}/"
+
     def ask(self, question: str, answer: Callable[[], str | None]) -> str | None:
         """Return rank 0's answer to a question; `answer` is called on rank 0 alone.
 
@@ -33,17 +38,19 @@ class Questions:
             InvalidInputError: rank 0 has asked another question here.
             RanksError: rank 0 is silent, or does not ask.
         """
-        key = f"{self._prefix}answer/{self._number}"
+        key, unlike = f"{self._prefix}answer/{self._number}", f"{self.prefix}unlike"
         self._number += 1
         if self._ranks.rank == 0:
             return self._answer(key, question, answer)
         watch = Watch(self._ranks, f"rank 0's answer ({question})", lambda: [0], self._ranks.total_s)
         found = decode(wait_for(lambda: self._ranks.look(key), watch), Answer)
         if found.question != question:
-            raise InvalidInputError(
+            error = InvalidInputError(
                 f"rank {self._ranks.rank} asks for {question}, and rank 0 has asked for {found.question}: call the "
                 "methods of a SnapshotManager on all ranks alike, also latest_step, best_step and restore"
             )
+            self._ranks.post(unlike, encode(Word(failed=Failed.of(error, self._ranks.rank))))
+            raise error
         if found.failed is not None:
             raise messages.raised(found.failed, self._ranks.rank)
         return found.value

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ..state.arrays import Memory, copy_box, fill
 #: Chunks that go through a buffer are rebuilt in groups of at most this much, or one by one [bytes].
 BUFFERED_BYTES = 8 * 1024 * 1024
 _NONE = np.empty(0, np.int64)
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,39 @@ class StoredBox:
     first_chunk: int = 0
     chunks: int = 0
     inline: int = 0
+
+
+class Shape(NamedTuple):
+    """A box within a stored box, as another rank needs it to take a piece out of a chunk."""
+
+    sizes: Sequence[int]
+    at: Sequence[int]
+    stored_sizes: Sequence[int]
+
+    def boxes_in(self, first: int, end: int) -> Iterator[tuple[int, _Box, _Box]]:
+        """Yield the boxes that a span of the stored box's bytes consists of: (start, box, its part in this box)."""
+        for at, sizes in boxes.span_boxes(first, end, self.stored_sizes):
+            common = boxes.overlap((at, sizes), (self.at, self.sizes))
+            if common is not None:
+                yield first, (at, sizes), common
+            first += math.prod(sizes)
+
+    def nbytes_in(self, starts: Column, lengths: Column) -> Column:
+        """Return how many bytes of this box lie in each of some chunks (n,) of the stored box."""
+        first, end = (
+            boxes.counts_before(at, self.at, self.sizes, self.stored_sizes) for at in (starts, starts + lengths)
+        )
+        return end - first
+
+    def take(self, piece: Memory, chunk: Memory, first: int) -> None:
+        """Copy what a chunk, which begins at byte `first` of the stored box, has of this box, in the chunk's order."""
+        done = 0
+        for start, (at, sizes), common in self.boxes_in(first, first + len(chunk)):
+            here = [place - corner for place, corner in zip(common[0], at, strict=True)]
+            source = chunk[start - first : start - first + math.prod(sizes)], sizes, here
+            count = math.prod(common[1])
+            copy_box((piece[done : done + count], common[1], [0] * len(here)), source, common[1])
+            done += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +139,28 @@ class Overlap:
 
     def put_span(self, home: Memory, buffer: Memory, first: int) -> None:
         """Copy what a buffer has of the overlap; its bytes are those of the stored box from `first` on."""
-        target, start, end = self.target(home), first, first + len(buffer)
-        for at, sizes in boxes.span_boxes(start, end, self.stored_sizes):
-            common = boxes.overlap((at, sizes), (self.stored_at, self.sizes))
+        for start, (at, sizes), common in self.shape.boxes_in(first, first + len(buffer)):
+            here = [place - corner for place, corner in zip(common[0], at, strict=True)]
+            source = buffer[start - first : start - first + math.prod(sizes)], sizes, here
+            copy_box((self.target(home), self.target_sizes, self._moved(common[0])), source, common[1])
+
+    def put_piece(self, home: Memory, piece: Memory, first: int, end: int) -> None:
+        """Copy a piece, which `Shape.take` has taken out of the bytes [first, end) of the stored box."""
+        done = 0
+        for _, _, (at, sizes) in self.shape.boxes_in(first, end):
             count = math.prod(sizes)
-            if common is not None:
-                here = [place - corner for place, corner in zip(common[0], at, strict=True)]
-                moved = zip(common[0], self.stored_at, self.target_at, strict=True)
-                there = [place - corner + to for place, corner, to in moved]
-                source = buffer[start - first : start - first + count], sizes, here
-                copy_box((target, self.target_sizes, there), source, common[1])
-            start += count
+            source = piece[done : done + count], sizes, [0] * len(sizes)
+            copy_box((self.target(home), self.target_sizes, self._moved(at)), source, sizes)
+            done += count
+
+    @property
+    def shape(self) -> Shape:
+        """Return which bytes of the stored box are meant."""
+        return Shape(self.sizes, self.stored_at, self.stored_sizes)
+
+    def _moved(self, at: Sequence[int]) -> list[int]:
+        """Return where a place of the stored box lies in the wanted one."""
+        return [place - corner + to for place, corner, to in zip(at, self.stored_at, self.target_at, strict=True)]
 
 
 def overlap_of(

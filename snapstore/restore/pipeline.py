@@ -49,7 +49,14 @@ def read(
                 options = {"into": into, "keys": keys, "device": device, "types": types, "as_rank": as_rank}
                 return snapshot, restore(context, snapshot, **options)
         except (IntegrityError, FormatError) as error:
+            exchange = as_rank.exchange
+            if exchange is not None and exchange.has_heard:
+                raise
             ruling = ruling_now(context, snapshot, error)
+            if exchange is not None and exchange.has_begun:  # the others are in the middle of it
+                raise IntegrityError(
+                    f"{snapshot.ref}: was rewritten or deleted while the ranks read it; restore again on all ranks"
+                ) from error
             # If it was deleted, the reference means another snapshot now.
             snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
 
@@ -123,7 +130,7 @@ def restore(
     overlaps = sources.overlaps(target.wants)
     require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
     try:
-        load(context, target.wants, overlaps, target)
+        (as_rank.exchange.load if as_rank.exchange else load)(context, target.wants, overlaps, target)
     finally:
         context.engines.release_memory()
     return target.finish()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..context import Context
 from ..errors import FormatError, InvalidInputError
@@ -28,6 +28,9 @@ from ..threads import Threads
 from .manifests import read_manifests, stored_parts
 from .overlaps import Overlap, StoredBox, overlap_of
 
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
 #: Children that are read at once.
 CHILDREN_AT_ONCE = 16
 
@@ -40,11 +43,13 @@ class AsRank:
         per_rank: "same": those of the rank of the same number, if as many ranks read as saved; else it is an error.
             A number: those of that rank. "drop": none; a state to fill keeps what it has.
         rank, world_size: of the process that reads.
+        exchange: reads chunks once a node; None: this process reads by itself.
     """
 
     per_rank: Literal["same", "drop"] | int = "same"
     rank: int = 0
     world_size: int = 1
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         if self.per_rank not in ("same", "drop") and (type(self.per_rank) is not int or self.per_rank < 0):

@@ -44,7 +44,7 @@ class RankJob:
 
     Attributes:
         ranks: the channel.
-        ask: returns rank 0's answer to a question; see `Questions`.
+        questions: that rank 0 answers.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
@@ -52,7 +52,7 @@ class RankJob:
         with _users_lock:
             prefix = f"{next(_users.setdefault(ranks, count()))}/"
         self._prefix = prefix
-        self.ask = Questions(ranks, prefix).ask
+        self.questions = Questions(ranks, prefix)
         self.heart = Heart(ranks)
         self._job: Job | None = None
         self._saves, self._decisions = 0, 0

@@ -8,6 +8,7 @@ wait for long: the group's time-out is short, and the cases after a broken colle
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -24,11 +25,13 @@ from kit.processes import environment
 HANG_S = 240.0
 
 
-def run(folder: Path, world: int, names: list[str]) -> dict[str, list[str]]:
-    """Run cases on `world` ranks; return the texts of each case, by rank."""
-    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+def run(
+    folder: Path, world: int, names: list[str], module: str = "kit.dcp_ranks", backend: str = "gloo"
+) -> dict[str, list[str]]:
+    """Run cases of a module on `world` ranks; return the texts of each case, by rank."""
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", SNAPSTORE_TEST_BACKEND=backend)
     (folder / f"rendezvous{world}").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "kit.dcp_ranks", str(folder), str(world)]
+    command = [sys.executable, "-m", module, str(folder), str(world)]
     processes = [
         subprocess.Popen(
             [*command, str(rank), *names], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -51,22 +54,25 @@ def run(folder: Path, world: int, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def main(folder: str, world: str, rank: str, *names: str) -> None:
-    """Be one rank."""
+def main(folder: str, world: str, rank: str, *names: str, cases: dict[str, Any]) -> None:
+    """Be one rank, and run functions `case_*` among `cases`."""
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    backend = os.environ["SNAPSTORE_TEST_BACKEND"]
+    if "nccl" in backend:
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=int(rank), world_size=int(world),
+        backend, init_method=f"file://{folder}/rendezvous{world}", rank=int(rank), world_size=int(world),
         timeout=timedelta(seconds=HANG_S),
     )  # fmt: skip
     said: dict[str, str] = {}
     one = World(Path(folder))
     for name in names:
         try:
-            globals()[f"case_{name}"](one)
+            cases[f"case_{name}"](one)
             dist.barrier()
             said[name] = ""
         except BaseException:  # noqa: BLE001  a CheckpointException is no Exception
@@ -937,4 +943,4 @@ def case_load_of_another_world(world: World) -> None:
 CASES = [name.removeprefix("case_") for name in list(globals()) if name.startswith("case_")]
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:], cases=globals())

@@ -1,0 +1,136 @@
+"""Joint call: one call that all ranks make alike, such as a restore in which they exchange chunks.
+
+In: the ranks, and a prefix of keys that no other call has. Out: rank 0's decisions over what all ranks say, and steps
+that the ranks of one node make together. A rank that fails tells the others, so an error of one is raised on all of
+them, at this call. Every wait is bounded, and an error names the rank.
+
+Nothing here is a collective: a rank that calls one has heard before that the others are about to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from ..errors import RanksError, SnapstoreError
+from .base import Ranks, Watch, named, wait_for
+from .messages import Failed, Word, decode, encode, raised
+
+#: A rank that waits for all looks at least so often whether they have come [s].
+STEP_POLL_S = 0.01
+#: Rank 0 says who is missing; the others wait for its word so much longer [s].
+WORD_S = 15.0
+#: After a collective that failed, a rank that says nothing for so long is held to be the one that has ended [s].
+BLAME_S = 5.0
+
+
+class JointCall:
+    """One call of all ranks, as a context. Every rank makes it in the same order of calls, and leaves it alike.
+
+    Call sequence: enter; `agree` and `step` in the same order on all ranks (`step` on those of one node); leave. An
+    error inside is told to the other ranks. Who leaves without one waits until all have, or raises their error.
+
+    Args:
+        prefix: of the keys of this call.
+        what: the call, in errors.
+
+    Attributes:
+        has_begun: whether the ranks have agreed on something, so this one cannot begin again by itself.
+        heard: the error of another rank.
+        posted: the keys that this rank has set.
+
+    Raises:
+        RanksError: a rank is silent, or does not make this call.
+        SnapstoreError: the error of another rank; it has the same class here, and names that rank.
+    """
+
+    def __init__(self, ranks: Ranks, prefix: str, what: str) -> None:
+        self._ranks, self._prefix, self._what = ranks, prefix, what
+        self._steps = 0
+        self.has_begun = False
+        self.heard: Failed | None = None
+        self.posted: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+            return
+        try:
+            self.agree("done", b"", lambda said: b"")
+        except BaseException as failure:
+            self.fail(failure)
+            raise
+
+    def agree(self, name: str, mine: bytes, settle: Callable[[list[bytes]], bytes]) -> bytes:
+        """Return rank 0's decision, `settle`, over what each rank says; it is made when all have spoken."""
+        ranks = self._ranks
+        self._post(f"{name}/{ranks.rank}", Word(mine))
+        if ranks.rank == 0:
+            decision = settle(self._collect(name, range(ranks.count)))
+            self._post(name, Word(decision))
+        else:
+            watch = Watch(ranks, f"rank 0's word ({self._what})", lambda: [0], ranks.total_s + WORD_S)
+            decision = self._heard([wait_for(lambda: ranks.look(self._prefix + name), watch)])[0]
+        self.has_begun = True
+        return decision
+
+    def step(self, peers: Sequence[int]) -> None:
+        """Return once all of some ranks, this one among them, have come to the same step."""
+        name = f"step/{self._steps}"
+        self._post(f"{name}/{self._ranks.rank}", Word())
+        self._collect(name, peers)
+        self._steps += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error, wherever they wait for this one."""
+        rank = self._ranks.rank
+        word = Word(failed=self.heard or Failed.of(error, rank))
+        names = [f"{name}/{rank}" for name in ("ready", f"step/{self._steps}", f"step/{self._steps + 1}", "done")]
+        with suppress(SnapstoreError):
+            for name in [*names, *(("ready", "done") if rank == 0 else ())]:
+                self._post(name, word)  # only the first value of a key counts
+
+    def blame(self, error: RanksError, peers: Sequence[int]) -> RanksError:
+        """Tell the other ranks that a collective of some has failed; return an error that names who says nothing."""
+        self.fail(error)
+        limit_s, began, quiet = min(BLAME_S, self._ranks.silent_s), time.monotonic(), list(peers)
+        while quiet and time.monotonic() - began < limit_s:
+            time.sleep(STEP_POLL_S)
+            quiet = [rank for rank in quiet if self._ranks.look(f"{self._prefix}done/{rank}") is None]
+        if not quiet:
+            return error
+        return RanksError(f"{named(quiet)} of {self._ranks.count}: has ended or stopped, and {error}", ranks=quiet)
+
+    def _collect(self, name: str, who: Sequence[int]) -> list[bytes]:
+        """Return what some ranks say, once all have."""
+        keys = {rank: f"{self._prefix}{name}/{rank}" for rank in who}
+
+        def look() -> list[bytes] | None:
+            unlike = None if self.has_begun else self._ranks.look(f"{self._prefix}unlike")
+            return [unlike] if unlike is not None else self._ranks.look_all([*keys.values()])
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if self._ranks.look(key) is None] or list(who)
+
+        watch = Watch(self._ranks, self._what, missing, self._ranks.total_s)
+        return self._heard(wait_for(look, watch, poll_max_s=STEP_POLL_S))
+
+    def _heard(self, words: Sequence[bytes]) -> list[bytes]:
+        """Return the values of words; raise the first error among them."""
+        said = [decode(word, Word) for word in words]
+        self.heard = next((word.failed for word in said if word.failed is not None), None)
+        if self.heard is not None:
+            raise raised(self.heard, self._ranks.rank)
+        return [word.value for word in said]
+
+    def _post(self, name: str, word: Word) -> None:
+        self.posted.append(self._prefix + name)
+        self._ranks.post(self._prefix + name, encode(word))

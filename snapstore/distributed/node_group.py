@@ -1,0 +1,144 @@
+"""Node group: the ranks of one node, as a process group of torch.distributed; they exchange bytes by its collectives.
+
+In: which ranks share a node. Out: bytes of all ranks on each; bytes from each to each. The group is one of its own, so
+a collective that fails breaks none of the training's. NCCL moves memory of the GPU, other backends host memory.
+
+All ranks of the job make the groups alike, and the ranks of a node call its methods alike. Their caller makes sure of
+that by messages before each collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import distributed
+
+from ..errors import CapabilityError, InvalidInputError, RanksError
+from ..state.arrays import Memory
+from .base import Ranks, named
+
+T = TypeVar("T")
+
+
+def require_whole_job(ranks: Ranks) -> None:
+    """Check that ranks are those of torch.distributed's job, whose collectives take part in making a group.
+
+    Raises:
+        InvalidInputError: they are not.
+        CapabilityError: the job's backend moves neither memory of the GPU nor of the host.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise InvalidInputError("read='exchange': torch.distributed is not initialised; pass read='own'")
+    job = distributed.get_rank(), distributed.get_world_size()
+    if (ranks.rank, ranks.count) != job:
+        raise InvalidInputError(
+            f"read='exchange': rank {ranks.rank} of {ranks.count} of this manager is rank {job[0]} of {job[1]} of the "
+            "job; managers of the whole job alone exchange chunks; pass read='own'"
+        )
+    _device()
+
+
+class NodeGroup:
+    """The ranks of this rank's node.
+
+    Args:
+        nodes: the ranks of each node, ascending; every rank is in one. All ranks of the job pass the same.
+        limit_s: of each collective [s].
+
+    Attributes:
+        ranks: those of this node, this one among them.
+        device: where bytes lie that are exchanged.
+
+    Raises:
+        RanksError: a group could not be made.
+    """
+
+    def __init__(self, nodes: Sequence[Sequence[int]], limit_s: float) -> None:
+        rank = distributed.get_rank()
+        self.ranks: Sequence[int] = [rank]
+        self._group: Any = None
+        self.device = _device()
+        for ranks in nodes:
+            group = self._checked(ranks, lambda: _new_group(ranks, limit_s)) if len(ranks) > 1 else None  # noqa: B023
+            if rank in ranks:
+                self.ranks, self._group = ranks, group
+
+    @property
+    def place(self) -> int:
+        """Return the position of this rank among those of the node."""
+        return self.ranks.index(distributed.get_rank())
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Return the bytes of every rank of the node."""
+        size = torch.tensor([len(mine)], device=self.device)
+        sizes = [torch.empty_like(size) for _ in self.ranks]
+        self._checked(self.ranks, lambda: distributed.all_gather(sizes, size, group=self._group))
+        counts = [int(one) for one in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        every = [torch.empty_like(padded) for _ in self.ranks]
+        self._checked(self.ranks, lambda: distributed.all_gather(every, padded, group=self._group))
+        return [one[:count].cpu().numpy().tobytes() for one, count in zip(every, counts, strict=True)]
+
+    def swap(self, sent: Memory, sizes: Sequence[int], sizes_back: Sequence[int]) -> Callable[[], Memory]:
+        """Take the memory to send bytes to every rank of the node; return the collective, which returns theirs.
+
+        Args:
+            sent: (sum of sizes,) uint8, for one rank after the other.
+            sizes, sizes_back: how much goes to each rank, and comes from it [bytes].
+        """
+        there = (torch.from_numpy(sent) if isinstance(sent, np.ndarray) else sent).to(self.device)
+        back = torch.empty(sum(sizes_back), dtype=torch.uint8, device=self.device)
+
+        def call() -> Memory:
+            distributed.all_to_all_single(back, there, list(sizes_back), list(sizes), group=self._group)
+            return back.numpy() if self.device.type == "cpu" else back
+
+        return lambda: self._checked(self.ranks, call)
+
+    def close(self) -> None:
+        """End the group, unless the job has ended all groups."""
+        if self._group is not None and distributed.is_initialized():
+            with suppress(ValueError):  # it belongs to a job that was initialised before
+                distributed.destroy_process_group(self._group)
+
+    def _checked(self, ranks: Sequence[int], call: Callable[[], T]) -> T:
+        """Return what a collective returns.
+
+        Raises:
+            RanksError: it failed, or took too long; the group cannot be used any more.
+        """
+        try:
+            return call()
+        except RuntimeError as error:  # torch's DistError is one
+            others = [rank for rank in ranks if rank != distributed.get_rank()]
+            raise RanksError(
+                f"a collective with {named(others)} of this node failed: {str(error).splitlines()[0][:200]}",
+                ranks=others,
+            ) from error
+
+
+def _new_group(ranks: Sequence[int], limit_s: float) -> Any:
+    return distributed.new_group(list(ranks), timeout=timedelta(seconds=limit_s))
+
+
+def _device() -> torch.device:
+    """Return where the job's backend moves bytes fastest: on this rank's GPU by NCCL, else in host memory.
+
+    Raises:
+        CapabilityError: it does neither.
+    """
+    config = dict(pair.split(":") for pair in distributed.get_backend_config().split(","))
+    if config.get("cuda") == "nccl" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if "cpu" in config and config["cpu"] != "nccl":
+        return torch.device("cpu")
+    raise CapabilityError(
+        f"read='exchange': the backend {distributed.get_backend()!r} of the job moves neither host memory nor that of "
+        "a CUDA GPU; pass read='own'"
+    )

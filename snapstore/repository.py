@@ -65,8 +65,6 @@ class Repository:
         self._finalizer = when_dropped(self, self.context.close)
         self.lineage = Lineage()
 
-    # -- open and close
-
     @classmethod
     def create(
         cls,

@@ -21,7 +21,7 @@ from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
 FILES = ("catalog/lmdb_file.py", "storage/cache_dir.py", "storage/locks.py")
-#: Of a hang.
+#: A thread that takes longer hangs [s].
 PATIENCE_S = 300
 
 

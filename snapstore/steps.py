@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import retention
 from .errors import InvalidInputError, NotFoundError
+from .format import records
 from .format.argument_checks import check_step
-from .format.records import Snapshot
+from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .ranks import place
 from .repository import Repository
 
@@ -146,7 +147,7 @@ class Steps:
     @contextmanager
     def _reading(
         self, step: int | str | None, read: str, per_rank: Literal["same", "drop"] | int
-    ) -> Iterator[tuple[str, AsRank]]:
+    ) -> Iterator[tuple[str | Snapshot, AsRank]]:
         """Yield the reference of a step, once no save is running, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
@@ -157,7 +158,8 @@ class Steps:
         with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
             ref, as_rank = self._ref(step, read), self._as_rank(per_rank)
             context, is_others = self.repository.context, partial(getattr, exchange, "has_heard", False)
-            with newest_whole_named(context, ref, is_others), exchange.told() if exchange else nullcontext():
+            named = ref if isinstance(ref, str) else f"id:{ref.id}"
+            with newest_whole_named(context, named, is_others), exchange.told() if exchange else nullcontext():
                 yield ref, replace(as_rank, exchange=exchange)
 
     def _exchange_of(self, read: str) -> Exchange | None:
@@ -175,14 +177,14 @@ class Steps:
             self._exchange = Exchange(self._job.ranks)
         return self._exchange
 
-    def _ref(self, step: int | str | None, read: str) -> str:
-        """Return the reference of a step; with several ranks, the snapshot that rank 0 means."""
+    def _ref(self, step: int | str | None, read: str) -> str | Snapshot:
+        """Return the reference of a step; with several ranks, the snapshot that rank 0 means: it alone lists."""
         if self._job is None:
             return self._local_ref(step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
-        found = self._job.questions.ask(question, lambda: f"id:{self.repository.snapshot(self._local_ref(step)).id}")
-        assert found is not None
-        return found
+        key = self._job.questions.ask(question, lambda: self.repository.snapshot(self._local_ref(step)).key)
+        assert key is not None
+        return records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
 
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:
         from .restore.sources import AsRank

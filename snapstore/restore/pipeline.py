@@ -26,7 +26,7 @@ from .sources import ALONE, AsRank, Sources
 
 def read(
     context: Context,
-    ref: str,
+    ref: str | Snapshot,
     *,
     into: Any = None,
     keys: str | Sequence[str] | None = None,
@@ -34,13 +34,13 @@ def read(
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
 ) -> tuple[Snapshot, Any]:
-    """Return the snapshot that a reference names, and its state, or `into` filled with it.
+    """Return the snapshot that a reference names, and its state, or `into` filled with it; a snapshot names itself.
 
     Raises:
         NotFoundError: the reference names nothing.
         See `restore` for the others.
     """
-    snapshot = context.index.refresh().resolve(ref)
+    snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
     while True:
         try:
             with out_of_memory(
@@ -58,7 +58,9 @@ def read(
                     f"{snapshot.ref}: was rewritten or deleted while the ranks read it; restore again on all ranks"
                 ) from error
             # If it was deleted, the reference means another snapshot now.
-            snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
+            if ruling.state == SWEPT:
+                ruling = context.index.refresh().resolve(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
+            snapshot = ruling
 
 
 def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> Snapshot:
@@ -76,7 +78,7 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
 
 def read_into(
     context: Context,
-    ref: str,
+    ref: str | Snapshot,
     target: Any,
     *,
     keys: str | Sequence[str] | None = None,

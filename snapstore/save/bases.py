@@ -204,6 +204,9 @@ def load_bases(
     def readable() -> Iterator[Base]:
         for snapshot in session.usable_bases:
             found: list[tuple[ManifestRef, Manifest]] = []
+            if near and (own := near.own(snapshot)):  # in memory: not even the roots are read
+                yield Base(snapshot, own)
+                continue
             try:
                 for ref in snapshot.manifests:
                     root = read(ref)

@@ -8,10 +8,10 @@ it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..format.records import Snapshot
+from ..format.records import ManifestRef, Snapshot
 
 if TYPE_CHECKING:
     from ..format.manifest import Manifest
@@ -24,6 +24,7 @@ class Lineage:
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}  # run -> id of what its next save goes on from
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
+        self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
     def parent(self, run: str) -> str | None:
         """Return the id that the next save of a run goes on from; None if nothing was noted."""
@@ -35,6 +36,12 @@ class Lineage:
         with self._lock:
             return {name: m for of_run in self._manifests.values() for name, m in of_run.items()}
 
+    def own_children(self, run: str) -> tuple[Sequence[ManifestRef], Sequence[Manifest]]:
+        """Return the manifests that the record of a run's last save names, and the children that this rank wrote."""
+        with self._lock:
+            found = self._manifests.get(run, {}).values()
+            return self._named.get(run, ()), [m for m in found if m.header.world_size and not m.header.children]
+
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
         """The next save of a run goes on from this snapshot."""
         with self._lock:
@@ -44,4 +51,4 @@ class Lineage:
         """The next save of the run goes on from this snapshot, with these manifests by SHA-256."""
         self.go_on_from(snapshot.run, snapshot)
         with self._lock:
-            self._manifests[snapshot.run] = manifests
+            self._manifests[snapshot.run], self._named[snapshot.run] = manifests, snapshot.manifests

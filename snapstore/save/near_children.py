@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..format.boxes import overlap
 from ..format.manifest import Manifest
-from ..format.records import ManifestRef
+from ..format.records import ManifestRef, Snapshot
 from .inputs import PartInput
 
 Box = tuple[Sequence[int], Sequence[int]]
@@ -21,9 +21,20 @@ Form = tuple[tuple[str | int, ...], str, tuple[int, ...]]  # path, dtype and sha
 
 
 class NearChildren:
-    """Chooses the children that one rank reads, by the boxes that it stores."""
+    """Chooses the children that one rank reads, by the boxes that it stores.
 
-    def __init__(self, inputs: Iterable[PartInput], rank: int, world_size: int) -> None:
+    Args:
+        last: the manifests that the record of this rank's last save names, and the children that it wrote.
+    """
+
+    def __init__(
+        self,
+        inputs: Iterable[PartInput],
+        rank: int,
+        world_size: int,
+        last: tuple[Sequence[ManifestRef], Sequence[Manifest]] = ((), ()),
+    ) -> None:
+        self._last = last
         self._place = (rank + 0.5) / world_size
         self._boxes: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
         for part in inputs:
@@ -31,6 +42,11 @@ class NearChildren:
                 if of := tensor.box_of:
                     form = of.spec.path, of.spec.dtype, of.spec.shape
                     self._boxes[part.name][form].append((of.offsets, tensor.spec.shape))
+
+    def own(self, snapshot: Snapshot) -> Sequence[Manifest]:
+        """Return the children that this rank wrote, if a base is its last save and was not rewritten since."""
+        named, children = self._last
+        return children if named and list(named) == snapshot.manifests else ()
 
     def children(
         self, root: Manifest, read: Callable[[ManifestRef], Manifest]

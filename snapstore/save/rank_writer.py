@@ -61,7 +61,7 @@ class RankWriter:
     def write(self, session: Session | SharedSession, *, full: bool) -> Share:
         """Write this rank's packs and child manifests; all of it is durable on return."""
         context, rank, count = self._context, self._ranks.rank, self._ranks.count
-        near = NearChildren(self._inputs, rank, count)
+        near = NearChildren(self._inputs, rank, count, self._lineage.own_children(self._request.run))
         bases, written = load_bases(context, session, self._lineage.cached_manifests(), near), None
         while written is None:
             self._staging.use_base(self._inputs, bases.snapshot.id if bases.snapshot else None)

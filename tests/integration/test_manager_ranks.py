@@ -250,6 +250,28 @@ def test_rank_0_alone_forgets_and_collects(store):
         assert not [key for name, key in stores[rank].log if name == "put" and not key.startswith(("packs/", "manif"))]
 
 
+def test_the_other_ranks_list_nothing_and_read_no_manifest_of_their_last_save(store):
+    stores = [FaultStore(store) for _ in range(COUNT)]
+    managers = Managers(store, stores=stores)
+    managers.save(0)
+    managers.all(lambda m, _: m.wait_until_finished())
+    before = [len(each.log) for each in stores]
+    managers.save(1)
+    managers.all(lambda m, _: m.wait_until_finished())
+    with opened(store) as repository:
+        assert repository.snapshot("a@1").depth > 0
+    for rank in range(1, COUNT):
+        done = stores[rank].log[before[rank] :]
+        assert not [key for name, key in done if name == "list" or (key.startswith("manifests/") and name != "put")], (
+            done
+        )
+    before = [len(each.log) for each in stores]
+    managers.all(lambda m, rank: m.restore_into(state(5, rank)))
+    for rank in range(1, COUNT):
+        assert "list" not in {name for name, _ in stores[rank].log[before[rank] :]}
+    managers.end()
+
+
 def test_all_ranks_hear_one_answer(store):
     managers = Managers(store, keep=[KeepBest("loss"), KeepLast(9)])
     assert managers.all(lambda m, _: m.latest_step()) == [None] * COUNT

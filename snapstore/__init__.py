@@ -13,6 +13,8 @@ The data path, folder by folder; each folder's docstring names the file to read 
     restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, patch
               the chain, verify -> state/restore_plan put together
 
+Ranks of a torch.distributed job save one snapshot together: save/rank_job -> save/together, over distributed/.
+
 `save/pipeline.py` and `restore/pipeline.py` tell these two stories; docs/design/walk.md walks through them frame by
 frame. `protocol/` keeps saves and deletions apart, and deletes (`gc`); `retention.py` says what to keep; `check/` finds
 damage and `repair/` heals it; `rewrite/` recodes and compacts; `inspect/` counts and compares. `storage/` keeps objects

@@ -262,13 +262,12 @@ class SnapshotManager(Steps):
         self._background.check_inside()
         if self.read_only:
             return
-        from .save.inputs import inputs_of
         from .state.flatten import flatten
 
         with self._background.holding_slot() as slot:
-            inputs = inputs_of(flatten(state, of_rank=self._job is not None), self._staging.shares)
+            parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
-            self._background.start(partial(self._take_memory, partial(self._staging.prepare, inputs)), slot)
+            self._background.start(partial(self._take_memory, partial(self._staging.prepare, parts)), slot)
 
     def _take_memory(self, take: Callable[[], object]) -> None:
         """Take memory for the copies of a later save, in the background."""
@@ -285,11 +284,12 @@ class SnapshotManager(Steps):
 
         context = self.repository.context
         request.resolve(context, self.repository.lineage)
+        learn = None if self._job is None else self._job.learner(context, request.number, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
         if is_stream(state):  # nothing can copy it
             work.append(lambda: [inputs_of_stream(state, context.engines)])
         elif self._async:
-            work.append(self._staging.copy_state(state))
+            work.append(self._staging.copy_state(state, learn))
             request.stall_s = time.monotonic() - request.started
             try:
                 self._background.start(partial(self._run, handle, request, work, in_background=True), slot)
@@ -301,7 +301,10 @@ class SnapshotManager(Steps):
             shares = self._staging.shares
             parts = flatten(state, of_rank=shares is not None)
             copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-            work.append(partial(self._staging.copy, parts) if copies else partial(inputs_of, parts, shares))
+            if copies:
+                work.append(partial(self._staging.copy, parts, learn=learn))
+            else:
+                work.append(partial(inputs_of, parts, shares))
             del parts
         self._run(handle, request, work, in_background=False)
 
@@ -316,8 +319,6 @@ class SnapshotManager(Steps):
                 raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")
             request = make()
             request.number = number
-            if not is_stream(state):
-                self._job.learn_holders(self.repository.context, number, state, self._staging)
             self._begin(handle, request, state, slot)
         except BaseException as error:
             if not slot.handed_over:

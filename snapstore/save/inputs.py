@@ -9,8 +9,8 @@ Invariant: a save owns its inputs, and one thread at a time uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -238,6 +238,40 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
             spec = msgspec.structs.replace(of.spec, shape=piece.sizes)
             key = (*name, piece.offsets, piece.sizes)
             yield TensorInput(key, spec, piece.held(held), box_of=of)
+
+
+def cut_plain(inputs: Sequence[PartInput], shares: RankShares) -> list[PartInput]:
+    """Return inputs that were made while the holders of plain tensors were unknown, cut to the shares of this rank."""
+    found = []
+    for part in inputs:
+        if part.own_nodes is None:
+            plain = set(part.plain)
+            names = {name for i, name in enumerate(names_of(part.name, part.specs)) if i in plain}
+            buffers = {one.name for one in part.replicas if one.is_buffer}
+            boxes = [box for tensor in part.tensors for box in _cut(tensor, names, buffers, shares)]
+            for one in part.replicas:
+                one.group = shares.group(one.name, None) if one.name in names else one.group
+            part = replace(part, tensors=boxes, replicas=[one for one in part.replicas if len(one.group) > 1])
+        found.append(part)
+    return found
+
+
+def _cut(
+    tensor: TensorInput, plain: Container[Name], buffers: Container[Name], shares: RankShares
+) -> Iterator[TensorInput]:
+    """Yield the boxes of a tensor that this rank stores; only those of `plain` are cut."""
+    of = tensor.box_of
+    if of is None or of.name not in plain:
+        yield tensor
+        return
+    for piece in shares.pieces(of.name, of.spec, None, may_differ=of.name in buffers):
+        spec, copy = msgspec.structs.replace(of.spec, shape=piece.sizes), tensor.copy
+        if copy is not None and piece.sizes != of.spec.shape:
+            start = piece.first_row * (spec.nbytes // piece.sizes[0])
+            copy = copy[start : start + spec.nbytes]
+        array = None if tensor.array is None else piece.held(tensor.array)
+        box_of = replace(of, piece=piece)
+        yield TensorInput((*of.name, piece.offsets, piece.sizes), spec, array, copy, box_of=box_of)
 
 
 def _boxes_of(name: Name, specs: Sequence[TensorSpec], number: int, pieces: Sequence[Piece]) -> Iterator[BoxOf]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..context import Context
@@ -20,15 +19,14 @@ from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import RanksError, out_of_memory
 from ..format.records import Snapshot
-from ..state.flatten import flatten
 from .holders import exchange_holders
-from .inputs import PartInput, SaveRequest, inputs_of
+from .inputs import PartInput, SaveRequest
 from .lineage import Lineage
 from .pipeline import log_saved, take_tags
 from .rank_state import trees_of
 from .rank_writer import RankWriter
 from .shares import RankShares, Replicas
-from .staging import Staging
+from .staging import Learn, Staging
 from .together import Job
 
 _users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
@@ -64,8 +62,8 @@ class RankJob:
         return self.ranks.rank == 0
 
     def shares(self, context: Context) -> RankShares:
-        """Return which boxes this rank stores."""
-        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes, replicas=self._replicas)
+        """Return which boxes this rank stores, as long as it does not know the holders of plain tensors."""
+        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes, None, self._replicas)
 
     def preemption(self) -> Preemption:
         """Return what tells when the job ends; its ranks agree in the background from now on."""
@@ -93,19 +91,24 @@ class RankJob:
         self._saves += 1
         return self._saves - 1
 
-    def learn_holders(self, context: Context, number: int, state: Any, staging: Staging) -> None:
-        """Let the ranks tell each other who holds which plain tensors, where that may be new; see holders.py.
+    def learner(self, context: Context, number: int, staging: Staging) -> Learn | None:
+        """Return what lets the ranks tell each other who holds which plain tensors; None: they know. See holders.py.
 
-        Raises:
-            SnapstoreError: the state cannot be saved, or another rank's cannot.
+        Call it before the state is copied. The function raises SnapstoreError if another rank's state cannot be saved.
         """
         if self._holders_are_known:
-            return
-        inputs = inputs_of(flatten(state, of_rank=True), self.shares(context))
+            return None
+        unknown = self.shares(context)
+        staging.use_shares(unknown)
         job = self._job_of(context)
-        holders = exchange_holders(self.ranks, lambda name: job.key(number, name), trees_of(inputs))
-        staging.use_shares(replace(self.shares(context), holders=holders))
-        self._holders_are_known = True
+
+        def learn(inputs: Sequence[PartInput]) -> list[PartInput]:
+            holders = exchange_holders(self.ranks, lambda name: job.key(number, name), trees_of(inputs))
+            cut = staging.use_holders(inputs, replace(unknown, holders=holders))
+            self._holders_are_known = True
+            return cut
+
+        return learn
 
     def give_up(self, context: Context, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one does not take part in a save."""
@@ -125,11 +128,13 @@ class RankJob:
         Raises:
             SnapstoreError: see `Job.save`.
         """
-        data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
         before = context.index.refresh() if request.tags and self.leads else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with context.store.pinned():
             with staging.saving(inputs), out_of_memory("save", advice):
+                if (learn := self.learner(context, request.number, staging)) is not None:
+                    inputs = learn(inputs)
+                data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
                 snapshot = self._job_of(context).save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)
             lineage.note_saved(snapshot, data.manifests)

@@ -76,19 +76,22 @@ class RankShares:
 
     Args:
         rank, world_size: of the job.
-        holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted.
+        holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted. None: not
+            known yet, so the whole of each plain tensor counts as this rank's share.
         replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
     """
 
     rank: int
     world_size: int
     chunk_bytes: int
-    holders: Mapping[Name, tuple[int, ...]] = field(default_factory=dict)
+    holders: Mapping[Name, tuple[int, ...]] | None = field(default_factory=dict)
     replicas: Replicas = "check"
 
     def group(self, name: Name, sharding: Sharding | None) -> tuple[int, ...]:
         """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown."""
-        return self.holders.get(name) or tuple(range(self.world_size)) if sharding is None else sharding.group
+        if sharding is not None:
+            return sharding.group
+        return (self.holders or {}).get(name) or tuple(range(self.world_size))
 
     def pieces(
         self, name: Name, spec: TensorSpec, sharding: Sharding | None, *, may_differ: bool = False
@@ -101,7 +104,7 @@ class RankShares:
             may_differ: whether replicas of this tensor may differ.
         """
         if sharding is None:
-            group = self.group(name, None)
+            group = (self.rank,) if self.holders is None else self.group(name, None)
             boxes: Sequence[tuple[Sequence[int], Sequence[int]]] = [((0,) * len(spec.shape), spec.shape)]
             replica, replicas = group.index(self.rank) if self.rank in group else len(group), len(group)
         else:

@@ -15,6 +15,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,10 +29,10 @@ from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
-from .inputs import Key, PartInput, TensorInput, inputs_of
+from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of
 from .known_state import Groups, KnownState
 from .replicas import Replica, digests_of, spans
-from .shares import RankShares
+from .shares import Name, RankShares
 
 if TYPE_CHECKING:
     from ..engine.cuda.sources import Sources
@@ -42,6 +43,11 @@ Mode = Literal["auto", "device", "host"]
 MODES = ("auto", "device", "host")
 #: A tensor whose deltas were rejected keeps no base for this many saves; then it is tried again.
 RETRY_AFTER_SAVES = 32
+#: More bytes of plain tensors than this are not copied whole: a rank learns their holders before it copies its share.
+MAX_WHOLE_BYTES = 1024 * 1024 * 1024
+
+#: Takes inputs that were made while holders were unknown, and returns them cut to the shares of this rank.
+Learn = Callable[[Sequence[PartInput]], list[PartInput]]
 
 
 class Buffers(dict[Key, Memory]):
@@ -107,12 +113,38 @@ class Staging:
         return getattr(device, "type", "cpu") != "cpu" and self._engines.on_device(device)
 
     def use_shares(self, shares: RankShares) -> None:
-        """Copy other boxes from the next save on: other ranks hold what this one holds as well."""
+        """Copy other boxes from the next save on: it is known, or unknown again, which ranks hold the same."""
         if shares != self.shares:
             self.shares, self._known = shares, None
 
-    def copy_state(self, state: Any) -> Callable[[], list[PartInput]]:
+    def use_holders(self, inputs: Sequence[PartInput], shares: RankShares) -> list[PartInput]:
+        """Cut inputs to shares of which the holders are known now; plain tensors were copied whole, or not at all."""
+        cut, self.shares = cut_plain(inputs, shares), shares
+        if self._known is not None:
+            self._known = KnownState(self._known.structure, cut, self._has_engine)
+        if _are_copies(inputs):
+            for tensor in _tensors(cut):
+                is_cut = tensor.spec.nbytes >= INLINE_BYTES and tensor.key not in self._spare
+                if is_cut and isinstance(tensor.copy, np.ndarray):
+                    self._spare[tensor.key] = tensor.copy = tensor.copy.copy()  # the whole goes with the inputs
+            self._spare.keep_only({tensor.key for tensor in _tensors(cut)})
+        return cut
+
+    def _must_learn_first(self, inputs: Sequence[PartInput]) -> bool:
+        """Return whether plain tensors of unknown holders are too large to copy whole, or lie on a device."""
+        if self.shares is None or self.shares.holders is not None:
+            return False
+        plain = {part.name: set(part.plain) for part in inputs if part.own_nodes is None}
+        held = [t for t in _tensors(inputs) if t.box_of and t.box_of.number in plain[t.box_of.name[0]]]
+        large = [tensor for tensor in held if tensor.spec.nbytes >= INLINE_BYTES]
+        on_device = any(tensor.array and self.on_device(tensor.array.value) for tensor in large)
+        return on_device or sum(tensor.spec.nbytes for tensor in held) > MAX_WHOLE_BYTES
+
+    def copy_state(self, state: Any, learn: Learn | None = None) -> Callable[[], list[PartInput]]:
         """Flatten a state and copy it; a state with the structure of the last one is recognised, which is faster.
+
+        Args:
+            learn: see `copy`.
 
         Returns:
             A function that gives the inputs: it takes time, and can be called in the background.
@@ -126,14 +158,26 @@ class Staging:
                 inputs = self._copy_known(known, state)
                 self._known = known
                 return inputs
-        parts, structure = flatten_and_learn(state, of_rank=self.shares is not None)
-        copied = self.copy(parts)
-        if structure is not None:
-            self._known = KnownState(structure, copied, self._has_engine)
-        return lambda: copied
+        with _without_gc():
+            parts, structure = flatten_and_learn(state, of_rank=self.shares is not None)
+            copied = self.copy(parts, learn=learn)
+        del parts
 
-    def copy(self, parts: Sequence[Part], inline_below: int = INLINE_BYTES) -> list[PartInput]:
+        def inputs_of_copies() -> list[PartInput]:
+            if structure is not None:
+                self._known = KnownState(structure, copied, self._has_engine)
+            return copied
+
+        return inputs_of_copies
+
+    def copy(
+        self, parts: Sequence[Part], inline_below: int = INLINE_BYTES, learn: Learn | None = None
+    ) -> list[PartInput]:
         """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
+
+        Args:
+            learn: of a rank that does not know the holders of plain tensors: called now if these are too large to be
+                copied whole. Else the caller calls it with the inputs.
 
         Returns:
             The inputs; nothing of the caller's is in them. On a device the copies are complete within `saving`.
@@ -142,6 +186,8 @@ class Staging:
             InvalidInputError: an array is not the one that was flattened, or is changed while it is copied.
         """
         inputs = inputs_of(parts, self.shares)
+        if learn is not None and self._must_learn_first(inputs):
+            inputs = learn(inputs)
         if self._spare:
             self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
         with self._copying():
@@ -155,8 +201,20 @@ class Staging:
                     tensor.copy, tensor.array = self._copy_to_host(tensor.key, held, inline_below), None
             for device, tensors in on_devices.items():
                 self._copy_on_device(device, tensors, inline_below)
+            self._digest_copies(inputs)
             self._digest_replicas([one for part in inputs for one in part.replicas])
         return inputs
+
+    def _digest_copies(self, inputs: Sequence[PartInput]) -> None:
+        """Let the replicas of which this rank has a whole copy in host memory be hashed when they are asked for."""
+        copies: dict[Name, Bytes] = {}
+        for tensor in _tensors(inputs):
+            of = tensor.box_of
+            if of is not None and tensor.spec.shape == of.spec.shape and isinstance(tensor.copy, np.ndarray):
+                copies[of.name] = tensor.copy
+        for one in (one for part in inputs for one in part.replicas):
+            if one.name in copies:
+                one.array, one.digests = None, partial(digests_of, copies[one.name], self._engines.digest_seed)
 
     def _digest_replicas(self, replicas: Sequence[Replica]) -> None:
         """Hash replicas of a state that is not recognised."""
@@ -255,8 +313,11 @@ class Staging:
             digests[row] = found.copy
         return digests
 
-    def prepare(self, inputs: Sequence[PartInput]) -> None:
+    def prepare(self, parts: Sequence[Part]) -> None:
         """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
+        inputs = inputs_of(parts, self.shares)
+        if self.shares is not None and self._must_learn_first(inputs):
+            inputs = inputs_of(parts, replace(self.shares, holders={}))  # as if all ranks held all of them
         on_devices: dict[Any, list[TensorInput]] = defaultdict(list)
         for tensor in _tensors(inputs):
             assert tensor.array is not None

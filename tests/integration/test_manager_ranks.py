@@ -178,9 +178,29 @@ def test_replicas_that_differ_are_named(store):
         managers.end()
 
 
+def test_the_first_save_waits_for_no_other_rank(store):
+    """Its state may change at once: each rank has copied all that it may have to store."""
+    managers, states = Managers(store, COUNT), [state(0, rank) for rank in range(COUNT)]
+    for rank in (0, 1):
+        managers[rank].save(0, states[rank])  # in this thread: rank 2 has not called save
+        states[rank]["model"]["w"] += 1
+        states[rank]["model"]["b"] += 1
+    managers[2].save(0, states[2])
+    for step in (1, 2):
+        managers.save(step)
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        for step in range(3):
+            assert same(repository.restore(f"a@{step}", keys="model.*"), {"model": state(step)["model"]})
+        assert [s.depth for s in repository.snapshots("a")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("async_save", [True, False])
-def test_parts_that_only_some_ranks_hold(store, async_save):
+@pytest.mark.parametrize("copied", ["whole", "shares"])
+def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch):
     """Pipeline stages: the layers of each rank, and one on two of them; all of it comes back, also on one process."""
+    if copied == "shares":  # too large to be copied whole: the ranks exchange holders first
+        monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)
 
     def staged(version, rank):
         layers = {f"layer{rank}": torch.full((3000,), float(rank + version)), "all": torch.arange(2000) + version}

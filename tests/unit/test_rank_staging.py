@@ -132,6 +132,45 @@ def test_a_rank_that_hears_of_other_holders_copies_other_boxes():
         assert tensor.spec.shape == (2048,)
 
 
+def test_plain_tensors_of_unknown_holders_are_copied_whole_and_cut_later():
+    """The copies are made before the ranks know who holds what: the state may change once `copy_state` returns."""
+    with as_rank(1, 4):
+        state = training(1)
+        own = state["model"]["late"] = whole(3, (900, 8))
+        name = ("model", ("model", "late"), 0)
+        unknown = RankShares(1, 4, CHUNK, None)
+        known = RankShares(1, 4, CHUNK, {name: (1, 2)})
+        expected = found(inputs_of(flatten(state, of_rank=True), known))
+        staging = Staging(ENGINES, shares=unknown)
+        give = staging.copy_state(state)
+        own += 1
+        state["model"]["plain"] += 1
+        assert found(staging.use_holders(give(), known)) == expected
+        held = sum(t.spec.nbytes for part in inputs_of(flatten(state, of_rank=True), known) for t in part.tensors)
+        assert sum(len(memory) for memory in staging._spare.values()) <= held, "the rest of the whole tensors is kept"
+        structure = staging._known
+        expected = found(inputs_of(flatten(state, of_rank=True), known))
+        assert found(staging.copy_state(state)()) == expected
+        assert staging._known is structure, "the next state is recognised"
+
+
+def test_large_plain_tensors_are_not_copied_whole(monkeypatch):
+    monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 16_000)
+    with as_rank(1, 4):
+        for count, asks in ((4000, False), (4001, True)):
+            state, asked = {"m": {"w": torch.arange(float(count))}}, []
+            staging = Staging(ENGINES, shares=RankShares(1, 4, CHUNK, None))
+
+            def learn(inputs, staging=staging, asked=asked):
+                asked.append(inputs)
+                return staging.use_holders(inputs, RankShares(1, 4, CHUNK))
+
+            inputs = staging.copy_state(state, learn)()
+            assert len(asked) == asks
+            assert sum(t.spec.nbytes for t in inputs[-1].tensors) < 4 * count if asks else 4 * count
+            staging.prepare(flatten(state, of_rank=True))
+
+
 def of(local, mesh, placements, **options):
     return {"m": {"w": DTensor.from_local(local, mesh, placements, run_check=False, **options), "v": torch.ones(3)}}
 

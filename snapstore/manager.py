@@ -284,7 +284,7 @@ class SnapshotManager(Steps):
 
         context = self.repository.context
         request.resolve(context, self.repository.lineage)
-        learn = None if self._job is None else self._job.learner(context, request.number, self._staging)
+        learn = None if self._job is None else self._job.learner(context, request, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
         if is_stream(state):  # nothing can copy it
             work.append(lambda: [inputs_of_stream(state, context.engines)])

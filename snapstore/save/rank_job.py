@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import RanksError, out_of_memory
 from ..format.records import Snapshot
-from .holders import exchange_holders
+from .holders import Exchange, Holders
 from .inputs import PartInput, SaveRequest
 from .lineage import Lineage
 from .pipeline import log_saved, take_tags
@@ -54,7 +55,9 @@ class RankJob:
         self.heart = Heart(ranks)
         self._job: Job | None = None
         self._saves, self._decisions = 0, 0
-        self._holders_are_known = False
+        self._holders: Holders | None = None  # as the ranks told each other last
+        self._holders_are_sure = False  # no save has failed here since
+        self._learnt_in = -1  # the number of that save
 
     @property
     def leads(self) -> bool:
@@ -91,28 +94,38 @@ class RankJob:
         self._saves += 1
         return self._saves - 1
 
-    def learner(self, context: Context, number: int, staging: Staging) -> Learn | None:
-        """Return what lets the ranks tell each other who holds which plain tensors; None: they know. See holders.py.
-
-        Call it before the state is copied. The function raises SnapstoreError if another rank's state cannot be saved.
-        """
-        if self._holders_are_known:
+    def learner(self, context: Context, request: SaveRequest, staging: Staging) -> Learn | None:
+        """Return what tells this rank the holders of plain tensors; None: it knows them. Call it before the copy."""
+        if self._holders_are_sure:
             return None
-        unknown = self.shares(context)
-        staging.use_shares(unknown)
+        staging.use_shares(self.shares(context))
+        return partial(self._learn, context, request, staging)
+
+    def _learn(
+        self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
+    ) -> Sequence[PartInput]:
+        """Return inputs as the shares of this rank; the ranks exchange holders if rank 0 does not know them.
+
+        Raises:
+            SnapstoreError: see `Exchange`; or the holders are others than this rank has copied for.
+        """
+        if self._learnt_in == request.number:
+            return inputs  # before they were copied
         job = self._job_of(context)
-
-        def learn(inputs: Sequence[PartInput]) -> list[PartInput]:
-            holders = exchange_holders(self.ranks, lambda name: job.key(number, name), trees_of(inputs))
-            cut = staging.use_holders(inputs, replace(unknown, holders=holders))
-            self._holders_are_known = True
-            return cut
-
-        return learn
+        exchange = Exchange(self.ranks, lambda name: job.key(request.number, name), request.require_wanted)
+        found = self._holders
+        if exchange.is_wanted(here=not self._holders_are_sure):
+            found = exchange.holders(trees_of(inputs))
+        if found is None or (self._holders_are_sure and found != self._holders):
+            raise RanksError("the ranks hold other tensors than they told each other; save again")
+        if not self._holders_are_sure:
+            inputs = staging.use_holders(inputs, replace(self.shares(context), holders=found))
+        self._holders, self._holders_are_sure, self._learnt_in = found, True, request.number
+        return inputs
 
     def give_up(self, context: Context, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one does not take part in a save."""
-        self._holders_are_known = False
+        self._holders_are_sure = False
         self._job_of(context).give_up(number, error)
 
     def save(
@@ -132,8 +145,7 @@ class RankJob:
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with context.store.pinned():
             with staging.saving(inputs), out_of_memory("save", advice):
-                if (learn := self.learner(context, request.number, staging)) is not None:
-                    inputs = learn(inputs)
+                inputs = self._learn(context, request, staging, inputs)
                 data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
                 snapshot = self._job_of(context).save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)

@@ -47,7 +47,7 @@ RETRY_AFTER_SAVES = 32
 MAX_WHOLE_BYTES = 1024 * 1024 * 1024
 
 #: Takes inputs that were made while holders were unknown, and returns them cut to the shares of this rank.
-Learn = Callable[[Sequence[PartInput]], list[PartInput]]
+Learn = Callable[[Sequence[PartInput]], Sequence[PartInput]]
 
 
 class Buffers(dict[Key, Memory]):
@@ -187,7 +187,7 @@ class Staging:
         """
         inputs = inputs_of(parts, self.shares)
         if learn is not None and self._must_learn_first(inputs):
-            inputs = learn(inputs)
+            inputs = list(learn(inputs))
         if self._spare:
             self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
         with self._copying():

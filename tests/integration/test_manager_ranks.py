@@ -195,6 +195,30 @@ def test_the_first_save_waits_for_no_other_rank(store):
         assert [s.depth for s in repository.snapshots("a")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_failed_after_the_commit_saves_with_the_others_again(store, rank, monkeypatch):
+    """It is not sure any more who holds which tensors, and the others are."""
+    managers = Managers(store)
+    managers.save(0)
+    managers.all(lambda m, _: m.wait_until_finished())
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise StorageError("after the commit")
+
+        patch.setattr(managers[rank].repository.lineage, "note_saved", fail)
+        managers.save(1)
+        found = managers.all(lambda m, _: m.wait_until_finished())
+    assert [isinstance(one, StorageError) for one in found] == [own == rank for own in range(COUNT)]
+    began = time.monotonic()
+    managers.save(2)
+    assert managers.end() == [None] * COUNT
+    assert time.monotonic() - began < 10
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots("a")] == [0, 1, 2]
+        assert repository.check("restore").ok
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch):

@@ -10,6 +10,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class Group:
         rows: their positions among the slots of the state.
         at: (n,) the positions of their tensors among those of a match.
         keys, nbytes: of these; the same objects at every save.
+        offsets: (n,) where their boxes begin in their tensors [bytes].
     """
 
     def __init__(self, structure: Structure, slots: Sequence[_Slot], rows: Sequence[int], at: Sequence[int]) -> None:
@@ -75,7 +77,8 @@ class Group:
         self.at = np.array(at, np.int64)
         self.keys = [slot.input.key for slot in chosen]
         self.nbytes: Column = np.array([slot.input.spec.nbytes for slot in chosen], np.int64)
-        self._offsets = np.array([s.offset(n) for s, n in zip(chosen, self.nbytes.tolist(), strict=True)], np.int64)
+        offsets = [slot.offset(nbytes) for slot, nbytes in zip(chosen, self.nbytes.tolist(), strict=True)]
+        self.offsets: Column = np.array(offsets, np.int64)
         self._spans = [slot.span for slot in chosen] if any(slot.span for slot in chosen) else []
         self._specs = [structure.specs[slot.row] for slot in chosen]
         in_pieces = set(structure.in_pieces)
@@ -105,26 +108,49 @@ class Group:
     def _addresses(self, match: Match) -> Column:
         addresses = match.addresses[self.at]
         if self._spans:
-            addresses += self._offsets
+            addresses += self.offsets
         return addresses
 
-    def copy_small(self, match: Match) -> Callable[[], list[Bytes]]:
-        """Copy tensors of host memory; return a function that gives their bytes, (nbytes,) uint8 each.
+
+class SmallCopies:
+    """Small tensors of host memory that are stored, hashed, or both: each is copied once.
+
+    Args:
+        stored: those of which a rank stores a box, or one process all.
+        hashed: the replicas, each whole.
+    """
+
+    def __init__(self, stored: Group, hashed: Group) -> None:
+        place = {k: i for i, k in enumerate(hashed.at.tolist())}
+        more = np.array([k not in place for k in stored.at.tolist()], bool)
+        self._at = np.concatenate([hashed.at, stored.at[more]])
+        self._offsets = np.concatenate([hashed.offsets, stored.offsets[more]])
+        self._nbytes = np.concatenate([hashed.nbytes, stored.nbytes[more]])
+        starts = np.cumsum(self._nbytes) - self._nbytes
+        firsts = np.empty(len(stored.at), np.int64)
+        firsts[more] = starts[len(hashed.at) :]
+        both = [place[k] for k in stored.at[~more].tolist()]
+        firsts[~more] = starts[both] + stored.offsets[~more]
+        self._stored = list(zip(firsts.tolist(), (firsts + stored.nbytes).tolist(), strict=True))
+        starts = starts[: len(hashed.at)]
+        self._hashed = list(zip(starts.tolist(), (starts + hashed.nbytes).tolist(), strict=True))
+
+    def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[], list[Bytes]]]:
+        """Copy them; return functions that give the bytes to store and those to hash, (nbytes,) uint8 each.
 
         Call it before `match.confirm`, which finds memory that was resized meanwhile.
 
         Raises:
             DifferentStructureError: one has moved since the match.
         """
-        storages = match.hold(self.at)
-        together = copy_addresses(self._addresses(match), self.nbytes)
+        storages = match.hold(self._at)
+        together = copy_addresses(match.addresses[self._at] + self._offsets, self._nbytes)
         del storages
+        return partial(_pieces, together, self._stored), partial(_pieces, together, self._hashed)
 
-        def views() -> list[Bytes]:
-            ends = np.cumsum(self.nbytes)
-            return np.split(together, ends[:-1]) if len(ends) else []
 
-        return views
+def _pieces(together: Bytes, spans: Sequence[tuple[int, int]]) -> list[Bytes]:
+    return [together[first:end] for first, end in spans]
 
 
 def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
@@ -190,6 +216,7 @@ class KnownState:
         keys: of the slots: the tensors of the state, or the boxes that a rank stores.
         copied: these slots.
         hashed: the replicas among the tensors.
+        small: those of both that are small and lie in host memory.
     """
 
     def __init__(self, structure: Structure, inputs: Sequence[PartInput], has_engine: Callable[[Any], bool]) -> None:
@@ -201,6 +228,7 @@ class KnownState:
         self.copied = Groups(structure, self._slots, has_engine)
         replicas = [one for part in inputs for one in part.replicas]
         self.hashed = Groups(structure, list(_slots_of_replicas(structure, inputs)), has_engine)
+        self.small = SmallCopies(self.copied.small, self.hashed.small)
         self._replicas = [(one.name, one.group, None, one.is_buffer) for one in replicas]
 
     def inputs(

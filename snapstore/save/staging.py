@@ -287,8 +287,8 @@ class Staging:
                 copies.append((group.rows, memories))
             for device, group in known.hashed.on_devices.items():
                 digests |= self._start_digests(group.rows, group.sources(device, match))
-            copies.append((known.copied.small.rows, known.copied.small.copy_small(match)))
-            small_replicas = known.hashed.small.copy_small(match)
+            small, small_replicas = known.small.copy(match)
+            copies.append((known.copied.small.rows, small))
             match.confirm()
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))

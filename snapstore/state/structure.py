@@ -68,7 +68,7 @@ class Match:
         """
         tensors = [self.tensors[k] for k in at.tolist()]
         storages = _storages(tensors)
-        if list(map(_address, tensors)) != self.addresses[at].tolist():
+        if _addresses(tensors) != self.addresses[at].tolist():
             raise DifferentStructureError
         return storages
 
@@ -146,7 +146,7 @@ class Structure:
         self.rows = list(first)
         self._firsts = None if len(first) == len(self._batched) else list(first.values())
         tensors = [arrays[i] for i in self._batched]
-        self._places = list(map(_address, tensors))
+        self._places = _addresses(tensors)
         self._all_places = list(range(len(tensors)))
         self._properties = [list(map(take, tensors)) for take in _PROPERTIES]
         self._devices = [tensor.device for tensor in tensors]
@@ -189,7 +189,7 @@ class Structure:
             if self._lie_at(tensors, self._places):  # as at the last match, which has looked at the storages
                 return self._places
             storages = _storages(tensors)
-            places = list(map(_address, tensors))
+            places = _addresses(tensors)
             devices = [tensor.device for tensor in tensors]
         except (RuntimeError, NotImplementedError) as error:  # not strided
             raise DifferentStructureError from error
@@ -206,7 +206,7 @@ class Structure:
         """Return whether tensors begin at these addresses."""
         at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if tensors else None
         if at_once is None:
-            return list(map(_address, tensors)) == places
+            return _addresses(tensors) == places
         return bool(at_once(tensors, places, self._all_places))
 
     def _has_form(self, tensors: Sequence[Any]) -> bool:
@@ -307,6 +307,10 @@ def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Seq
 
 def _storages(tensors: Sequence[Any]) -> list[Any]:
     return list(map(sys.modules["torch"].Tensor.untyped_storage, tensors)) if tensors else []
+
+
+def _addresses(tensors: Sequence[Any]) -> list[int]:
+    return list(map(sys.modules["torch"].Tensor.data_ptr, tensors)) if tensors else []
 
 
 def _is_batched(array: Array) -> bool:

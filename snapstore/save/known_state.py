@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
@@ -135,8 +135,8 @@ class SmallCopies:
         starts = starts[: len(hashed.at)]
         self._hashed = list(zip(starts.tolist(), (starts + hashed.nbytes).tolist(), strict=True))
 
-    def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[], list[Bytes]]]:
-        """Copy them; return functions that give the bytes to store and those to hash, (nbytes,) uint8 each.
+    def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[int], Bytes]]:
+        """Copy them; return what gives the bytes to store, and the i-th ones to hash, (nbytes,) uint8 each.
 
         Call it before `match.confirm`, which finds memory that was resized meanwhile.
 
@@ -146,11 +146,8 @@ class SmallCopies:
         storages = match.hold(self._at)
         together = copy_addresses(match.addresses[self._at] + self._offsets, self._nbytes)
         del storages
-        return partial(_pieces, together, self._stored), partial(_pieces, together, self._hashed)
-
-
-def _pieces(together: Bytes, spans: Sequence[tuple[int, int]]) -> list[Bytes]:
-    return [together[first:end] for first, end in spans]
+        stored, hashed = self._stored, self._hashed
+        return lambda: [together[first:end] for first, end in stored], lambda i: together[slice(*hashed[i])]
 
 
 def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
@@ -235,13 +232,13 @@ class KnownState:
         self,
         match: Match,
         copies: Sequence[tuple[Sequence[int], Callable[[], Sequence[Memory]]]],
-        digests: Mapping[int, Callable[[], Bytes]],
+        digests: Sequence[tuple[Sequence[int], Callable[[int], Bytes]]],
     ) -> list[PartInput]:
         """Return the inputs of a save.
 
         Args:
             copies: positions of slots, and what gives the bytes of these.
-            digests: what gives those of a replica, by its position.
+            digests: positions of replicas, and what gives the digests of the i-th of these.
         """
         known = (slot.input for slot in self._slots)
         tensors = [TensorInput(tensor.key, tensor.spec, None, box_of=tensor.box_of) for tensor in known]
@@ -249,7 +246,8 @@ class KnownState:
             for row, memory in zip(rows, memories(), strict=True):
                 tensors[row].copy = memory
         rest = iter(tensors)
-        replicas = iter([Replica(*known, digests.get(i)) for i, known in enumerate(self._replicas)])
+        given = {row: partial(give, i) for of, give in digests for i, row in enumerate(of)}
+        replicas = iter([Replica(*known, given.get(i)) for i, known in enumerate(self._replicas)])
         return [
             replace(
                 part,

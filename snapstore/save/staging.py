@@ -30,14 +30,13 @@ from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
 from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of
-from .known_state import Groups, KnownState
+from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
 
 if TYPE_CHECKING:
     from ..engine.cuda.sources import Sources
     from ..engine.cuda.staging import DeviceStaging
-    from ..state.structure import Match
 
 Mode = Literal["auto", "device", "host"]
 MODES = ("auto", "device", "host")
@@ -233,10 +232,10 @@ class Staging:
 
             nbytes = np.array([held.spec.nbytes for _, held in chosen], np.int64)
             sources = Sources(device, [one.name for one, _ in chosen], [held.take() for _, held in chosen], nbytes)
-            digests = self._start_digests(range(len(chosen)), sources)
+            found_at = self._start_digests(sources)
             for i, (one, held) in enumerate(chosen):
                 held.confirm()
-                one.digests = digests.get(i)
+                one.digests = partial(found_at, i) if found_at else None
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -279,39 +278,30 @@ class Staging:
         """
         match = known.structure.match(state)
         copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
-        digests: dict[int, Callable[[], Bytes]] = {}
+        digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and what gives the i-th
         with self._copying():
             for device, group in known.copied.on_devices.items():
                 sources = group.sources(device, match)
                 memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
                 copies.append((group.rows, memories))
             for device, group in known.hashed.on_devices.items():
-                digests |= self._start_digests(group.rows, group.sources(device, match))
-            small, small_replicas = known.small.copy(match)
+                if (found := self._start_digests(group.sources(device, match))) is not None:
+                    digests.append((group.rows, found))
+            small, small_replica = known.small.copy(match)
             copies.append((known.copied.small.rows, small))
             match.confirm()
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
-            digests |= self._digest_on_host(known.hashed, match, small_replicas)
+            seed = self._engines.digest_seed
+            digests.append((known.hashed.small.rows, lambda i: digests_of(small_replica(i), seed)))
+            for row, held in known.hashed.held(match):
+                hashed = held.memory(lambda alias: digests_of(as_bytes(alias), seed))
+                digests.append(([row], lambda _, hashed=hashed: hashed))  # type: ignore[misc]
         return partial(known.inputs, match, copies, digests)
 
-    def _start_digests(self, rows: Sequence[int], sources: Sources) -> dict[int, Callable[[], Bytes]]:
+    def _start_digests(self, sources: Sources) -> Callable[[int], Bytes] | None:
         """Begin to hash replicas on their device; they are complete when the copies are."""
-        found = self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
-        return {row: partial(found, i) for i, row in enumerate(rows)} if found else {}
-
-    def _digest_on_host(
-        self, known: Groups, match: Match, small: Callable[[], list[Bytes]]
-    ) -> dict[int, Callable[[], Bytes]]:
-        """Hash replicas in host memory; the copies of small ones are hashed when asked."""
-        seed = self._engines.digest_seed
-        digests: dict[int, Callable[[], Bytes]] = {
-            row: partial(_digest_nth, small, i, seed) for i, row in enumerate(known.small.rows)
-        }
-        for row, held in known.held(match):
-            found = held.memory(lambda alias: digests_of(as_bytes(alias), seed))
-            digests[row] = found.copy
-        return digests
+        return self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
 
     def prepare(self, parts: Sequence[Part]) -> None:
         """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
@@ -406,10 +396,6 @@ class Staging:
     def clear(self) -> None:
         """Give all memory back."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
-
-
-def _digest_nth(small: Callable[[], Sequence[Bytes]], i: int, seed: int) -> Bytes:
-    return digests_of(small()[i], seed)
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _require_whole(parts: Sequence[PartTree], held: Sequence[Mapping[str, int]])
         InvalidInputError: they have stored fewer, or more.
     """
     for part in parts:
-        expected = sum(spec.nbytes for spec in part.specs if spec.tie is None)  # as `RankState.held_bytes` counts
+        expected = sum(spec.nbytes for spec in part.specs)
         got = sum(one.get(part.name, 0) for one in held)
         if got != expected:
             raise InvalidInputError(

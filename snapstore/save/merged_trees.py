@@ -70,12 +70,14 @@ class _View:
         form = (spec.kind, spec.dtype, tuple(spec.shape), spec.requires_grad, tie)
         return (self.node[0], *self.node[2:], self.name(self.part, self.tensor), *form)
 
-    def text(self) -> str:
-        """Return the value for an error, shortened."""
+    def text(self, path: Path | None = None) -> str:
+        """Return the value for an error, shortened; `path` is its place."""
         if self.tensor is not None:
             spec = self.specs[self.part][self.tensor]
             grad = " that requires grad" if spec.requires_grad else ""
-            return f"{self.node[0]} {spec.dtype}{list(spec.shape)}{grad}"
+            other = self.specs[spec.tie[0]][spec.tie[1]].path if spec.tie else spec.path
+            tie = f" tied to {shown(other)}" if path not in (None, other) else ""
+            return f"{self.node[0]} {spec.dtype}{list(spec.shape)}{grad}{tie}"
         if self.tag == "rank":
             return "a value of the rank's own"
         try:
@@ -120,6 +122,8 @@ class _Merger:
     def __init__(self, states: Sequence[Alike]) -> None:
         self._problems: list[str] = []
         self._places: dict[Name, int] = {}  # of each tensor among those of its merged part
+        # Of tied tensors, the first of the merged parts: stages may have their parts in other orders than this.
+        self._origins: dict[Name, tuple[str, int]] = {}
         self._specs: list[TensorSpec] = []
         found: dict[str, list[_View]] = {}
         for ranks, parts in states:
@@ -183,18 +187,16 @@ class _Merger:
     def _tensor(self, views: Sequence[_View], path: Path) -> Node:
         first = views[0]
         if first.tensor is None or any(view.form() != first.form() for view in views[1:]):
-            self._problem(path, views, _View.text)
+            self._problem(path, views, lambda view: view.text(path))
             return first.node
         name, spec = first.name(first.part, first.tensor), first.specs[first.part][first.tensor]
         if name not in self._places:
             self._places[name] = len(self._specs)
-            self._specs.append(msgspec.structs.replace(spec, tie=self._tie(first, spec)))
+            root = first.name(*spec.tie) if spec.tie else name
+            origin = self._origins.setdefault(root, (first.part, self._places[name]))
+            tie = None if origin[0] == first.part else origin
+            self._specs.append(msgspec.structs.replace(spec, tie=tie))
         return [first.tag, self._places[name], *first.node[2:]]
-
-    def _tie(self, view: _View, spec: TensorSpec) -> tuple[str, int] | None:
-        """Return a tie with the number of the merged part; none to a part that comes later, which only stages have."""
-        place = self._places.get(view.name(*spec.tie)) if spec.tie else None
-        return None if spec.tie is None or place is None else (spec.tie[0], place)
 
 
 def _has_own(node: Node) -> bool:

@@ -40,7 +40,7 @@ class RankState:
         replica_digests: of each part, by the id of the ranks that hold the same tensors: of all bytes of these (16
             bytes). Ranks that give unlike ones for a part and id have replicas that differ.
         replicas: of each part, the tensors that these digests are of, by which one that differs can be named.
-        held_bytes: of each part, the bytes that this rank stores of tensors, but for those tied to an earlier part.
+        held_bytes: of each part, the bytes that this rank stores of tensors; tied ones count in each of their parts.
     """
 
     parts: list[PartTree]
@@ -64,10 +64,7 @@ def rank_state(inputs: Sequence[PartInput]) -> RankState:
     state = RankState(trees_of(inputs))
     for part in inputs:
         if part.own_nodes is None:
-            tensors = list(part.tensors)
-            whole = part.specs or [tensor.spec for tensor in tensors]  # without ranks each input is a whole tensor
-            untied = (tensor for i, tensor in enumerate(tensors) if whole[tensor.number(i)].tie is None)
-            state.held_bytes[part.name] = sum(tensor.spec.nbytes for tensor in untied)
+            state.held_bytes[part.name] = sum(tensor.spec.nbytes for tensor in part.tensors)
             state.replicas[part.name] = part.replicas
             state.replica_digests[part.name] = group_digests(part.replicas)
     state.tree_digests = {part.name: xxhash.xxh3_128_digest(encode_trees([part])) for part in state.parts}

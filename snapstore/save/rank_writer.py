@@ -104,7 +104,7 @@ class RankWriter:
             IntegrityError: the ranks have not stored each byte once.
         """
         parts = merge_trees([(ranks, decode_trees(data)) for ranks, data in trees])
-        expected = sum(spec.nbytes for part in parts for spec in part.specs if spec.tie is None)
+        expected = sum(spec.nbytes for part in parts for spec in part.specs)
         held = {rank: report.held_bytes for rank, report in reports.items()}
         if sum(held.values()) != expected:
             raise IntegrityError(

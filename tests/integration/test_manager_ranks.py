@@ -246,6 +246,27 @@ def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch)
         assert all(same(whole["model"][name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_tied_tensors_of_a_stage_whose_parts_have_another_order(store, async_save):
+    """Rank 0 has the part of the head first, the last stage that of the embedding: both have their bytes, and a tie."""
+    shared = torch.arange(3000.0)
+
+    def stage(rank):
+        own = {"own": torch.ones(9)}
+        return {"embed": {"w": shared}, "head": {"w": shared}} if rank == COUNT - 1 else {"head": own, "embed": {}}
+
+    managers = Managers(store, async_save=async_save)
+    managers.all(lambda m, rank: m.save(0, stage(rank)))
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert repository.check("restore").ok
+        whole = repository.restore("a@0")
+        assert list(whole) == ["head", "embed"]
+        assert whole["head"]["w"].data_ptr() == whole["embed"]["w"].data_ptr()
+        assert torch.equal(whole["embed"]["w"], shared)
+        assert torch.equal(repository.restore("a@0", keys="embed.*")["embed"]["w"], shared)
+
+
 def test_an_iterator_is_refused_on_all_ranks(store):
     managers = Managers(store, async_save=False)
     for error in managers.all(lambda m, _: m.save(0, iter([("w", torch.ones(3))]))):

@@ -126,10 +126,24 @@ def test_one_error_names_all_and_is_bounded():
     assert caught.value.args[-1] == "and 19 more"
 
 
+def test_a_tie_to_a_part_that_comes_later_is_turned_round():
+    """Rank 0 has the parts in another order than the stage that holds the tied tensors."""
+    shared = torch.ones(3)
+    stage = {"embed": {"w": shared}, "x": {"b": torch.ones(1), "w": shared}, "y": {"w": shared}}
+    _, y, x, embed = merge({"y": {}, "x": {"a": torch.ones(2)}, "embed": {}}, stage)
+    assert [spec.tie for spec in y.specs] == [None]
+    assert {spec.path[-1]: spec.tie for spec in x.specs} == {"a": None, "b": None, "w": ("y", 0)}
+    assert [spec.tie for spec in embed.specs] == [("y", 0)]
+
+
 def test_ties_that_differ_are_an_error():
     shared = torch.ones(9)
-    with pytest.raises(InvalidInputError, match=r"ema\.x"):
+    with pytest.raises(InvalidInputError, match=r"ema\.x: tensor float32\[9\] tied to m\.x on rank 0, tensor float32"):
         merge({"m": {"x": shared}, "ema": {"x": shared}}, {"m": {"x": shared}, "ema": {"x": shared.clone()}})
+    with pytest.raises(
+        InvalidInputError, match=r"m\.y: tensor float32\[9\] tied to m\.x on rank 0, tensor float32\[9\] on"
+    ):
+        merge({"m": {"x": shared, "y": shared}}, {"m": {"x": shared, "y": shared.clone()}})
 
 
 def test_many_ranks_are_named_shortly():

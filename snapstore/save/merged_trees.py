@@ -122,7 +122,7 @@ class _Merger:
     def __init__(self, states: Sequence[Alike]) -> None:
         self._problems: list[str] = []
         self._places: dict[Name, int] = {}  # of each tensor among those of its merged part
-        # Of tied tensors, the first of the merged parts: stages may have their parts in other orders than this.
+        # The first of tied tensors among the merged parts, whose order may not be that of the rank that ties them.
         self._origins: dict[Name, tuple[str, int]] = {}
         self._specs: list[TensorSpec] = []
         found: dict[str, list[_View]] = {}

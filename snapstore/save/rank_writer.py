@@ -110,7 +110,8 @@ class RankWriter:
             raise IntegrityError(
                 f"save {self._request.run}@{self._request.step}: {named(sorted(held))} stored {sum(held.values())} "
                 f"bytes of tensors, expected {expected}: a box was stored twice or not at all; do all ranks pass the "
-                "same state, with the shards of one mesh? nothing was committed"
+                "same state? Take the meshes of all DTensors out of one (init_device_mesh(...)['dp']), so that each "
+                "names the ranks that hold copies; nothing was committed"
             )
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
         others = [ref for ref in children if ref.sha256 not in self.headers]

@@ -130,7 +130,7 @@ class Job:
     ranks: Ranks
     prefix: str = ""
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
-    old_keys: list[str] = field(default_factory=list)
+    old_keys: set[str] = field(default_factory=set)
     warned: set[frozenset[str]] = field(default_factory=set)
 
     def save(self, number: int, request: SaveRequest, data: DataSide) -> Snapshot:
@@ -144,17 +144,21 @@ class Job:
         try:
             return one.lead() if self.ranks.rank == 0 else one.follow()
         finally:
-            names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
-            self.old_keys += [self.key(number, name.format(rank=self.ranks.rank)) for name in names]
+            self._note_keys(number)
 
     def give_up(self, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one cannot take part in a save, before it has begun here."""
         failed = Failed.of(error, self.ranks.rank)
+        self._note_keys(number)
         with suppress(RanksError):
             if self.ranks.rank == 0:
                 self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
             else:
                 self.ranks.post(self.key(number, "failed"), encode(failed))
+
+    def _note_keys(self, number: int) -> None:
+        names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
+        self.old_keys.update(self.key(number, name.format(rank=self.ranks.rank)) for name in names)
 
     def key(self, number: int, name: str) -> str:
         """Return the key of a message of a save."""
@@ -439,7 +443,7 @@ class _Save:
     # -- all ranks
 
     def _remove_old_keys(self) -> None:
-        self._ranks.remove(self._job.old_keys)
+        self._ranks.remove(list(self._job.old_keys))
         self._job.old_keys.clear()
 
     def _write(self, session: Session | SharedSession, *, full: bool) -> Share:

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from kit.faults import FaultStore
 from kit.objects import keys_of
@@ -15,6 +16,7 @@ from kit.ranks import Managers as ManagersOfRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened, same
 from snapstore import (
+    IntegrityError,
     InvalidInputError,
     KeepBest,
     KeepLast,
@@ -265,6 +267,38 @@ def test_tied_tensors_of_a_stage_whose_parts_have_another_order(store, async_sav
         assert whole["head"]["w"].data_ptr() == whole["embed"]["w"].data_ptr()
         assert torch.equal(whole["embed"]["w"], shared)
         assert torch.equal(repository.restore("a@0", keys="embed.*")["embed"]["w"], shared)
+
+
+class Lonely:
+    """A shard whose mesh names no copies: a chunk list, as torch.distributed.checkpoint asks for."""
+
+    dtype = torch.float32
+
+    def __init__(self, first):
+        self.first = first
+
+    def size(self):
+        return torch.Size((8, 3))
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(torch.Size((self.first, 0)), torch.Size((4, 3)))]
+
+    def __get_tensor_shard__(self, index):
+        return torch.full((4, 3), float(index.offset[0]))
+
+
+def test_shards_whose_mesh_names_no_copies_are_stored_twice_and_refused(store):
+    managers = Managers(store, 2, async_save=False)
+    assert not any(isinstance(one, Exception) for one in managers.all(lambda m, r: m.save(0, {"m": Lonely(4 * r)})))
+    managers.end()
+    managers = Managers(store, 4, async_save=False)
+    for error in managers.all(lambda m, rank: m.save(1, {"m": Lonely(4 * (rank % 2))})):
+        assert isinstance(error, IntegrityError), error
+        assert "ranks 0, 1, 2, 3 stored 192 bytes of tensors, expected 96: a box was stored twice" in str(error)
+        assert "init_device_mesh" in str(error)
+    managers.end()
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0]
 
 
 def test_an_iterator_is_refused_on_all_ranks(store):

@@ -23,7 +23,15 @@ from snapstore.storage.memory import MemoryStore
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tools"))
 
-from make_golden import describe, state  # noqa: E402  (tools/ is no package)
+from make_golden import (  # noqa: E402  (tools/ is no package)
+    JOB,
+    describe,
+    part_of,
+    restored_job,
+    save_job,
+    state,
+    whole_of_job,
+)
 
 EVERY = (COMMITTED, FORGOTTEN, SWEPT, ABORTED)
 digest = partial(hashing.digest, seed=0)  # of the objects to the byte below; a blob does not say which seed
@@ -46,7 +54,7 @@ def test_the_log_is_right(golden):
     assert [{name: getattr(s, name) for name in fields} for s in found] == [
         {name: e[name] for name in fields} for e in expected
     ]
-    assert Counter(s.state for s in found) == {COMMITTED: 7, FORGOTTEN: 1, SWEPT: 1}
+    assert Counter(s.state for s in found) == {COMMITTED: 10, FORGOTTEN: 1, SWEPT: 1}
     assert {s.depth for s in found} >= {0, 1, 2, 3}
     assert repo.snapshot("main@2").tags == ["again"], "the later save of the step"
     assert repo.snapshot("main@start").step == 0
@@ -57,7 +65,10 @@ def test_the_log_is_right(golden):
 def test_every_state_restores_to_the_bit(golden):
     repo, expected = golden
     for e in expected:
-        if e["state"] in (COMMITTED, FORGOTTEN):
+        if e["run"] == "job":
+            ranks = [describe(restored_job(repo, e["step"], rank)) for rank in range(JOB[e["step"]])]
+            assert ranks == e["ranks"]
+        elif e["state"] in (COMMITTED, FORGOTTEN):
             assert describe(repo.restore(f"id:{e['id']}")) == e["leaves"]
         else:
             with pytest.raises(NotFoundError):
@@ -80,6 +91,33 @@ def test_it_restores_into_a_state(golden):
         target["model"]["w"].zero_()
     repo.restore_into("main@4", target)
     assert describe(target) == describe(state(4))
+
+
+@pytest.mark.parametrize("step", JOB)
+def test_a_snapshot_of_several_ranks_restores_into_other_shards(golden, step):
+    """Ties are tied; a tensor that was cut along one dimension is put together along the other."""
+    repo, _ = golden
+    restored = repo.restore(f"job@{step}", keys=["model", "optimizer"])
+    tied = [restored["model"]["w"], restored["model"]["tied"], restored["optimizer"]["ref"]]
+    assert len({tensor.data_ptr() for tensor in tied}) == 1
+    whole = whole_of_job(step)["model"]
+    for rank in range(4):
+        expected = {name: part_of(value, int(name != "h"), rank, 4).data for name, value in whole.items()}
+        target = {name: part_of(torch.zeros_like(value), int(name != "h"), rank, 4) for name, value in whole.items()}
+        repo.restore_into(f"job@{step}", {"model": target}, keys="model")
+        assert all(torch.equal(target[name].data, data) for name, data in expected.items())
+
+
+def test_ranks_save_on_top(golden, tmp_path):
+    repo, _ = golden
+    (saved,) = save_job(tmp_path / "repo", 3, 1, 3)
+    assert saved.parent == repo.snapshot("job@2").id
+    assert saved.new_chunks < saved.chunks
+    assert saved.depth > 0
+    repo.forget([KeepLast(1)], run="job")
+    repo.gc()
+    assert repo.check("restore").ok
+    assert describe(repo.restore("job@3", keys="model.*")["model"]) == describe(whole_of_job(3)["model"])
 
 
 def test_check_finds_nothing(golden):

@@ -1,8 +1,8 @@
 """Near children: which manifests of a base of several ranks a rank reads.
 
 In: the boxes that this rank stores, and the root manifest of a part of a base. Out: the child manifests whose boxes
-overlap them. With the same ranks that is the rank's own child; with others it is one of nearly the same place among
-them, or its neighbours.
+overlap them, and the one of the values that are the rank's own. With the same ranks that is the rank's own child; with
+others it is one of nearly the same place among them, or its neighbours.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class NearChildren:
         self._last = last
         self._place = (rank + 0.5) / world_size
         self._boxes: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        self._with_own: set[str] = set()
         for part in inputs:
+            if part.own_nodes is not None:
+                self._with_own.add(part.name)
             for tensor in part.tensors:
                 if of := tensor.box_of:
                     form = of.spec.path, of.spec.dtype, of.spec.shape
@@ -53,6 +56,8 @@ class NearChildren:
     ) -> Iterator[tuple[ManifestRef, Manifest]]:
         """Yield children of a root until they hold all of this rank's boxes that are in the base.
 
+        If this rank has values of its own in the part, at least one child is yielded: with the same ranks, its own.
+
         Raises:
             Anything that `read` raises.
         """
@@ -60,9 +65,11 @@ class NearChildren:
         wanted = {form: boxes for form, boxes in self._boxes[root.header.part].items() if form in there}
         missing = sum(math.prod(sizes) for boxes in wanted.values() for _, sizes in boxes)
         at = self._place * root.header.world_size - 0.5
+        needs_one = root.header.part in self._with_own
         for ref in sorted(root.header.children, key=lambda ref: abs(ref.rank - at)):
-            if missing <= 0:
+            if missing <= 0 and not needs_one:
                 return
+            needs_one = False
             child = read(ref)
             for entry in child.tensors:
                 for box in wanted.get((tuple(entry.path), entry.dtype, tuple(entry.shape)), ()):

@@ -158,6 +158,21 @@ def test_own_values_lie_behind_the_boxes(repository):
     assert [child.tree[0] for child in children] == ["pages"] * 3
 
 
+def test_own_values_are_known_at_the_next_save(repository):
+    """Each rank reads its own child of a base, also of a part in which it stores no box."""
+
+    def states(version):
+        def make(rank):
+            loader = {"seen": torch.arange(2000) * rank, "log": [i + 10**6 * rank for i in range(9000)], "at": version}
+            return lambda: {"m": {"w": A.clone()}, "loader": PerRank(loader)}
+
+        return [make(rank) for rank in range(3)]
+
+    first, second = (rank_saves.save(repository, states(version), version)[0] for version in range(2))
+    assert first.new_chunks > 0
+    assert second.new_chunks == 0
+
+
 # -- another number of ranks
 
 

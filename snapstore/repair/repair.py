@@ -31,6 +31,7 @@ import msgspec
 
 from ..catalog.config import is_foreign
 from ..catalog.history import View
+from ..catalog.manifest_refs import data_refs
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed, tried
 from ..check.recoverable import recover_record
@@ -381,7 +382,7 @@ class _Repair:
         healer = Healer(self._context, scan.packs, scan.affected)
         view = View(ruling.values(), {}, [])
         chosen = sorted(
-            (ruling[name] for name in scan.affected.keys() - self._records.outdated),
+            (ruling[name] for name in scan.affected.keys() - self._records.outdated if self._lists_its_data(name)),
             key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id),
         )
         healer.find_chains(chosen, view)
@@ -414,8 +415,9 @@ class _Repair:
                     message += "; it stays lost, but its intact chunks no longer need the damaged packs"
                 report.actions.append(RepairAction("heal", done.snapshot.key, message))
                 log.info("repair: %s", message)
-            if done.lost:
-                lost.setdefault(snapshot.id, (done.snapshot, f"{snapshot.ref}: {done.lost}"))
+            if done.lost or snapshot.id in lost:  # to drop it, the revision that rules now is forgotten
+                _, why = lost.get(snapshot.id, (snapshot, f"{snapshot.ref}: {done.lost}"))
+                lost[snapshot.id] = done.snapshot, why
             self._repaired.add(snapshot.id)
         for name in suffered.keys() & ruling.keys() - self._repaired:  # no step repaired its problem
             lost.setdefault(name, (ruling[name], suffered[name].message))
@@ -423,6 +425,12 @@ class _Repair:
         report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
+
+    def _lists_its_data(self, name: str) -> bool:
+        """Return whether the manifests with a snapshot's chunks are known; a root that is lost named its children."""
+        return name not in self._scan.without_manifest or bool(
+            tried(self._store, lambda: data_refs(self._index, self._ruling[name]))
+        )
 
     # -- drop, purge
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
 from kit import foreign, rank_saves
-from kit.objects import keys_of
+from kit.objects import flip, keys_of
 from kit.rank_saves import sharded
 from kit.rank_snapshots import manifests_of
 from kit.repositories import opened
@@ -150,3 +150,26 @@ def test_diff_sees_what_has_changed(store):
         assert changed == {"model.drift", "model.bias", "model.step"}
         assert ("epoch", "0", "2") in found.plain
         assert {t.status for t in repository.diff("r@1", "r@1").tensors} == {"same"}
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_one_that_lacks_a_manifest_is_dropped_whatever_else_is_damaged(store, is_root):
+    """Without a root nothing tells which chunks a part has; without a child, those of the other parts are healed."""
+    with opened(store) as repository:
+        before, last = (repository.view().resolve(ref) for ref in ("r@1", "r@2"))
+        packs = {name for ref, m in manifests_of(store, last) if ref.part == "model" for name in m.header.pack_names}
+        packs -= {name for _, m in manifests_of(store, before) for name in m.header.pack_names}
+        refs = [ref for ref, m in manifests_of(store, last) if ref.part == "rng" and bool(m.header.children) == is_root]
+        flip(store, refs[0].key, 30)
+        flip(store, pack_key(min(packs)), 150)
+        report = repository.repair(apply=True, level="restore")
+        assert ([s.ref for s in report.left], report.open) == (["r@2"], [])
+        rank_saves.save(repository, states(2), 3)
+        report = repository.repair(apply=True, level="restore", drop=True)
+        assert any(action.kind == "heal" for action in report.actions) != is_root
+        assert ([s.ref for s in report.dropped], report.left, report.open) == (["r@2"], [], [])
+        repository.forget_snapshots(["r@3"], force=True)
+        repository.gc()
+        assert repository.repair(apply=True, purge=True).ok
+        repository.gc()
+    require_good(store, 0, 1)

@@ -3,17 +3,24 @@
 `RankSide` is a data side for the protocol alone: each rank stores a part of its own, with the writer of one process. So
 the snapshot is a plain one, which every reader knows, whatever the format of shared tensors is; the packs, manifests,
 deltas and bases are real.
+
+`save_shared` saves a version of `kit.repositories.values` by managers of several ranks: a snapshot with root and child
+manifests that restores as if one process had saved it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
+import torch
 
 from kit.faults import Crash, FaultStore
 from kit.repositories import OPTIONS, values
@@ -254,3 +261,51 @@ class Managers(list[SnapshotManager]):
     def end(self) -> list[Any]:
         """Close all."""
         return self.all(lambda m, _: m.close())
+
+
+# -- a version of `kit.repositories.values`, saved by managers
+
+
+@contextmanager
+def small_boxes() -> Iterator[None]:
+    """Store boxes from 256 bytes on in chunks: small states have packs, manifests and deltas of every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("snapstore.save.manifest_writer.INLINE_BYTES", 256)
+        yield
+
+
+def part_of(whole: torch.Tensor, rank: int, count: int) -> SimpleNamespace:
+    """Return a rank's rows of a tensor as Megatron's ShardedTensor, which needs no process group."""
+    step = -(-whole.shape[0] // count)
+    first = min(rank * step, whole.shape[0])
+    data = whole[first : first + step].clone()
+    offset = (first, *(0 for _ in whole.shape[1:]))
+    return SimpleNamespace(key="", data=data, global_shape=tuple(whole.shape), global_offset=offset, replica_id=0)
+
+
+def values_of_rank(run: str, version: int, rank: int, count: int) -> dict[str, Any]:
+    """Return one rank's share of a version: "model.drift" is sharded, all else is replicated."""
+    whole = values(run, version)
+    return whole | {"model": whole["model"] | {"drift": part_of(whole["model"]["drift"], rank, count)}}
+
+
+def save_shared(
+    stores: Sequence[ObjectStore | str], run: str, step: int, version: int, *, silent_s: float = 20.0, **options: Any
+) -> list[Any]:
+    """Save a version by one manager for each store, all at once; return each rank's snapshot, or its error."""
+    ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=4 * silent_s)
+    options.setdefault("metrics", {"loss": 1 / (1 + version)})
+
+    def of_rank(rank: LocalRank, store: Any) -> Snapshot | None:
+        if isinstance(store, RankStore):
+            store.ranks = rank
+        manager = SnapshotManager(store, run=run, ranks=rank, async_save=False, options=OPTIONS)
+        try:
+            state = values_of_rank(run, version, rank.rank, len(stores))
+            return manager.save(step, state, metadata=[run, version], **options).result()
+        finally:
+            with suppress(Exception, Crash):
+                manager.close()
+
+    with small_boxes():
+        return together([lambda r=r, s=s: of_rank(r, s) for r, s in zip(ranks, stores, strict=True)])

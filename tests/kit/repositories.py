@@ -192,9 +192,14 @@ def _content_of(store: ObjectStore, snapshot: Snapshot, expected: Values) -> byt
     refs = snapshot.manifests
     about = type(store), expected, version_of(snapshot), [(ref.key, ref.part) for ref in refs]
     digest = hashlib.sha256(repr(about).encode())
-    for ref in refs:
-        data = store.get(ref.key)
-        digest.update(data)
-        for name in manifest.decode_header(data, ref.key).pack_names:
-            digest.update(store.get(pack_key(name)))
+    for key in objects_of(store, snapshot):
+        digest.update(store.get(key))
     return digest.digest()
+
+
+def objects_of(store: ObjectStore, snapshot: Snapshot) -> list[str]:
+    """Return the keys of a snapshot's manifests, those of several ranks included, and of its packs."""
+    headers = [manifest.decode_header(store.get(ref.key), ref.key) for ref in snapshot.manifests]
+    children = [child.key for header in headers for child in header.children]
+    packs = [pack_key(name) for header in headers for name in header.pack_names]  # a root names its children's too
+    return [*(ref.key for ref in snapshot.manifests), *children, *packs]

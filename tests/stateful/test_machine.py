@@ -28,7 +28,8 @@ from kit import foreign
 from kit.actors import Actor
 from kit.faults import CRASHES, MODES, Crash, FaultStore, one_thread
 from kit.objects import keys_of
-from kit.repositories import OPTIONS, check_clean, opened, same, save, values, version_of
+from kit.ranks import RankStore, part_of, save_shared
+from kit.repositories import OPTIONS, check_clean, objects_of, opened, same, save, values, version_of
 from kit.samples import SEED, THOROUGH
 from kit.schedules import saving
 from kit.tally import tally
@@ -44,8 +45,8 @@ from snapstore import (
     SnapstoreError,
     StorageError,
 )
-from snapstore.format import manifest, records
-from snapstore.format.keys import pack_key, parse_record_key, quarantined_names
+from snapstore.format import records
+from snapstore.format.keys import parse_record_key, quarantined_names
 from snapstore.protocol.liveness import orphaned_sessions
 from snapstore.storage.memory import MemoryStore
 
@@ -63,6 +64,7 @@ POLICIES = st.lists(
     max_size=2,
 )
 PROCESSES = st.integers(0, 1)
+COUNTS = st.integers(1, 4)  # of ranks
 LOOKERS = st.integers(0, 2)  # see Machine.looking
 KEEP = [KeepLast(2)]
 #: Verbs that may fail on their way, by name.
@@ -96,6 +98,12 @@ class Known:
     tags: set[str] = field(default_factory=set)
 
 
+def leaves(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each tensor and array."""
+    for part in ("model", "optimizer"):
+        yield from ((f"{part}.{name}", value) for name, value in state[part].items())
+
+
 def counted_ids() -> Callable[[], str]:
     """Ids like random ones, in no order, but the same ones for the same program.
 
@@ -106,12 +114,18 @@ def counted_ids() -> Callable[[], str]:
     return lambda: hashlib.sha256(str(next(numbers)).encode()).hexdigest()[:32]
 
 
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the same program give all objects the same names: packs are named by what they hold, digests are in that."""
+    monkeypatch.setattr("snapstore.repository.new_seed", lambda: 5)
+    monkeypatch.setattr(records, "new_id", records.new_id)  # `Machine` sets its own, which ends with the test
+
+
 class Machine(RuleBasedStateMachine):
     """Two Repository objects, "processes", over one store, and a slow writer; `self.known` is the model."""
 
     def __init__(self) -> None:
         super().__init__()
-        records.new_id = counted_ids()  # test_machine puts the real one back
+        records.new_id = counted_ids()  # `repeatable` puts the real one back
         orphaned_sessions.clear()  # by id: what an earlier program left over has the ids of this one's saves
         self.store = MemoryStore()
         Repository.create(self.store, chunk_bytes=1024, options=OPTIONS).close()
@@ -246,6 +260,42 @@ class Machine(RuleBasedStateMachine):
             self.lineage[process][run] = snapshot.id
         store.heal()
 
+    @rule(run=RUNS, step=STEPS, count=COUNTS, tags=st.one_of(st.just(()), st.tuples(TAGS)))
+    def save_together(self, run, step, count, tags) -> None:
+        """A job of several ranks saves one snapshot, and ends."""
+        self.count += 1
+        parent, before = self.newest(run), len(self.store._objects)
+        found = save_shared([self.store] * count, run, step, self.count, tags=tags)
+        self.order_new_keys(before)
+        assert all(isinstance(snapshot, Snapshot) and snapshot.id == found[0].id for snapshot in found), found
+        assert found[0].features == ["ranks"]
+        assert found[0].parent == parent
+        assert found[0].depth <= OPTIONS.max_depth
+        for known in self.of(run).values():
+            known.tags -= set(tags)
+        self.learn(found[0], self.count)
+        self.known[found[0].id].tags = set(tags)
+
+    def order_new_keys(self, first: int) -> None:
+        """Let the objects be there in one order, whichever rank was faster: `flip` goes by it."""
+        objects = list(self.store._objects.items())
+        self.store._objects = dict(objects[:first] + sorted(objects[first:]))
+
+    @precondition(lambda self: THOROUGH)  # it waits for ranks that are silent; test_ranks_faults.py has each case
+    @rule(run=RUNS, step=STEPS, rank=st.integers(0, 1), k=st.integers(0, 60), mode=st.sampled_from(CRASHES))
+    def save_together_and_crash(self, run, step, rank, k, mode) -> None:
+        self.count += 1
+        stores = [RankStore(self.store) for _ in range(2)]
+        stores[rank].at, stores[rank].mode = k, mode
+        before = len(self.store._objects)
+        found = save_shared(stores, run, step, self.count, silent_s=0.5)
+        self.order_new_keys(before)
+        for store in stores:
+            store.die()
+        self.find(0, run, self.count)
+        committed = {i for i, known in self.known.items() if known.version == (run, self.count)}
+        assert {word.id for word in found if isinstance(word, Snapshot)} <= committed
+
     @precondition(lambda self: self.slow is None)
     @rule(run=RUNS, step=STEPS, k=st.integers(1, 60))
     def save_slowly(self, run, step, k) -> None:
@@ -272,6 +322,28 @@ class Machine(RuleBasedStateMachine):
         if chosen is None:  # all forgotten by name, and swept
             return
         assert same(self.at(process).restore(f"id:{chosen}"), values(*self.known[chosen].version))
+
+    @rule(process=PROCESSES, data=st.data(), count=COUNTS)
+    def restore_shares(self, process, data, count) -> None:
+        """Each of some ranks restores its rows, whoever has saved them."""
+        chosen = self.drawn(data, "committed", "forgotten")
+        if chosen is None:
+            return
+        whole = values(*self.known[chosen].version)["model"]["drift"]
+        for rank in range(count):
+            target = part_of(whole.new_zeros(whole.shape), rank, count)
+            self.at(process).restore_into(f"id:{chosen}", {"model": {"drift": target}}, keys="model.drift")
+            assert same(target.data, part_of(whole, rank, count).data)
+
+    @rule(process=PROCESSES, data=st.data())
+    def diff(self, process, data) -> None:
+        first, second = (self.drawn(data, "committed", "forgotten") for _ in range(2))
+        if first is None or second is None:
+            return
+        old, new = (dict(leaves(values(*self.known[i].version))) for i in (first, second))
+        found = self.at(process).diff(f"id:{first}", f"id:{second}")
+        changed = {tensor.path for tensor in found.tensors if tensor.status != "same"}
+        assert changed == {path for path in old if not same(old[path], new[path])}
 
     @rule(process=PROCESSES, run=RUNS, step=STEPS)
     def resolve(self, process, run, step) -> None:
@@ -546,12 +618,7 @@ class Machine(RuleBasedStateMachine):
 
     def needs(self, snapshots: dict[str, Snapshot]) -> dict[str, set[str]]:
         """By id, the keys of all objects that a snapshot is made of."""
-        found = {}
-        for i, snapshot in snapshots.items():
-            headers = [manifest.decode_header(self.store.get(ref.key), ref.key) for ref in snapshot.manifests]
-            packs = {pack_key(name) for header in headers for name in header.pack_names}
-            found[i] = {snapshot.key} | {ref.key for ref in snapshot.manifests} | packs
-        return found
+        return {i: {snapshot.key, *objects_of(self.store, snapshot)} for i, snapshot in snapshots.items()}
 
     def restoring(self, snapshots: dict[str, Snapshot]) -> set[str]:
         """The truth: which of these a new process restores; it hands out no wrong bit."""
@@ -618,7 +685,8 @@ class Machine(RuleBasedStateMachine):
                         self.known[snapshot.id].tags.discard(tag)
             if snapshot.metadata is None:  # reconstructed from its manifests: its content is unknown
                 repository.forget_snapshots([f"id:{snapshot.id}"], force=True)
-        assert repository.repair(apply=True, drop=True).left == []  # a damaged pack that nobody needs is left to gc
+        report = repository.repair(apply=True, drop=True)
+        assert report.left == [], f"{report.actions} {report.open}"  # a damaged pack that nobody needs is left to gc
         repository.gc()
         report = repository.repair(apply=True, drop=True, purge=True)
         assert report.ok, f"{report.open} {report.lost}"
@@ -651,7 +719,7 @@ class Machine(RuleBasedStateMachine):
 def test_machine(part, monkeypatch):
     one_thread(monkeypatch)
     foreign.readable(monkeypatch)
-    monkeypatch.setattr(records, "new_id", records.new_id)
+    repeatable(monkeypatch)
     run_state_machine_as_test(
         seed(8 * SEED + part)(Machine),  # other programs in every run, and the same ones for the same seed
         settings=settings(
@@ -667,7 +735,7 @@ def test_machine(part, monkeypatch):
 def test_a_damaged_session_that_a_failed_save_has_left_over(monkeypatch):
     """Its process has it open as long as it lives: a repair waits for its end."""
     one_thread(monkeypatch)
-    monkeypatch.setattr(records, "new_id", records.new_id)
+    repeatable(monkeypatch)
     for k in range(12, 40):
         machine = Machine()
         machine.begin()
@@ -684,7 +752,7 @@ def test_a_damaged_session_that_a_failed_save_has_left_over(monkeypatch):
 def test_programs_do_not_meet(monkeypatch):
     """Ids are counted in each: what an earlier program left over is no save of a later one, which a gc could fence."""
     one_thread(monkeypatch)
-    monkeypatch.setattr(records, "new_id", records.new_id)
+    repeatable(monkeypatch)
     earlier = counted_ids()
     orphaned_sessions.update(earlier() for _ in range(100))
     machine = Machine()

@@ -31,7 +31,6 @@ import msgspec
 
 from ..catalog.config import is_foreign
 from ..catalog.history import View
-from ..catalog.manifest_refs import data_refs
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed, tried
 from ..check.recoverable import recover_record
@@ -382,7 +381,7 @@ class _Repair:
         healer = Healer(self._context, scan.packs, scan.affected)
         view = View(ruling.values(), {}, [])
         chosen = sorted(
-            (ruling[name] for name in scan.affected.keys() - self._records.outdated if self._lists_its_data(name)),
+            (ruling[name] for name in scan.affected.keys() - self._records.outdated),
             key=lambda s: (s.state != COMMITTED, s.run, s.seq, s.id),
         )
         healer.find_chains(chosen, view)
@@ -398,6 +397,8 @@ class _Repair:
                 suffered.pop(snapshot.id, None)
                 continue
             except (*DAMAGE, ConflictError) as error:
+                if snapshot.id in lost and not isinstance(error, ConflictError):
+                    continue  # it lacks a root manifest: nothing tells what its ranks have stored
                 why = strip_hint(error)
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {why}")
                 suffered.pop(snapshot.id, None)  # neither healed nor lost: lost snapshots may be dropped
@@ -425,12 +426,6 @@ class _Repair:
         report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
-
-    def _lists_its_data(self, name: str) -> bool:
-        """Return whether the manifests with a snapshot's chunks are known; a root that is lost named its children."""
-        return name not in self._scan.without_manifest or bool(
-            tried(self._store, lambda: data_refs(self._index, self._ruling[name]))
-        )
 
     # -- drop, purge
 

@@ -21,6 +21,7 @@ import pytest
 from kit import foreign
 from kit.faults import CRASHES, FAILURES, Crash, FaultStore, index_in_place, one_thread
 from kit.objects import clone, keys_of
+from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
 from kit.samples import sampled
 from kit.tally import tally
@@ -30,6 +31,7 @@ from snapstore import (
     KeepLast,
     NotFoundError,
     Repository,
+    Snapshot,
     SnapstoreError,
     StorageError,
     StorageFullError,
@@ -114,6 +116,31 @@ def abroad() -> MemoryStore:
 
 
 @cache
+def of_ranks() -> MemoryStore:
+    """a@2 to a@5 of two ranks, of one process, and of three ranks, in codec 70; a@0 and a@1 are gone, a@2 forgotten."""
+    store = created()
+    with pytest.MonkeyPatch.context() as patch, foreign.written():
+        foreign.readable(patch)
+        for step, count in enumerate((3, 3, 2)):
+            assert all(isinstance(word, Snapshot) for word in save_shared([store] * count, "a", step, step))
+        with opened(store) as repository:
+            save(repository, "a", 3, 3)
+        for step in (4, 5):
+            assert all(isinstance(word, Snapshot) for word in save_shared([store] * 3, "a", step, step))
+        with opened(store) as repository:
+            repository.forget_snapshots(["a@0", "a@1"])
+            repository.gc()
+            repository.forget_snapshots(["a@2"])
+    return store
+
+
+@cache
+def ranks_marked() -> MemoryStore:
+    """As `of_ranks`, and a gc has died behind its mark."""
+    return _after_gc_until("put", ".mark", of_ranks)
+
+
+@cache
 def abroad_marked() -> MemoryStore:
     """As `abroad`, and a gc has died behind its mark."""
     return _after_gc_until("put", ".mark", abroad)
@@ -190,10 +217,25 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "recode, marked": (abroad_marked, lambda r: r.recode()),
     "compact": (hollow, lambda r: r.compact()),
     "compact, marked": (hollow_marked, lambda r: r.compact()),
+    "save, ranks": (ranks_marked, lambda r: save(r, "a", 6, 6)),
+    "forget, ranks": (of_ranks, lambda r: r.forget([KeepLast(1)], run="a")),
+    "gc, ranks": (ranks_marked, lambda r: r.gc()),
+    "recode, ranks": (of_ranks, lambda r: r.recode()),
+    "compact, ranks": (ranks_marked, lambda r: r.compact()),
 }
 #: Objects that may be gone or new after a verb; all others keep their ids, tags and all that lasts.
-MAY_FORGET = {"forget", "forget and gc"}
-MAY_ADD = {"first save", "delta save", "step again", "tagged", "fork", "save, marked", "unforget", "unforget, marked"}
+MAY_FORGET = {"forget", "forget and gc", "forget, ranks"}
+MAY_ADD = {
+    "first save",
+    "delta save",
+    "step again",
+    "tagged",
+    "fork",
+    "save, marked",
+    "save, ranks",
+    "unforget",
+    "unforget, marked",
+}
 #: Verb -> the tags that a snapshot has in the end.
 TAGS = {"tag": {("a", 1): (), ("a", 3): ("good",)}, "untag": {("a", 1): ()}}
 
@@ -273,6 +315,8 @@ ALIKE = {
 def points(verb: str, mode: str, total: int) -> range:
     """The operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
+    if verb.endswith(", ranks"):
+        return sampled(total, 14)
     # a recode has sixty operations, each of which some other verb has too
     return sampled(total, 8 if verb.startswith(("recode", "compact")) else 4 if sparse else 2)
 

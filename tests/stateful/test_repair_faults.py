@@ -11,12 +11,13 @@ from test_crash_points import on_a_disk
 from kit.actors import Actor
 from kit.faults import CRASHES, MODES, Crash, FaultStore, index_in_place, one_thread
 from kit.objects import clone, flip, keys_of
+from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values, version_of
 from kit.samples import sampled
 from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, repairing, saving, several, unforgetting
 from kit.stalls import Stalling, others_meanwhile
 from kit.tally import tally
-from snapstore import IntegrityError, Repository, SnapstoreError, StorageError
+from snapstore import IntegrityError, Repository, Snapshot, SnapstoreError, StorageError
 from snapstore.format import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
@@ -27,12 +28,13 @@ from snapstore.storage.memory import MemoryStore
 def wounded() -> MemoryStore:
     """A bit is flipped in a blob that a@0 to a@3 build on; twin@0 holds what a@0 holds, a@1 is forgotten.
 
-    A record of a@2 cannot be read either: it was tagged.
+    Two ranks have saved a@3. A record of a@2 cannot be read either: it was tagged.
     """
     store = created()
     with opened(store) as repository:
-        for step in range(4):
+        for step in range(3):
             save(repository, "a", step, step)
+        assert all(isinstance(word, Snapshot) for word in save_shared([store] * 2, "a", 3, 3))
         repository.save(values("a", 0), run="twin", step=0, metadata=["a", 0])
         repository.forget_snapshots(["a@1"])
         tagged = repository.tag("a@2", "good")

@@ -37,6 +37,8 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "power losses": (["tests/stateful/test_power_loss.py"], 1),
     "schedules": (["tests/stateful", "-k", "interleavings or repair_faults and random"], 20),
     "lies": (["tests/stateful/test_lies.py"], 1),
+    "rank faults": (["tests/stateful/test_ranks_faults.py"], 100),  # pairs of attempts at once
+    "rank processes": (["tests/integration/test_rank_processes.py"], 12),  # pairs of attempts, one of which dies
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),
@@ -64,7 +66,7 @@ def main() -> None:
         "--examples",
         type=float,
         default=1.0,
-        help="factor on fuzz inputs, random schedules, kills, and seconds of chaos",
+        help="factor on fuzz inputs, random schedules, kills, attempts of ranks, and seconds of chaos",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON")

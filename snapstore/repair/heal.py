@@ -10,7 +10,7 @@ cannot be healed keeps its references, so that nothing is worse than it was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ from ..format.chunk_table import MAX_CHAIN
 from ..format.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
 from ..format.keys import pack_key
 from ..format.manifest import Manifest, manifest_name
-from ..format.records import COMMITTED, FORGOTTEN, ManifestRef, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
 from ..rewrite.base import Part, Rewriting, Target, Work, moved, target_of
 from ..rewrite.stored_blobs import batches, stored_of
 from ..text import counted
@@ -82,14 +82,22 @@ class Healer(Rewriting):
 
     Args:
         affected: id -> SHA-256 of the manifests that refer to damaged packs.
+        lacking: ids of the snapshots that lack a manifest.
     """
 
     verb = "repair"
 
-    def __init__(self, context: Context, packs: DamagedPacks, affected: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        packs: DamagedPacks,
+        affected: Mapping[str, Sequence[str]],
+        lacking: Collection[str],
+    ) -> None:
         super().__init__(context, context.engines.cpu, states=(COMMITTED, FORGOTTEN))
         self._packs = packs
         self._affected = {name: set(refs) for name, refs in affected.items()}
+        self._lacking = lacking
         self._budget = limits.Budget(context.store)
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
         self._lost: set[bytes] = set()  # digests whose blobs were lost
@@ -132,6 +140,25 @@ class Healer(Rewriting):
             chain = whole[ref - first :]
             if all(other[0] != chain[0] for other in chains):
                 chains.append(chain)
+
+    def data_refs(self, snapshot: Snapshot) -> list[ManifestRef]:
+        """Return the references of the manifests that hold a snapshot's chunks, and that can be written again.
+
+        A part of several ranks gets a new root, which names all children with their packs. If the root or a child is
+        lost, the part stays as it is.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError: a root manifest is missing, damaged, or cannot be read twice.
+        """
+        if snapshot.id not in self._lacking or RANKS not in snapshot.features:
+            return super().data_refs(snapshot)
+        found: list[ManifestRef] = []
+        for ref in snapshot.manifests:
+            root = tried(self.store, lambda: self.manifest_of(ref))  # noqa: B023 (called at once)
+            children = root.header.children if root else []
+            if all(tried(self.store, lambda: self.manifest_of(child)) for child in children):  # noqa: B023
+                found += children
+        return found
 
     def _affected_parts(self, snapshot: Snapshot) -> list[Part]:
         """Read the manifests of a snapshot that refer to damaged packs."""

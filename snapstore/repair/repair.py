@@ -378,7 +378,7 @@ class _Repair:
     def _heal(self) -> None:
         """Heal every snapshot that needs a damaged pack, committed ones first: gcs keep what they need."""
         scan, report, ruling = self._scan, self._report, self._ruling
-        healer = Healer(self._context, scan.packs, scan.affected)
+        healer = Healer(self._context, scan.packs, scan.affected, scan.without_manifest.keys())
         view = View(ruling.values(), {}, [])
         chosen = sorted(
             (ruling[name] for name in scan.affected.keys() - self._records.outdated),
@@ -397,8 +397,6 @@ class _Repair:
                 suffered.pop(snapshot.id, None)
                 continue
             except (*DAMAGE, ConflictError) as error:
-                if snapshot.id in lost and not isinstance(error, ConflictError):
-                    continue  # it lacks a root manifest: nothing tells what its ranks have stored
                 why = strip_hint(error)
                 report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {why}")
                 suffered.pop(snapshot.id, None)  # neither healed nor lost: lost snapshots may be dropped

@@ -318,10 +318,15 @@ class Rewriting(ABC):
         depths = [manifest.decode_header(headers[ref.sha256], ref.key).depth for ref, _ in written.values()]
         depths += [part.manifest.header.depth for part in parts if part.ref.sha256 not in written]
         if RANKS in ruling.features:
-            depths += [self.index.header(ref).depth for ref in refs if ref.sha256 not in headers]
+            depths += [self._depth(ref, ruling) for ref in refs if ref.sha256 not in headers]
         elif len(parts) < len(refs):  # the depths of the other manifests are not known one by one
             depths.append(ruling.depth)
         return ruling.revised(manifests=refs, stored_bytes=max(0, ruling.stored_bytes + grown), depth=max(depths))
+
+    def _depth(self, ref: ManifestRef, ruling: Snapshot) -> int:
+        """Return the depth of a root manifest; of one that is lost, the snapshot's."""
+        header = tried(self.store, lambda: self.index.header(ref))
+        return header.depth if header else ruling.depth
 
     def _list_quarantined(self) -> set[str]:
         return quarantined_names(info.key for info in self.store.list("gc/"))

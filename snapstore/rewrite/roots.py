@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from ..catalog.index import Index
+from ..errors import DAMAGE
 from ..format import manifest
 from ..format.manifest import Manifest
 from ..format.records import RANKS, ManifestRef, Snapshot
@@ -25,18 +26,27 @@ def new_roots(
 ) -> Written:
     """Return new roots in place of those with replaced children; none if one process has written the snapshot.
 
+    A root that cannot be read, such as one that a repair has found lost, stays as it is if none of its children is new.
+
     Args:
         read: returns a whole manifest.
         written: the new children.
 
     Raises:
-        NotFoundError, IntegrityError, FormatError: a root, or a child that stays, is missing or damaged.
+        NotFoundError, IntegrityError, FormatError: a root of a new child, or a child that stays beside one, is missing
+            or damaged.
     """
     roots: Written = {}
+    rootless, lost = set(written), list[Exception]()
     for ref in ruling.manifests if RANKS in ruling.features else ():
-        old = index.header(ref).children
+        try:
+            old = index.header(ref).children
+        except DAMAGE as error:
+            lost.append(error)
+            continue
         if written.keys().isdisjoint(child.sha256 for child in old):
             continue
+        rootless -= {child.sha256 for child in old}
         children, depth, packs = list[ManifestRef](), 0, dict[str, int]()
         for child in old:
             new, data = written.get(child.sha256, (child, b""))
@@ -55,4 +65,6 @@ def new_roots(
         )
         data = manifest.encode(contents)
         roots[ref.sha256] = msgspec.structs.replace(manifest.ref_of(data), unknown=ref.unknown), data
+    if rootless and lost:
+        raise lost[0]
     return roots

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ import pytest
 from kit.processes import environment
 from kit.rank_worker import POINTS, expected
 from kit.repositories import same
-from kit.samples import some
-from kit.tally import tally
+from kit.samples import SEED, THOROUGH, some
+from kit.tally import EXAMPLES, tally
 from snapstore import Repository
 
 SILENT_S = 2.0
@@ -141,7 +142,27 @@ def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, rank, point, sent):
         assert r.words().get("restored") == max(steps), r.text()
         assert r.words()["own"] == {"rank": number, "step": max(steps)}
     check(tmp_path, again, None)
-    tally("ranks: processes", sent)
+    tally("ranks: processes killed" if sent == "SIGKILL" else "ranks: processes stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="test_ranks_faults.py has it on threads")
+@pytest.mark.parametrize("number", range(EXAMPLES))
+def test_two_attempts_at_once_one_of_which_dies_and_gcs_beside_them(tmp_path, number):
+    """The other one commits every step; each snapshot is whole, and nothing that it needs is collected."""
+    rank, point, _ = CASES[(SEED + number) % len(CASES)]
+    job(tmp_path, 2, steps=1)
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(job, tmp_path, 2 + number % 2, steps=4)
+        struck = pool.submit(job, tmp_path, 2, steps=3, strike=[1, point, "SIGKILL"], rank=rank)
+        while not (whole.done() and struck.done()):
+            with Repository.open(tmp_path / "repository") as repository:
+                repository.gc()
+    for one in whole.result():
+        said = [json.loads(line) for line in one.text().splitlines() if line.startswith("{")]
+        assert len([words for words in said if "committed" in words]) == 4, one.text()
+    check(tmp_path, whole.result(), None)
+    tally("ranks: two attempts at once")
 
 
 @pytest.mark.slow

@@ -325,7 +325,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, data=st.data(), count=COUNTS)
     def restore_shares(self, process, data, count) -> None:
-        """Each of some ranks restores its rows, whoever has saved them."""
+        """Each of some ranks restores its rows, whatever the number of ranks that saved them."""
         chosen = self.drawn(data, "committed", "forgotten")
         if chosen is None:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -15,9 +16,10 @@ from kit.faults import Crash, one_thread
 from kit.objects import clone
 from kit.ranks import LocalJob, fail_message, of_all, together
 from kit.repositories import check_clean, created, opened
-from kit.samples import sampled
-from kit.tally import tally
+from kit.samples import SEED, sampled
+from kit.tally import EXAMPLES, tally
 from snapstore import Snapshot
+from snapstore.distributed.local import MessageFaults
 from snapstore.storage.memory import MemoryStore
 
 COUNT = 3
@@ -104,7 +106,7 @@ def test_a_fault_at_any_operation_of_any_rank(rank, mode):
             faulty.heal()
             about = f"rank {rank}, operation {at} {faulty.log[faulty.at or 0] if faulty.at else ''}, {mode}"
         judge(store, words, about, blind=rank)
-        tally("ranks: store", mode)
+        tally("ranks: store faults")
 
 
 @pytest.mark.slow
@@ -120,16 +122,20 @@ def test_a_fault_of_any_message_of_any_rank(rank, mode):
             words = job.save("a", 2, 2)
             reached = len(ranks.posted) - before > at or any(isinstance(word, Crash) for word in words)
         judge(store, words, f"rank {rank}, message {at}, {mode}")
-        tally("ranks: messages", mode)
+        tally("ranks: message faults")
         if not reached:
             break
     assert at > 0
 
 
-def test_two_attempts_at_once_and_gcs_beside_them():
+@pytest.mark.parametrize("number", range(EXAMPLES))
+def test_two_attempts_at_once_and_gcs_beside_them(number):
     """Each snapshot is whole and of one attempt, and nothing that one needs is collected."""
     store = created()
     ended = threading.Event()
+    random = Random(SEED + number)
+    counts = (2, 3) if number == 0 else (random.randint(1, 4), random.randint(1, 4))
+    late = MessageFaults(delay=0.3, double=0.3, delay_s=0.02, seed=random.randrange(1000)) if number else None
 
     def collect():
         while not ended.is_set():
@@ -137,21 +143,23 @@ def test_two_attempts_at_once_and_gcs_beside_them():
                 repository.gc()
 
     def attempt(count, offset):
-        with LocalJob(store, count) as job:
+        with LocalJob(store, count, faults=late) as job:
             return [job.save("a", offset + step, offset + step) for step in range(6)]
 
     def attempts():
         try:
-            return together([lambda: attempt(2, 100), lambda: attempt(3, 200)])
+            return together([lambda: attempt(counts[0], 100), lambda: attempt(counts[1], 200)])
         finally:
             ended.set()
 
-    collected, (two, three) = together([collect, attempts])
+    collected, found = together([collect, attempts])
     assert collected is None, collected
-    for saves in (two, three):
+    for saves in found:
+        assert not isinstance(saves, BaseException), saves
         for words in saves:
             assert all(isinstance(word, Snapshot) and word.id == words[0].id for word in words), words
     with opened(store) as repository:
         assert len(repository.snapshots("a")) == 12
         repository.gc()
-    check_clean(store, expected=lambda run, version: of_all(2 if version < 200 else 3)(run, version))
+    check_clean(store, expected=lambda run, version: of_all(counts[version >= 200])(run, version))
+    tally("ranks: two attempts at once")

@@ -2,7 +2,7 @@
 
     tools/torture --hours 8            go on where the last run stopped; a round is every harness once
     tools/torture --only kills,fuzz    some of them
-    tools/torture --only chaos-s3,lying-s3    the ones that need an S3 server: eval "$(tools/s3-server start)"
+    tools/torture --only chaos-s3,ranks-s3,lying-s3    the ones that need an S3 server: eval "$(tools/s3-server start)"
     tools/torture --fresh              forget what was tried before
 
 The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. It adds up all runs,
@@ -49,10 +49,11 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "leaks": (["tests/integration/test_leaks.py"], 20),
     "chaos": (["tests/integration/test_chaos.py", "-k", "disk"], 24),  # of 5 s for each class
     "chaos-s3": (["tests/integration/test_chaos.py", "-k", "s3"], 60),
+    "ranks-s3": (["tests/integration/test_s3_ranks.py"], 1),
     "lying-s3": (["tests/integration/test_lying_s3.py"], 15),  # of 12 s for each sort of lies
 }
 #: These want the server of `tools/s3-server start`; without one they are left out.
-NEED_S3 = {"chaos-s3", "lying-s3"}
+NEED_S3 = {"chaos-s3", "ranks-s3", "lying-s3"}
 FAILURES_KEPT = 100
 
 

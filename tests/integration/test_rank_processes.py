@@ -52,12 +52,13 @@ class Rank:
         return found
 
 
-def job(folder, count, *, strike=None, rank=None, awake_s=None, **options):
+def job(folder, count, *, repository=None, strike=None, rank=None, awake_s=None, **options):
     """Run an attempt of a job, and return its ranks when they have ended; `strike` hits `rank`."""
+    repository = repository or str(folder / "repository")
     options = {"parallel": "fsdp", "steps": 2, "silent_s": SILENT_S} | options
     place = f"file://{folder}/{os.urandom(4).hex()}"
     ranks = [
-        Rank(folder, place=place, repository=str(folder / "repository"), rank=r, count=count,
+        Rank(folder, place=place, repository=repository, rank=r, count=count,
              strike=strike if r == rank else None, **options)
         for r in range(count)
     ]  # fmt: skip
@@ -86,14 +87,15 @@ def job(folder, count, *, strike=None, rank=None, awake_s=None, **options):
             r.process.wait()
 
 
-def committed(folder):
-    with Repository.open(folder / "repository") as repository:
+def committed(repository):
+    with Repository.open(repository) as repository:
         return {s.step for s in repository.snapshots("job")}
 
 
-def check(folder, ranks, hit):
+def check(folder, ranks, hit, repository=None):
     """All that must hold after an attempt in which rank `hit` was struck."""
-    steps = committed(folder)
+    place = repository or folder / "repository"
+    steps = committed(place)
     for number, rank in enumerate(ranks):
         words = rank.words()
         if number == hit and "ended" not in words:
@@ -103,7 +105,7 @@ def check(folder, ranks, hit):
             assert words["committed"] in steps, rank.text()
         if "failed" in words and words["failed"] in steps:
             assert "whether it was committed" in words["error"], rank.text()
-    with Repository.open(folder / "repository") as repository:
+    with Repository.open(place) as repository:
         repository.gc(fence_after_s=0)
         assert repository.check("restore").ok
         for snapshot in repository.snapshots("job"):
@@ -188,7 +190,7 @@ def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
         for r in ranks:
             r.process.kill()
             r.process.wait()
-    (step,) = committed(tmp_path)
+    (step,) = committed(tmp_path / "repository")
     assert [r.words()["last"] for r in ranks] == [step, step]
 
 

@@ -10,13 +10,14 @@ from test_rank_processes import CASES, check, job
 from kit.ranks import part_of, save_shared
 from kit.repositories import OPTIONS, check_clean, opened, same, values
 from kit.s3_stores import fresh_url, impatient, needs_server
-from kit.samples import SEED, THOROUGH
+from kit.samples import some
 from kit.tally import tally
 from kit.tcp_proxy import Proxy, answer, lose_answer
 from snapstore import Repository, Snapshot, StorageError
 from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
+KILLS = [(rank, point) for rank, point, sent in CASES if sent == "SIGKILL"]
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_ranks_save_and_others_restore(url):
     check_clean(S3Store(url))
 
 
-@pytest.mark.parametrize("rank", range(2) if THOROUGH else [SEED % 2])
+@pytest.mark.parametrize("rank", some(range(2), 1))
 @pytest.mark.parametrize("fault", ["lost answers", "no answers to PUT"])
 def test_the_requests_of_one_rank_fail(url, monkeypatch, rank, fault):
     """Answers that are lost are asked for again; a rank that cannot write ends the save on all ranks."""
@@ -74,7 +75,7 @@ def test_the_requests_of_one_rank_fail(url, monkeypatch, rank, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "point"), CASES if THOROUGH else [CASES[SEED % len(CASES)]])
+@pytest.mark.parametrize(("rank", "point"), some(KILLS, 1))
 def test_a_process_is_killed_in_a_save(tmp_path, rank, point):
     """As on a disk; nobody holds a lock for a dead process, so its session is fenced for its silence."""
     repository = fresh_url()

@@ -155,8 +155,8 @@ def test_two_attempts_at_once_one_of_which_dies_and_gcs_beside_them(tmp_path, nu
     rank, point, _ = CASES[(SEED + number) % len(CASES)]
     job(tmp_path, 2, steps=1)
     with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(job, tmp_path, 2 + number % 2, steps=4)
-        struck = pool.submit(job, tmp_path, 2, steps=3, strike=[1, point, "SIGKILL"], rank=rank)
+        whole = pool.submit(job, tmp_path, 2 + number % 2, steps=4, same=False)
+        struck = pool.submit(job, tmp_path, 2, steps=3, strike=[1, point, "SIGKILL"], rank=rank, same=False)
         while not (whole.done() and struck.done()):
             with Repository.open(tmp_path / "repository") as repository:
                 repository.gc()

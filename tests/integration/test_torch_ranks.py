@@ -113,13 +113,13 @@ def test_ranks_that_do_not_come_are_named(tmp_path, absent):
 def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
     """A TCPStore's own calls would wait for ever for a stopped server."""
     program = f"""
-        ranks = TorchRanks(silent_s=1.0)
+        ranks = TorchRanks(silent_s=4.0)
         ranks.post(f"pid/{{rank}}", str(os.getpid()).encode())
         keys = [f"pid/{{r}}" for r in range(2)]
         while (pids := ranks.look_all(keys)) is None:
             time.sleep(0.01)
         if rank == 0:
-            time.sleep(100)
+            time.sleep(600)
         time.sleep(0.3)
         os.kill(int(pids[0]), signal.{sent})
         began = time.monotonic()
@@ -130,7 +130,7 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
                 assert "channel to rank 0" in str(error), error
             else:
                 raise AssertionError("no error")
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
         ranks.close()
         print("done")
     """

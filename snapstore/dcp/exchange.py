@@ -23,7 +23,7 @@ from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
 from ..save.agreement import Unlike, unlike_replicas
-from ..save.merged_trees import merge_trees
+from ..save.merged_trees import merge_trees, orders_of
 from ..save.rank_state import PartTree, decode_trees
 from ..text import some
 
@@ -117,6 +117,7 @@ class Collected:
         reports: by rank.
         children: the child manifests of all ranks.
         parts: their trees as one.
+        orders: see `orders_of`.
         unlike_buffers: the ranks whose buffers differ.
 
     Raises:
@@ -139,7 +140,9 @@ class Collected:
                 f"{named(sorted(unknown))}: plain values of the state differ from those of ranks with the same keys; "
                 "make them equal, or give each rank keys of its own; nothing was committed; save again to hear which"
             )
-        self.parts = merge_trees([(ranks, decode_trees(trees[digest])) for digest, ranks in alike.items()])
+        states = [(ranks, decode_trees(trees[digest])) for digest, ranks in alike.items()]
+        self.parts = merge_trees(states)
+        self.orders = orders_of(states, self.parts)
         unlike = unlike_replicas(self.reports)
         if unlike and not unlike[0].is_of_buffers:
             _raise_of_replicas(told, unlike[0])

@@ -190,7 +190,8 @@ class Saver:
             IntegrityError, NotFoundError, StorageError: a child manifest cannot be read.
         """
         headers = read_headers(self._context, collected.children)
-        roots = write_roots(self._context, session, collected.parts, collected.children, headers, self.place[1])
+        parts, children = collected.parts, collected.children
+        roots = write_roots(self._context, session, parts, children, headers, self.place[1], collected.orders)
         reports = collected.reports.values()
         roots.new_chunks = sum(report.new_chunks for report in reports)
         roots.stored_bytes += sum(report.stored_bytes for report in reports)

@@ -59,6 +59,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
         features: what a reader must know beyond format 1.
         world_size: the number of ranks of the job; 0: one process, without ranks.
         children: of a root manifest: the manifests of its part by rank. They hold the tensors' bytes.
+        box_map: a packed `BoxMap` of the children's boxes; of a child, of its own ones. b"": there is none.
         unknown: the keys that this release does not know; see open_maps.py.
     """
 
@@ -81,6 +82,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     features: list[str] = []
     world_size: Count = 0
     children: list[ManifestRef] = []
+    box_map: bytes = b""
     unknown: Unknown = NONE_UNKNOWN
 
     @property
@@ -120,7 +122,7 @@ class ManifestContents:
         pack_sizes: of each of them [bytes].
         tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
-        features, world_size, children: see `ManifestHeader`.
+        features, world_size, children, box_map: see `ManifestHeader`.
         depth: of the longest chain of deltas in the children.
         unknown_keys, unknown_sections: of the manifest that this one replaces.
     """
@@ -142,6 +144,7 @@ class ManifestContents:
     features: Sequence[str] = ()
     world_size: int = 0
     children: Sequence[ManifestRef] = ()
+    box_map: bytes = b""
     depth: int = 0
     unknown_keys: Unknown = msgspec.UNSET
     unknown_sections: Sequence[layout.Unknown] = ()
@@ -153,7 +156,7 @@ class ManifestContents:
         `depth` is the table's: a root manifest's is to be given again.
         """
         names = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "made_for"]
-        names += ["features", "world_size", "children"]
+        names += ["features", "world_size", "children", "box_map"]
         return cls(
             **{name: getattr(m.header, name) for name in names},
             tree=m.tree,
@@ -200,6 +203,7 @@ def encode(contents: ManifestContents) -> bytes:
         features=list(c.features),
         world_size=c.world_size,
         children=list(c.children),
+        box_map=c.box_map,
         unknown=c.unknown_keys,
     )
     return layout.join(open_maps.encode(header, "children"), body)

@@ -15,6 +15,7 @@ from ..errors import FormatError
 from ..state.tensors import family
 from ..storage.base import ObjectStore
 from . import manifest
+from .box_map import BoxMap
 from .manifest import Manifest, ManifestHeader, TensorEntry
 from .records import RANKS, ManifestRef
 from .tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
@@ -141,6 +142,8 @@ class RankCheck:
         self._packs: dict[str, int] = {}
         self._depth = 0
         self._left = [child.rank for child in reversed(root.header.children)]
+        self._map = BoxMap.decode(root.header.box_map, where) if root.header.box_map else None
+        self._mapped = [0] * len(root.tensors)  # boxes of each tensor that the map has
 
     def add(self, child: Manifest, where: str) -> None:
         """Check the next child, in the order of the root.
@@ -156,6 +159,7 @@ class RankCheck:
                 if has_own:
                     raise FormatError(f"{where}: {_shown(entry)}: behind values that are the rank's own")
                 self._add_entry(number, entry, sums, where)
+                self._compare_map(number, entry, child.header.rank)
                 continue
             has_own = True
             check_whole(entry, sums, where)
@@ -178,6 +182,7 @@ class RankCheck:
                 f"{self._where}: {_shown(self._root.tensors[number])}: the boxes of its {header.world_size} ranks "
                 "overlap, or leave a gap"
             )
+        self._require_mapped()
         packs = dict(zip(header.pack_names, header.pack_size_list, strict=True))
         if len(packs) < len(header.pack_names) or packs != self._packs:
             odd = sorted(packs.items() ^ self._packs.items())
@@ -217,6 +222,21 @@ class RankCheck:
         check_boxes(entry, sums, where)
         for box in entry.boxes:
             self._cover.add(number, box.offsets, box.sizes)
+
+    def _compare_map(self, number: int, entry: TensorEntry, rank: int) -> None:
+        """Compare the boxes of a child with the ones that the root's map names."""
+        named = self._map.boxes(number, rank) if self._map else None
+        if named is None:
+            return
+        if sorted(named) != sorted([*box.offsets, *box.sizes] for box in entry.boxes):
+            raise FormatError(f"{self._where}: {_shown(entry)}: its box map names other boxes of rank {rank}: {named}")
+        self._mapped[number] += len(named)
+
+    def _require_mapped(self) -> None:
+        """Check that the children have every box that the root's map names."""
+        for number, entry in enumerate(self._root.tensors if self._map else ()):
+            if self._map and self._map.count(number) not in (None, self._mapped[number]):
+                raise FormatError(f"{self._where}: {_shown(entry)}: its box map names boxes that no child has")
 
 
 def _shown(entry: TensorEntry) -> str:

@@ -2,7 +2,8 @@
 
 In: a snapshot, and which rank's own values are wanted. Out: its parts, for the plan of a restore; then, for each array
 that the plan wants, the overlaps with the boxes that are stored. If several ranks saved, the root manifests are read
-first, and their children when arrays are wanted: the child of the reading rank, then others if it lacks a byte.
+first, and their children when arrays are wanted: the ones that hold a byte of them, as the root's box map says. If the
+root has no map, or a wrong one, the child of the reading rank is read, then others until no byte is missing.
 
 Every wanted box is covered exactly once by what is read, or it is an error: no memory is left as it was.
 """
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from ..context import Context
 from ..errors import FormatError, InvalidInputError
 from ..format import manifest
-from ..format.manifest import Manifest, TensorEntry, part_name
+from ..format.box_map import ranks_with
+from ..format.manifest import Manifest, TensorEntry, manifest_name, part_name
 from ..format.rank_checks import Cover, entries_by_path, match_entries
 from ..format.records import ManifestRef, Snapshot
 from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
@@ -154,12 +156,17 @@ class Sources:
             one.require_covered(part_name(self.parts[part].name))
 
     def _children_of(self, root: Manifest, opened: Sequence[_Open]) -> Iterator[Manifest]:
-        """Yield the children of a root, that of this rank first, until no byte is missing."""
-        refs = sorted(root.header.children, key=lambda ref: ref.rank != self._rank)
-        count = 1
-        while refs and any(one.left for one in opened):
-            yield from self._read(root, refs[:count])
-            refs, count = refs[count:], CHILDREN_AT_ONCE
+        """Yield children of a root until no byte is missing: those of the box map, this rank's own, then the others."""
+        wanted = ((one.want.entry, box) for one in opened for box in one.boxes)
+        named = ranks_with(root.header.box_map, wanted, manifest_name(root.header))
+        groups: list[list[ManifestRef]] = [[], [], []]
+        for ref in root.header.children:
+            groups[0 if ref.rank in named else 1 if ref.rank == self._rank else 2].append(ref)
+        for refs in groups:
+            for first in range(0, len(refs), CHILDREN_AT_ONCE):
+                if not any(one.left for one in opened):
+                    return
+                yield from self._read(root, refs[first : first + CHILDREN_AT_ONCE])
 
     def _read(self, root: Manifest, refs: Sequence[ManifestRef]) -> list[Manifest]:
         """Return children of a root, which are kept."""
@@ -182,6 +189,7 @@ class _Open:
 
     Attributes:
         spec: of the whole array.
+        boxes: that are wanted.
         found: its overlaps.
         left: how many elements no stored box has given yet.
     """
@@ -190,15 +198,15 @@ class _Open:
         self.want, self.spec = want, spec
         self.found: list[Overlap] = []
         whole = ((0,) * len(spec.shape), spec.shape)
-        self._boxes = [whole] if want.boxes is None else list(want.boxes)
-        self.left = sum(math.prod(sizes) for _, sizes in self._boxes)
+        self.boxes = [whole] if want.boxes is None else list(want.boxes)
+        self.left = sum(math.prod(sizes) for _, sizes in self.boxes)
 
     def add(self, m: Manifest, entry: TensorEntry) -> None:
         """Add what an entry of a manifest, which has been checked, holds of it."""
         itemsize = self.spec.itemsize
         for stored in _stored_boxes(m, entry, itemsize):
             start = 0
-            for wanted in self._boxes:
+            for wanted in self.boxes:
                 found = overlap_of(stored, wanted, itemsize, start)
                 start += math.prod(wanted[1]) * itemsize
                 if found is not None:
@@ -212,9 +220,9 @@ class _Open:
             FormatError: one is missing, or there twice.
         """
         starts = [0]
-        for _, sizes in self._boxes:
+        for _, sizes in self.boxes:
             starts.append(starts[-1] + math.prod(sizes) * self.spec.itemsize)
-        cover = Cover(sizes for _, sizes in self._boxes)
+        cover = Cover(sizes for _, sizes in self.boxes)
         for found in self.found:
             cover.add(starts.index(found.target_start), found.target_at[:-1], found.sizes[:-1])
         if self.left or cover.wrong():

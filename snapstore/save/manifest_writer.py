@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays import Column
 from ..context import Context
 from ..format import manifest
+from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
@@ -97,7 +98,7 @@ def write(
     with ChunkWriter(context, session, bases, full=full) as chunks:
         for part in inputs:
             if part.own_nodes is None:
-                layouts.append(_Layout(part.name, first_row=chunks.rows))
+                layouts.append(_Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
                 chunks.begin_part(part.name, rank)
                 digest_arrays(part.replicas, context.engines)
             layout = layouts[-1]  # a rank's own values follow the boxes of their part
@@ -128,6 +129,8 @@ class _Layout:
     rows: int = 0
     logical_bytes: int = 0
     whole: Name | None = None  # the tensor of which the last entry has boxes
+    wholes: int = 0  # of one of several ranks: how many tensors its tree counts
+    boxes: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = field(default_factory=dict)  # by number of the tensor
 
     @property
     def span(self) -> slice:
@@ -154,6 +157,7 @@ class _Layout:
             self.entries += [_entry(spec, [], None) for spec in (*missing, of.spec)]
             self.whole = of.name
         last = self.entries[-1]
+        self.boxes.setdefault(of.number, []).append((of.offsets, tensor.spec.shape))
         last.boxes.append(Box(list(of.offsets), list(tensor.spec.shape), self.rows, chunks))
         if place is not None:
             start, size = last.inline or (place[0], 0)
@@ -231,6 +235,7 @@ def _write_manifests(
             logical_bytes=layout.logical_bytes,
             features=[RANKS] if world_size else [],
             world_size=world_size,
+            box_map=BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
         )
         data = manifest.encode(contents)
         puts.append(chunks.packs.start_put(written.note(data).key, data))

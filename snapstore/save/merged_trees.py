@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from ..arrays import Column
 from ..errors import FormatError, InvalidInputError
 from ..state.containers import shown
 from ..state.tensors import Node, TensorSpec
@@ -102,6 +104,21 @@ def merge_trees(states: Sequence[Alike]) -> list[PartTree]:
     if all(encode_trees(parts) == first for _, parts in states[1:]):
         return list(states[0][1])
     return _Merger(states).parts
+
+
+def orders_of(states: Sequence[Alike], parts: Sequence[PartTree]) -> dict[tuple[int, str], Column]:
+    """Return the number of each tensor of a rank's part among those of the merged one, by rank and part.
+
+    Args:
+        states: what `merge_trees` has made `parts` of.
+    """
+    found = dict[tuple[int, str], Column]()
+    places = {part.name: {name: i for i, name in enumerate(names_of(part.name, part.specs))} for part in parts}
+    for ranks, own in states:
+        for part in own:
+            numbers = np.array([places[part.name][name] for name in names_of(part.name, part.specs)], np.int64)
+            found.update(((rank, part.name), numbers) for rank in ranks)
+    return found
 
 
 def holders_of(states: Sequence[Alike]) -> dict[Name, tuple[int, ...]]:

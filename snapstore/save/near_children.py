@@ -1,8 +1,8 @@
 """Near children: which manifests of a base of several ranks a rank reads.
 
 In: the boxes that this rank stores, and the root manifest of a part of a base. Out: the child manifests whose boxes
-overlap them, and the one of the values that are the rank's own. With the same ranks that is the rank's own child; with
-others it is one of nearly the same place among them, or its neighbours.
+overlap them, as the root's box map says, and the one of nearly the same place among its ranks if values are the rank's
+own. A base without a map is read from that child on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ..format.box_map import ranks_with
 from ..format.boxes import overlap
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, manifest_name
 from ..format.records import ManifestRef, Snapshot
 from .inputs import PartInput
 
@@ -61,12 +62,18 @@ class NearChildren:
         Raises:
             Anything that `read` raises.
         """
-        there = {(tuple(entry.path), entry.dtype, tuple(entry.shape)) for entry in root.tensors}
+        there: dict[Form, list[int]] = {}
+        for number, entry in enumerate(root.tensors):
+            there.setdefault((tuple(entry.path), entry.dtype, tuple(entry.shape)), []).append(number)
         wanted = {form: boxes for form, boxes in self._boxes[root.header.part].items() if form in there}
         missing = sum(math.prod(sizes) for boxes in wanted.values() for _, sizes in boxes)
+        places = ((number, box) for form, boxes in wanted.items() for number in there[form] for box in boxes)
+        named = ranks_with(root.header.box_map, places, manifest_name(root.header))
         at = self._place * root.header.world_size - 0.5
+        near = sorted(root.header.children, key=lambda ref: abs(ref.rank - at))
         needs_one = root.header.part in self._with_own
-        for ref in sorted(root.header.children, key=lambda ref: abs(ref.rank - at)):
+        first = near[0].rank if near and needs_one else None
+        for ref in sorted(near, key=lambda ref: (ref.rank != first, ref.rank not in named)):
             if missing <= 0 and not needs_one:
                 return
             needs_one = False

@@ -23,7 +23,7 @@ from .chunk_writer import BaseDamagedError
 from .inputs import PartInput, SaveRequest
 from .lineage import Lineage
 from .manifest_writer import Written, write
-from .merged_trees import merge_trees
+from .merged_trees import merge_trees, orders_of
 from .near_children import NearChildren
 from .pipeline import commit, without_bases
 from .rank_state import decode_trees, encode_trees, rank_state
@@ -103,7 +103,8 @@ class RankWriter:
             InvalidInputError: plain values differ between ranks.
             IntegrityError: the ranks have not stored each byte once.
         """
-        parts = merge_trees([(ranks, decode_trees(data)) for ranks, data in trees])
+        states = [(ranks, decode_trees(data)) for ranks, data in trees]
+        parts = merge_trees(states)
         expected = sum(spec.nbytes for part in parts for spec in part.specs)
         held = {rank: report.held_bytes for rank, report in reports.items()}
         if sum(held.values()) != expected:
@@ -116,7 +117,8 @@ class RankWriter:
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
         others = [ref for ref in children if ref.sha256 not in self.headers]
         headers = self.headers | read_headers(self._context, others)
-        written = write_roots(self._context, session, parts, children, headers, self._ranks.count)
+        orders = orders_of(states, parts)
+        written = write_roots(self._context, session, parts, children, headers, self._ranks.count, orders)
         self._note(written)
         return written
 

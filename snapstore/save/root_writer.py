@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ..arrays import Column
 from ..chunks.uploader import put_once
 from ..context import Context
 from ..format import manifest
+from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
-from ..format.manifest import TensorEntry, read_header
+from ..format.manifest import ManifestHeader, TensorEntry, manifest_name, read_header
 from ..format.records import RANKS, ManifestRef
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
@@ -51,6 +53,7 @@ def write_roots(
     children: Sequence[ManifestRef],
     headers: Mapping[str, bytes],
     world_size: int,
+    orders: Mapping[tuple[int, str], Column],
 ) -> Written:
     """Store the root manifests; all of them are durable on return.
 
@@ -58,6 +61,7 @@ def write_roots(
         parts: of all ranks as one; the part "" first.
         children: of all ranks and parts.
         headers: of the children: their bytes up to the end of the header, by SHA-256.
+        orders: the numbers among those of `parts` of each rank's tensors; see `orders_of`.
 
     Returns:
         The objects that were written, and the chunks of all children; `stored_bytes` counts the roots alone.
@@ -89,6 +93,7 @@ def write_roots(
             features=[RANKS],
             world_size=world_size,
             children=of_part,
+            box_map=_box_map(found, orders, len(part.specs)),
             depth=max((header.depth for header in found), default=0),
         )
         data = manifest.encode(contents)
@@ -98,6 +103,16 @@ def write_roots(
         threads.start(lambda item: put_once(session, *item), puts)()
     session.heartbeat()
     return written
+
+
+def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], count: int) -> bytes:
+    """Return the packed box map of a part, from those in the headers of its children."""
+    maps = list[tuple[int, BoxMap, Column]]()
+    for header in found:
+        if header.box_map:  # a child of own values alone has none
+            own = BoxMap.decode(header.box_map, manifest_name(header))
+            maps.append((header.rank, own, orders[header.rank, header.part]))
+    return BoxMap.merged(maps, count).encode()
 
 
 def _entry(spec: TensorSpec) -> TensorEntry:

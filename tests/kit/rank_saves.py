@@ -32,7 +32,7 @@ from snapstore.repository import Repository
 from snapstore.save.bases import load_bases
 from snapstore.save.inputs import PartInput, inputs_of
 from snapstore.save.manifest_writer import Written, write
-from snapstore.save.merged_trees import holders_of, merge_trees
+from snapstore.save.merged_trees import holders_of, merge_trees, orders_of
 from snapstore.save.near_children import NearChildren
 from snapstore.save.rank_state import RankState, rank_state
 from snapstore.save.root_writer import read_headers, write_roots
@@ -114,8 +114,9 @@ def save(
                 ranks.append(write_rank(repository, session, make(), share))
         children = [ref for one in ranks for ref in one.written.manifests]
         headers = read_headers(context, children)
-        parts = merge_trees([([rank], one.state.parts) for rank, one in enumerate(ranks)])
-        roots = write_roots(context, session, parts, children, headers, size)
+        trees = [([rank], one.state.parts) for rank, one in enumerate(ranks)]
+        parts = merge_trees(trees)
+        roots = write_roots(context, session, parts, children, headers, size, orders_of(trees, parts))
         snapshot = session.commit(
             bases=bases.ids,
             manifests=roots.manifests,

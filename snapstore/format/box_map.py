@@ -1,0 +1,217 @@
+"""Box map: which ranks store which boxes of the tensors of a part, so a reader opens only the manifests that it needs.
+
+In: the boxes of each rank. Out: a few kilobytes in the header of a root manifest, and the ranks whose boxes overlap a
+wanted one. Tensors that lie alike share a pattern: the size grows with the forms of tensors, not with their number.
+
+Invariant: a box map is advice. It decides which manifests are read first, never which bytes are taken: those come from
+the entries of the manifests. A wrong one costs reads, and `check` reports it (docs/format.md, "Several ranks").
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ..arrays import Column
+from ..errors import FormatError
+
+log = logging.getLogger("snapstore")
+
+#: The most that a packed map unpacks to. A writer leaves out patterns that do not fit.
+MAX_BYTES = 16 * 1024 * 1024
+MAX_DIMENSIONS = 64
+
+Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
+Rows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, in the order of the ranks
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A box map in bytes; see docs/format.md."""
+
+    tensors: bytes
+    patterns: bytes
+    columns: bytes
+
+
+@dataclass(slots=True)
+class BoxMap:
+    """The boxes of the tensors of a part.
+
+    Attributes:
+        tensors: (t,) the pattern of each tensor, counted from 1; 0: the map says nothing of it.
+        patterns: which boxes which ranks store.
+    """
+
+    tensors: Column
+    patterns: Sequence[Rows]
+    _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], frozenset[int]] = field(default_factory=dict)
+    _of_ranks: dict[int, dict[int, list[list[int]]]] = field(default_factory=dict)  # by pattern, by rank
+
+    @classmethod
+    def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
+        """Return the map of one rank's boxes.
+
+        Args:
+            boxes: by the number of their tensor, of `count`.
+        """
+        tensors, forms = np.zeros(count, np.int64), dict[tuple[tuple[int, ...], ...], int]()
+        for number, held in boxes.items():
+            form = tuple((rank, *offsets, *sizes) for offsets, sizes in held)
+            tensors[number] = forms.setdefault(form, len(forms) + 1)
+        return cls(tensors, [np.array(form, np.int64) for form in forms])
+
+    @classmethod
+    def merged(cls, of_ranks: Iterable[tuple[int, BoxMap, Column]], count: int) -> BoxMap:
+        """Return the map of the boxes of several ranks.
+
+        Args:
+            of_ranks: each rank, in order, its map, and the number (t,) of each of its tensors among `count`.
+        """
+        forms = dict[bytes, int]()  # the boxes of a pattern, without the rank: its number
+        held, ranks, columns = [np.zeros((0, 0), np.int64)], list[int](), list[Column]()
+        for rank, own, numbers in of_ranks:
+            known = np.zeros(len(own.patterns) + 1, np.int64)
+            for i, rows in enumerate(own.patterns, 1):
+                known[i] = forms.setdefault(_key_of(rows[:, 1:]), len(held))
+                if known[i] == len(held):
+                    held.append(rows[:, 1:])
+            columns.append(np.zeros(count, np.int64))
+            columns[-1][numbers] = known[own.tensors]
+            ranks.append(rank)
+        table = np.ascontiguousarray(np.array(columns, np.int64).reshape(len(columns), count).T)
+        tensors, found = np.zeros(count, np.int64), dict[bytes, tuple[int, Rows]]()
+        left = MAX_BYTES - 4 * count - 1024
+        for number, column in enumerate(table):
+            key = column.tobytes()
+            if key not in found:
+                rows = _rows_of(column, ranks, held)
+                left -= rows.nbytes + 8
+                if not len(rows) or left < 0:  # no rank has a box, or there is no room
+                    left += rows.nbytes + 8
+                    continue
+                found[key] = len(found) + 1, rows
+            tensors[number] = found[key][0]
+        return cls(tensors, [rows for _, rows in found.values()])
+
+    def encode(self) -> bytes:
+        """Return the map packed; b"" if it says nothing."""
+        if not self.patterns:
+            return b""
+        forms = [((rows.shape[1] - 1) // 2, len(rows)) for rows in self.patterns]
+        columns = [np.diff(rows, axis=0, prepend=0).T.astype("<i8").tobytes() for rows in self.patterns]
+        packed = _Packed(self.tensors.astype("<u4").tobytes(), np.array(forms, "<u4").tobytes(), b"".join(columns))
+        return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(packed))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> BoxMap:
+        """Return a map from its bytes.
+
+        Raises:
+            FormatError: it is none. Nothing says that its boxes are those of the manifests.
+        """
+        try:
+            size_bytes = zstandard.frame_content_size(data)
+            if not 0 <= size_bytes <= MAX_BYTES:
+                raise FormatError(f"{where}: a box map of {size_bytes} bytes, at most {MAX_BYTES} are allowed")
+            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes)
+            packed = msgspec.msgpack.decode(plain, type=_Packed)
+            tensors = np.frombuffer(packed.tensors, "<u4").astype(np.int64)
+            forms = np.frombuffer(packed.patterns, "<u4").reshape(-1, 2).astype(np.int64)
+            values = np.frombuffer(packed.columns, "<i8")
+        except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise FormatError(f"{where}: its box map does not decode: {error}") from error
+        widths = 1 + 2 * forms[:, 0]
+        ends = np.cumsum(widths * forms[:, 1])  # at most 129 * 2^32 * 2^21
+        if (forms[:, 0] > MAX_DIMENSIONS).any() or len(values) != (ends[-1] if len(ends) else 0):
+            raise FormatError(f"{where}: its box map has {len(values)} numbers, its patterns have others")
+        if tensors.max(initial=0) > len(forms):
+            raise FormatError(f"{where}: its box map names pattern {tensors.max()} of {len(forms)}")
+        return cls(tensors, _Patterns(values, widths, ends))
+
+    def ranks(self, tensor: int, box: Box) -> frozenset[int] | None:
+        """Return the ranks that store a byte of a box of a tensor; None: the map does not say."""
+        pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
+        if not pattern:
+            return None
+        key = pattern, tuple(box[0]), tuple(box[1])
+        if key not in self._found:
+            rows, dims = self.patterns[pattern - 1], len(box[0])
+            if rows.shape[1] != 1 + 2 * dims:
+                return None
+            offsets, sizes = rows[:, 1 : 1 + dims], rows[:, 1 + dims :]
+            first, size = np.array(box[0], np.int64), np.array(box[1], np.int64)
+            shared = ((offsets < first + size) & (first < offsets + sizes)).all(axis=1)
+            self._found[key] = frozenset(rows[shared, 0].tolist())
+        return self._found[key]
+
+    def boxes(self, tensor: int, rank: int) -> list[list[int]] | None:
+        """Return the boxes of a tensor that a rank stores: offsets and sizes in one list; None: the map does not say.
+
+        It is meant for all ranks, one after the other.
+        """
+        pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
+        if not pattern:
+            return None
+        if pattern not in self._of_ranks:
+            of_ranks = self._of_ranks[pattern] = dict[int, list[list[int]]]()
+            for owner, *box in self.patterns[pattern - 1].tolist():
+                of_ranks.setdefault(owner, []).append(box)
+        return self._of_ranks[pattern].get(rank, [])
+
+    def count(self, tensor: int) -> int | None:
+        """Return how many boxes a tensor has on all ranks; None: the map does not say."""
+        pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
+        return len(self.patterns[pattern - 1]) if pattern else None
+
+
+class _Patterns(Sequence[Rows]):
+    """Patterns as they were packed: a few bytes may stand for millions, so each is made when it is asked for."""
+
+    def __init__(self, values: Rows, widths: Column, ends: Column) -> None:
+        self._values, self._widths, self._ends = values, widths, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> Rows:  # type: ignore[override]
+        width, end = int(self._widths[number]), int(self._ends[number])
+        start = int(self._ends[number - 1]) if number else 0
+        return np.cumsum(self._values[start:end].reshape(width, -1), axis=1, dtype=np.int64).T
+
+
+def ranks_with(packed: bytes, wanted: Iterable[tuple[int, Box]], where: str) -> set[int]:
+    """Return the ranks that store a byte of some boxes of tensors, as far as a packed map says; one that is none says
+    nothing, and is for `check` to report.
+
+    Args:
+        wanted: number of a tensor, and a box of it.
+    """
+    if not packed:
+        return set()
+    try:
+        found = BoxMap.decode(packed, where)
+    except FormatError as error:
+        log.warning("%s; reading without it; run 'snapstore check'", error)
+        return set()
+    return set().union(*(found.ranks(tensor, box) or () for tensor, box in wanted))
+
+
+def _key_of(rows: Rows) -> bytes:
+    """Return the key of boxes: their number of dimensions counts too, of one without dimensions as well."""
+    return bytes([rows.shape[1]]) + rows.tobytes()
+
+
+def _rows_of(column: Column, ranks: Sequence[int], held: Sequence[Rows]) -> Rows:
+    """Return the boxes of a tensor; `column` has the number of those of each rank in `held`, or 0."""
+    places = np.flatnonzero(column).tolist()
+    if not places:
+        return np.zeros((0, 1), np.int64)
+    boxes = [held[number] for number in column[places].tolist()]
+    owners = np.repeat([ranks[place] for place in places], [len(one) for one in boxes])
+    return np.concatenate([owners[:, None], np.concatenate(boxes)], axis=1)

@@ -1,0 +1,232 @@
+"""Box maps name the ranks whose boxes overlap a wanted one; a wrong one costs reads, and never a wrong byte."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from kit import rank_saves
+from kit.rank_saves import as_rank, sharded
+from kit.rank_snapshots import RankWriter, columns, rows, strided
+from kit.repositories import created
+from snapstore import FormatError, Repository
+from snapstore.format import boxes, manifest
+from snapstore.format.box_map import MAX_BYTES, BoxMap, ranks_with
+from snapstore.format.rank_checks import read_children
+from snapstore.restore.pipeline import read_into
+from snapstore.restore.sources import AsRank, Sources
+from snapstore.storage.memory import MemoryStore
+
+CUTTERS = {"rows": rows, "columns": columns, "strided": strided}
+
+
+def map_of(shapes, world, cut):
+    """Return the map of tensors that a function cuts, merged from the ranks' own; and the boxes by rank and tensor."""
+    held = [{t: found for t, shape in enumerate(shapes) if (found := cut(shape, r, world))} for r in range(world)]
+    numbers = np.arange(len(shapes))
+    maps = [BoxMap.of_rank(r, own, len(shapes)).encode() for r, own in enumerate(held)]
+    read = [(r, BoxMap.decode(data, "x"), numbers) for r, data in enumerate(maps) if data]
+    return BoxMap.decode(BoxMap.merged(read, len(shapes)).encode(), "x"), held
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.sampled_from(sorted(CUTTERS)),
+    st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_ranks_named_are_those_whose_boxes_overlap(shapes, world, cut, data):
+    found, held = map_of([tuple(shape) for shape in shapes], world, CUTTERS[cut])
+    for tensor, shape in enumerate(shapes):
+        ends = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+        box = [a for a, _ in ends], [b - a for a, b in ends]
+        expected = {r for r in range(world) for own in held[r].get(tensor, ()) if boxes.overlap(own, box)}
+        assert found.ranks(tensor, box) == expected
+        for rank in range(world):
+            assert found.boxes(tensor, rank) == [[*o, *s] for o, s in held[rank].get(tensor, ())]
+        assert found.count(tensor) == sum(len(own.get(tensor, ())) for own in held)
+
+
+def test_its_size_grows_with_the_forms_of_tensors_and_not_with_their_number():
+    few = [(4096, 128), (4096,), (1024, 512)]
+    small, large = (map_of(few * count, 256, rows)[0].encode() for count in (1, 300))
+    assert len(small) < 800
+    assert len(large) < 2 * len(small)
+
+
+def test_stages_count_their_tensors_in_orders_of_their_own():
+    own = [BoxMap.of_rank(0, {0: [((0,), (4,))]}, 1), BoxMap.of_rank(3, {0: [((4,), (4,))], 1: [((), ())]}, 2)]
+    found = BoxMap.merged([(0, own[0], np.array([2])), (3, own[1], np.array([2, 0]))], 3)
+    assert found.ranks(2, ((3,), (2,))) == {0, 3}
+    assert found.ranks(0, ((), ())) == {3}
+    assert found.ranks(1, ((0,), (1,))) is None
+    assert BoxMap.merged([], 3).encode() == b""
+
+
+def test_patterns_that_do_not_fit_are_left_out(monkeypatch):
+    monkeypatch.setattr("snapstore.format.box_map.MAX_BYTES", 2500)
+    found, _ = map_of([(40,), (41,), (40,)], 40, rows)
+    assert [found.count(tensor) for tensor in range(3)] == [40, None, 40]
+
+
+def packed(*fields, size=None):
+    return zstandard.ZstdCompressor(write_content_size=size is None).compress(msgspec.msgpack.encode(list(fields)))
+
+
+U32, I64 = (lambda *n: np.array(n, "<u4").tobytes()), (lambda *n: np.array(n, "<i8").tobytes())
+BAD = {
+    "no frame": b"x",
+    "no size": packed(b"", b"", b"", size=0),
+    "no list": zstandard.ZstdCompressor().compress(b"\x01"),
+    "a field more": packed(b"", b"", b"", b""),
+    "half a number": packed(b"abc", b"", b""),
+    "half a pattern": packed(b"", U32(1), b""),
+    "a pattern of nobody": packed(U32(1), b"", b""),
+    "numbers missing": packed(U32(1), U32(1, 2), I64(0)),
+    "numbers beyond all": packed(U32(1), U32(*[64, 2**32 - 1] * 1000), I64(0)),
+    "dimensions beyond all": packed(U32(1), U32(2**31, 1), I64(0)),
+    "a bomb": zstandard.ZstdCompressor().compress(bytes(MAX_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_map_is_refused(what, caplog):
+    assert BoxMap.decode(packed(U32(1, 0), U32(1, 1), I64(5, 6, 7)), "x").boxes(0, 5) == [[6, 7]]
+    with pytest.raises(FormatError, match=r"^x: "):
+        BoxMap.decode(BAD[what], "x")
+    with caplog.at_level(logging.WARNING):
+        assert ranks_with(BAD[what], [(0, ((0,), (1,)))], "x") == set()
+    assert "run 'snapstore check'" in caplog.text
+
+
+def test_absurd_numbers_name_ranks_that_nobody_has():
+    wild = BoxMap.decode(packed(U32(1, 1), U32(1, 3), I64(-1, 2**62, 2**62, -5, 2**63 - 1, 9, 2**63 - 1, 1, 1)), "x")
+    assert wild.ranks(0, ((0,), (10,))) is not None
+    assert wild.ranks(0, ((0, 0), (1, 1))) is None  # of another number of dimensions
+    assert wild.ranks(7, ((0,), (1,))) is None
+
+
+# -- whole snapshots
+
+WHOLE = {"w": torch.arange(64 * 24.0).reshape(64, 24), "v": torch.arange(1280.0).reshape(640, 2)}
+MESHES = {
+    "fsdp 8": ([8], [Shard(0)]),
+    "fsdp 6": ([6], [Shard(0)]),
+    "fsdp 2": ([2], [Shard(0)]),
+    "fsdp x columns": ([4, 2], [Shard(0), Shard(1)]),
+}
+
+
+def state_of(name):
+    return {"m": {key: sharded(whole, *MESHES[name]) for key, whole in WHOLE.items()}}
+
+
+@pytest.fixture
+def repository():
+    with Repository.create(MemoryStore(), chunk_bytes=256) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The ranks whose manifests were read."""
+    found = []
+    real = Sources._read
+    monkeypatch.setattr(
+        Sources, "_read", lambda self, root, refs: found.extend(r.rank for r in refs) or real(self, root, refs)
+    )
+    return found
+
+
+def fill(repository, snapshot, name, rank):
+    """Restore on one rank; return the number of elements that are wrong."""
+    world = math.prod(MESHES[name][0])
+    with as_rank(rank, world):
+        into, whole = state_of(name), state_of(name)
+        for value in into["m"].values():
+            value._local_tensor.fill_(-1)
+        read_into(repository.context, snapshot.ref, into, as_rank=AsRank("drop", rank, world))
+        pairs = ((into["m"][key]._local_tensor, whole["m"][key]._local_tensor) for key in WHOLE)
+        return sum(int((a != b).sum()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("target", "rank", "expected"),
+    [("fsdp 8", 5, {5}), ("fsdp 6", 1, {1, 2}), ("fsdp 2", 1, {4, 5, 6, 7}), ("fsdp x columns", 5, {4, 5})],
+)
+def test_a_rank_opens_only_the_manifests_that_overlap(repository, opened, target, rank, expected):
+    snapshot, _ = rank_saves.save(repository, [lambda: state_of("fsdp 8")] * 8, 1)
+    assert repository.check("data").problems == []
+    opened.clear()
+    assert fill(repository, snapshot, target, rank) == 0
+    assert set(opened) == expected
+    assert len(opened) == len(expected)
+
+
+def test_a_rewrite_keeps_the_map(repository):
+    snapshot, _ = rank_saves.save(repository, [lambda: state_of("fsdp 8")] * 8, 1)
+    store, ref = repository.context.store, next(ref for ref in snapshot.manifests if ref.part)
+    root = manifest.read(store, ref, None)
+    assert root.header.box_map
+    for m in (root, *read_children(store, ref, root, None)):
+        assert manifest.ManifestContents.of(m).box_map == m.header.box_map
+
+
+def altered(change):
+    """Save a state of five ranks whose root has a changed map; return its repository and snapshot."""
+    store = created()
+    state = {"": {}, "m": {"w": np.arange(640, dtype=np.float32).reshape(64, 10), "v": np.arange(99, dtype=np.int16)}}
+    whole, _ = map_of([a.shape for a in state["m"].values()], 5, rows)
+
+    def with_map(contents):
+        return replace(contents, box_map=change(whole)) if contents.children else contents
+
+    snapshot = RankWriter(store).save(state, world=5, changes=with_map)
+    return store, snapshot, state["m"]
+
+
+def moved(found):
+    rows = [one.copy() for one in found.patterns]
+    rows[0][:, 0] = rows[0][::-1, 0]
+    return BoxMap(found.tensors, rows).encode()
+
+
+def grown(found):
+    rows = [np.concatenate([one, one[-1:]]) for one in found.patterns]
+    for one in rows:
+        one[-1, 0] += 1
+    return BoxMap(found.tensors, rows).encode()
+
+
+LIES = {
+    "other ranks": moved,
+    "a rank too few": lambda found: BoxMap(found.tensors, [one[1:] for one in found.patterns]).encode(),
+    "a rank that is none": grown,
+    "no map": lambda found: b"x",
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_wrong_map_is_found_by_a_check_and_restores_the_right_bytes(what):
+    honest, snapshot, _ = altered(BoxMap.encode)
+    ref = snapshot.manifests[1]
+    read_children(honest, ref, manifest.read(honest, ref, None), None)
+    store, snapshot, whole = altered(LIES[what])
+    ref = snapshot.manifests[1]
+    with pytest.raises(FormatError, match="box map"):
+        read_children(store, ref, manifest.read(store, ref, None), None)
+    with Repository.open(store) as repository:
+        assert any("box map" in str(problem) for problem in repository.check().problems)
+        state = repository.restore(snapshot.ref)["m"]
+    assert all(np.array_equal(state[key], array) for key, array in whole.items())

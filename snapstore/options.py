@@ -8,7 +8,7 @@ from typing import Literal
 from .errors import InvalidInputError
 from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_MAX_DEPTH
-from .format.pack import DEFAULT_PACK_BYTES
+from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class SaveOptions:
 
     Attributes:
         max_depth: longest chain of deltas; 0 stores every chunk full.
-        pack_bytes: a pack is closed at this size.
+        pack_bytes: a pack is closed at this size. The default is for states of up to 512 GiB: see `pack_bytes_of`.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
             is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it.
@@ -47,3 +47,10 @@ class SaveOptions:
                 raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
+
+    def pack_bytes_of(self, state_bytes: int) -> int:
+        """Return the size at which a save closes its packs [bytes]: `pack_bytes`; but 128 MiB where that is the
+        default, and a state of `state_bytes` on all ranks together would fill more than 16,384 packs.
+        """
+        is_large = state_bytes > MANY_PACKS * DEFAULT_PACK_BYTES
+        return LARGE_PACK_BYTES if is_large and self.pack_bytes == DEFAULT_PACK_BYTES else self.pack_bytes

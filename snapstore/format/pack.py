@@ -34,6 +34,8 @@ from .hashing import checksum
 from .records import MadeFor
 
 DEFAULT_PACK_BYTES = 32 * 1024 * 1024
+#: A state that would fill more packs than this goes into large ones: listings and headers grow with their number.
+MANY_PACKS, LARGE_PACK_BYTES = 16 * 1024, 128 * 1024 * 1024
 HEADER = struct.Struct("<8sHHI16sQ16sI4x")
 TRAILER = struct.Struct("<QIIQ8s")
 MAGIC, FOOTER_MAGIC = b"SNAPPACK", b"SNAPFOOT"

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..catalog.history import View
 from ..catalog.needed_keys import all_needed_keys
@@ -39,8 +40,9 @@ from ..errors import (
 )
 from ..format import records
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
-from ..storage.base import ObjectStore
+from ..storage.base import ObjectInfo, ObjectStore
 from ..text import brief, counted, some, strip_hint
+from ..threads import Threads
 from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
 from .quarantine import in_quarantine, remove_notes_of_swept
@@ -50,6 +52,8 @@ from .unexplained_objects import find_damaged, find_unexplained, require_explain
 DEFAULT_FENCE_AFTER_S = 3600.0
 #: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
 DROPPED = "damaged: "
+#: From so many on, packs or manifests are listed side by side, by the first two digits of their names.
+FEW_OBJECTS, LISTINGS_AT_ONCE = 8000, 16
 #: Objects of other names were put by another program, and are left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -220,8 +224,21 @@ class _Gc:
 
 def _sizes(store: ObjectStore) -> dict[str, int]:
     """Return the size of every pack and manifest, by key."""
-    found = (info for prefix in ("packs/", "manifests/") for info in store.list(prefix))
-    return {info.key: info.size_bytes for info in found if OBJECT_NAME.fullmatch(info.key)}
+    found: dict[str, int] = {}
+    for kind in ("packs/", "manifests/"):
+        first = list(islice(store.list(kind), FEW_OBJECTS))
+        if len(first) < FEW_OBJECTS:
+            found |= _object_sizes(first)
+            continue
+        with Threads(LISTINGS_AT_ONCE) as threads:  # a page of a listing says where the next one begins
+            prefixes = [f"{kind}{number:02x}/" for number in range(256)]
+            for sizes in threads.start(lambda prefix: _object_sizes(store.list(prefix)), prefixes)():
+                found |= sizes
+    return found
+
+
+def _object_sizes(infos: Iterable[ObjectInfo]) -> dict[str, int]:
+    return {info.key: info.size_bytes for info in infos if OBJECT_NAME.fullmatch(info.key)}
 
 
 def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]:

@@ -123,6 +123,7 @@ class ChunkWriter:
 
     Args:
         full: store no chains of deltas.
+        state_bytes: of the whole state, on all ranks, as far as it is known.
 
     Attributes:
         rows: how many chunks were added.
@@ -131,10 +132,12 @@ class ChunkWriter:
         packs: the new packs.
     """
 
-    def __init__(self, context: Context, session: SessionLike, bases: Bases, *, full: bool) -> None:
+    def __init__(
+        self, context: Context, session: SessionLike, bases: Bases, *, full: bool, state_bytes: int = 0
+    ) -> None:
         self.bases, self._session, self._full = bases, session, full
         self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
-        self.packs = PackUploader(session, context.options.pack_bytes, self._chunk_bytes)
+        self.packs = PackUploader(session, context.options.pack_bytes_of(state_bytes), self._chunk_bytes)
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
         self._rows_begun = 0  # rows that have been hashed

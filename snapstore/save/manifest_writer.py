@@ -95,7 +95,8 @@ def write(
         BaseDamagedError: a base cannot be read: write again without bases.
     """
     layouts: list[_Layout] = []
-    with ChunkWriter(context, session, bases, full=full) as chunks:
+    share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
+    with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
         for part in inputs:
             if part.own_nodes is None:
                 layouts.append(_Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))

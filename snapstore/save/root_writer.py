@@ -26,8 +26,8 @@ from .bases import SessionLike
 from .manifest_writer import Written
 from .rank_state import PartTree
 
-#: Headers that are read, and roots that are put, at once.
-AT_ONCE = 8
+#: Headers that are read at once: of a large job thousands. Roots that are put at once.
+READS_AT_ONCE, PUTS_AT_ONCE = 32, 8
 
 
 def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str, bytes]:
@@ -41,7 +41,7 @@ def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str,
     def read(ref: ManifestRef) -> bytes:
         return read_header(context.store, ref.key, ref.size_bytes)
 
-    with Threads(AT_ONCE) as threads:
+    with Threads(READS_AT_ONCE) as threads:
         found = threads.start(read, children)()
     return {ref.sha256: data for ref, data in zip(children, found, strict=True)}
 
@@ -99,7 +99,7 @@ def write_roots(
         data = manifest.encode(contents)
         puts.append((written.note(data).key, data))
         written.chunks += sum(header.chunks for header in found)
-    with Threads(AT_ONCE) as threads:
+    with Threads(PUTS_AT_ONCE) as threads:
         threads.start(lambda item: put_once(session, *item), puts)()
     session.heartbeat()
     return written

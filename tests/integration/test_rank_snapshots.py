@@ -19,6 +19,8 @@ from snapstore.check.newest_whole import _is_whole as is_whole
 from snapstore.check.report import CheckResult
 from snapstore.check.verify_chunks import ChunkRebuilder
 from snapstore.format.keys import pack_key
+from snapstore.protocol import gc
+from snapstore.retention import KeepLast
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -93,6 +95,22 @@ def test_gc_keeps_what_the_root_names_and_frees_the_rest():
         repository.forget_snapshots(["ranks@2"], force=True)
         repository.gc()
     assert keys_of(store, "packs/") == keys_of(store, "manifests/") == []
+
+
+def test_gc_lists_many_objects_side_by_side(monkeypatch):
+    """By the first two digits of their names, with the same result."""
+    store, prefixes = created(), []
+    versions(store, 6)
+    assert len(expected := gc._sizes(store)) > 20
+    real = MemoryStore.list
+    monkeypatch.setattr(MemoryStore, "list", lambda self, prefix: prefixes.append(prefix) or real(self, prefix))
+    monkeypatch.setattr(gc, "FEW_OBJECTS", 3)
+    assert gc._sizes(store) == expected
+    assert len(set(prefixes)) == len(prefixes) == 2 + 512
+    with opened(store) as repository:
+        repository.forget(run="ranks", keep=KeepLast(2))
+        assert repository.gc().deleted_objects > 0
+        assert repository.check("data").problems == []
 
 
 def test_gc_reads_no_child():

@@ -1,5 +1,7 @@
 """Saves of several ranks without a channel: every byte of every tensor is stored once, whatever its sharding."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kit import rank_saves
 from kit.rank_saves import opaque, sharded
-from snapstore import PerRank, Repository, RngState
+from snapstore import PerRank, Repository, RngState, SaveOptions
+from snapstore.format.pack import DEFAULT_PACK_BYTES
 
 CHUNK = 1024
 A = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40).sin()
@@ -55,6 +58,23 @@ def test_every_byte_is_stored_once(repository, count):
     again, _ = rank_saves.save(repository, fsdp(count), 2)
     check(repository, again, WHOLES)
     assert again.new_chunks == 0
+
+
+def test_a_job_of_many_packs_has_larger_ones(repository, monkeypatch):
+    """The bytes of all ranks count; packs of another size than the default keep it."""
+    monkeypatch.setattr("snapstore.options.MANY_PACKS", 1)
+    assert SaveOptions().pack_bytes_of(DEFAULT_PACK_BYTES) == DEFAULT_PACK_BYTES
+    assert SaveOptions().pack_bytes_of(DEFAULT_PACK_BYTES + 1) == 4 * DEFAULT_PACK_BYTES
+    assert SaveOptions(pack_bytes=4096).pack_bytes_of(2 * DEFAULT_PACK_BYTES) == 4096
+    held = 4 * math.ceil(sum(whole.nbytes for whole in WHOLES.values()) / 4)
+    monkeypatch.setattr("snapstore.options.DEFAULT_PACK_BYTES", DEFAULT_PACK_BYTES)
+    monkeypatch.setattr("snapstore.options.LARGE_PACK_BYTES", 4096)
+    packs = []
+    for limit in (held // DEFAULT_PACK_BYTES + 1, -1):
+        monkeypatch.setattr("snapstore.options.MANY_PACKS", limit)
+        _, ranks = rank_saves.save(repository, fsdp(2), len(packs), run=f"r{limit + 1}")
+        packs.append(max(len(m.header.pack_names) for one in ranks for m in one.written.in_memory))
+    assert packs == [1, 3]
 
 
 # -- shardings

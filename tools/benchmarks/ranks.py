@@ -1,7 +1,8 @@
 """`tools/bench ranks`: saves and restores of a whole job, beside torch.distributed.checkpoint in the same run.
 
 Worlds of processes (`ranks_worker.py`) train a Llama under FSDP2, with NCCL where there are as many GPUs as ranks, with
-gloo on the CPU otherwise. Absolute times count only on GPUs. Counts of bytes and chunks hold everywhere.
+gloo on the CPU otherwise. Absolute times count only on GPUs. Counts of bytes and chunks hold everywhere, and so do jobs
+on paper (`ranks_plan.py`), and the commit of one (`ranks_commit.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.page import ROOT, Row, publish, row
+from benchmarks.page import ROOT, Row, figures, place, row
+from benchmarks.ranks_commit import measure
+from benchmarks.ranks_plan import Job, amplification, new_chunks, objects
+from benchmarks.ranks_worker import Llama
 from snapstore import Repository
 
 #: hidden size, inner size, layers: 543 and some 3,700 tensors with AdamW's moments; on CPUs small ones.
 SHAPES = {"few": (2048, 5632, 20), "many": (512, 1408, 138)}
 SMALL = {"few": (256, 704, 4), "many": (64, 176, 40)}
 LIMIT_S = 300
+#: A share of a quarter of the small model's largest matrices has 11 chunks then; one of an 8B on 16 ranks has 14.
+RESHARDED_CHUNK_BYTES = 16 * 1024
+SECTIONS = "save,restore,reshard,reads,train,commit,scaling,job,plan"
 
 
 def world(ranks: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -100,17 +108,27 @@ def restore_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) 
 
 
 def reshard_rows(shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
-    """Chunks stored again when the same values are saved by another number of ranks."""
+    """Chunks stored again when the same values are saved by another number of ranks.
+
+    The model is small, and so are its chunks: with chunks of 1 MiB a rank's share of a tensor would be one chunk.
+    """
     rows = []
+    paper = {f"8B, {a} -> {b}": new_chunks(Job("8B", a), Job("8B", b)) for a, b in ((8, 4), (8, 1), (8, 6))}
+    details["reshard_new_chunks on paper, chunks of 1 MiB"] = paper
     for count, goal in ((2, 0.1), (1, 0.1), (3, 0.14)):
         at = folder / f"to-{count}"
         at.mkdir()
+        Repository.create(at / "repository", chunk_bytes=RESHARDED_CHUNK_BYTES).close()
         world(4, {"do": "reference", "shape": shape}, at)
         world(count, {"do": "again", "shape": shape}, at)
         with Repository.open(at / "repository") as repository:
             last = repository.snapshots()[-1]
         share = last.new_chunks / last.chunks
-        details[f"reshard 4 -> {count}"] = {"chunks": last.chunks, "new": last.new_chunks}
+        details[f"reshard 4 -> {count}"] = {
+            "chunks": last.chunks,
+            "new": last.new_chunks,
+            "chunk_bytes": RESHARDED_CHUNK_BYTES,
+        }
         rows.append(row(f"reshard_new_chunks, 4 -> {count}", share, "of the chunks", f"<= {goal}", share <= goal))
     return rows
 
@@ -122,24 +140,92 @@ def train_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) ->
     return [row("train_step_ratio: 150 steps with a snapshot every 50", ratio, "x", "<= 1.03", ratio <= 1.03)]
 
 
+def plan_rows(details: dict[str, Any], *, quick: bool) -> list[Row]:
+    """Jobs on paper: manifests and bytes that a rank reads in another mesh, and the objects of a job of 405B."""
+    small, large = ("8B", 64), ("8B", 64) if quick else ("405B", 1024)
+    middle = [] if quick else [(Job("70B", 256), Job("70B", 192)), (Job("70B", 256), Job("70B", 32, 8))]
+    pairs = [(Job(*small), Job("8B", 48)), (Job(*small), Job("8B", 8, 8)), (Job("8B", 8, 8), Job(*small)), *middle]
+    if not quick:
+        big = Job(*large)
+        pairs += [(big, Job("405B", 768)), (big, Job("405B", 128, 8)), (Job("405B", 128, 8), big)]
+    found = details["readers on paper"] = [
+        amplification(saved, into, range(0, into.world, max(into.world // 32, 1) | 1)) for saved, into in pairs
+    ]
+    job = details["job_405B_1024"] = objects(Job(*large))
+    most = max(one["manifests_a_rank"] for one in found)
+    listing = job["listing_s"]
+    return [
+        row("manifests that a rank opens, worst of the jobs on paper", most, f"of {2 * job['ranks']}"),
+        row("job_405B_1024: a listing of 100 snapshots, 0.2 s a request", listing, "s", "<= 60", listing <= 60),
+    ]
+
+
+def job_rows(details: dict[str, Any], at: Path, *, quick: bool) -> list[Row]:
+    """The commit of 1,024 ranks, whose messages and objects are real."""
+    job = Job("8B", 64) if quick else Job("405B", 1024)
+    with Repository.create(at / "repository") as repository:
+        found = details["commit_1024_s"] = measure(job, repository, pack_bytes=128 * 1024 * 1024)
+    value = statistics.median(found["seconds"])
+    return [row("commit_1024_s", value, "s", "<= 1.5", value <= 1.5)]
+
+
+def commit_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
+    """The time of rank 0 from the last report on."""
+    found = details["commit_ms"] = world(ranks, {"do": "commit", "shape": shape}, folder)
+    value = 1000 * warm(found["commit_s"])
+    return [row(f"commit_ms: from the last report to the record, {ranks} ranks", value, "ms", "<= 20", value <= 20)]
+
+
+def scaling_rows(folder: Path, bytes_a_rank: int, details: dict[str, Any]) -> list[Row]:
+    """The rate of four ranks together over that of one; each has a quarter of the cores."""
+    task = {"do": "rate", "bytes_a_rank": bytes_a_rank, "threads": max((os.cpu_count() or 1) // 4, 1)}
+    found = details["scaling_4_ranks"] = {str(count): world(count, task, folder) for count in (1, 4)}
+    found["cores"] = os.cpu_count()
+    one, four = (warm(found[count]["durable_s"]) for count in ("1", "4"))
+    return [row("scaling_4_ranks", 4 * one / four, "x", ">= 3.6", 4 * one / four >= 3.6)]
+
+
+def reads_rows(shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
+    """Bytes decoded over bytes wanted, measured on another number of ranks, against a simulation of the same model."""
+    world(4, {"do": "reference", "shape": shape}, folder)
+    with torch.device("meta"):
+        model: Any = Llama(*shape)
+    shapes = [((name,), tuple(parameter.shape), "") for name, parameter in model.named_parameters()]
+    worst = 0.0
+    for count in (3, 2, 1):
+        found = world(count, {"do": "reads", "shape": shape}, folder)
+        saved, into = (Job("", ranks, shapes=shapes) for ranks in (4, count))
+        expected = amplification(saved, into)["decoded_over_wanted"]
+        got = sum(found["decoded"]) / sum(found["wanted"])
+        details[f"reshard_read 4 -> {count}"] = found | {"measured": got, "simulated": expected}
+        worst = max(worst, abs(got / expected - 1))
+    return [row("reshard_read: measured / simulated, the largest difference", 100 * worst, "%", "<= 2", worst <= 0.02)]
+
+
 def main() -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description="Measure saves and restores of several ranks.")
     parser.add_argument("--ranks", type=int, help="default: the number of GPUs, or 4")
     parser.add_argument("--quick", action="store_true", help="small states; nothing is written to docs/")
-    parser.add_argument("--only", default="save,restore,reshard,train", help="comma-separated sections")
+    parser.add_argument("--only", default=SECTIONS, help=f"comma-separated sections (default: {SECTIONS})")
     parser.add_argument("--folder", type=Path, help="where repositories are written (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="write the measured details there as JSON, and nothing to docs/")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     ranks = args.ranks or gpus or 4
     shapes = SHAPES if gpus >= ranks and not args.quick else SMALL
-    began, rows, details = time.time(), [], dict[str, Any]()
-    sections = {
+    began, details = time.time(), dict[str, Any]()
+    rows: list[Row] = []
+    sections: dict[str, Callable[[Path], list[Row]]] = {
         "save": lambda at: save_rows(ranks, shapes, at, details),
         "restore": lambda at: restore_rows(ranks, shapes["few"], at, details),
         "reshard": lambda at: reshard_rows(SMALL["few"], at, details),
         "train": lambda at: train_rows(ranks, shapes["few"], at, details),
+        "reads": lambda at: reads_rows(SMALL["few"], at, details),
+        "commit": lambda at: commit_rows(4, SMALL["few"], at, details),
+        "scaling": lambda at: scaling_rows(at, (4 << 30) if gpus >= 4 else (64 << 20), details),
+        "job": lambda at: job_rows(details, at, quick=args.quick),
+        "plan": lambda _: plan_rows(details, quick=args.quick),
     }
     for name in args.only.split(","):
         folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=args.folder or ROOT))
@@ -150,4 +236,23 @@ def main() -> None:
         print(f"-- {name}: {time.time() - began:.0f} s", flush=True)
         if args.out:
             args.out.write_text(json.dumps({"figures": rows, "details": details}, indent=1) + "\n")
-    publish("ranks", rows, began, ("torch", "numpy"), quick=args.quick or args.out is not None)
+    publish_beside(rows, details, gpus, quick=args.quick or args.out is not None)
+
+
+def publish_beside(rows: list[Row], details: dict[str, Any], gpus: int, *, quick: bool) -> None:
+    """Print the table; unless `quick`, put figures and details into the record, beside those of other machines."""
+    print(figures(rows))
+    if quick:
+        return
+    path = ROOT / "docs" / "benchmarks" / "ranks.json"
+    record = json.loads(path.read_text())
+    device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU"
+    here = {
+        "machine": f"{os.cpu_count()} cores, {device}; torch {torch.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    new = {one["name"]: one | here for one in rows}
+    record["figures"] = [new.pop(one["name"], one) for one in record["figures"]] + list(new.values())
+    record["details"] |= {name: found if isinstance(found, list) else found | here for name, found in details.items()}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    place("ranks", figures(record["figures"]))

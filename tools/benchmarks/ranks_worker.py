@@ -21,8 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-from snapstore import Repository, SnapshotManager
+from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore.chunks.reader import ChunkReader
+from snapstore.protocol.session import Session
+from snapstore.save import together
+from snapstore.save.rank_writer import RankWriter
 
 SAVES, WARM = 6, 2
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -233,6 +238,73 @@ def measure_training(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, 
     return found
 
 
+def measure_reads(run: Run, folder: Path) -> dict[str, Any]:
+    """Bytes of chunks that each rank decodes to fill its tensors, and the bytes of these."""
+    state, decoded = run.state(), [0]
+    real: Any = ChunkReader._decode
+
+    def counted(reader: ChunkReader, reading: Any, decoding: Any) -> None:
+        batch = reading[0].batch
+        decoded[0] += int((batch.outs.lengths * batch.counts).sum())
+        real(reader, reading, decoding)
+
+    setattr(ChunkReader, "_decode", counted)  # noqa: B010
+    with Repository.open(folder / "repository") as repository:
+        repository.restore_into("bench@latest", state)
+    return {"decoded": all_of(decoded[0]), "wanted": all_of(sum(t.nbytes for t in leaves(state)))}
+
+
+def measure_commits(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of rank 0 from the last report to the created record, and from the call until the save has begun."""
+    times: dict[str, list[float]] = {"begin_s": [], "commit_s": []}
+    marks: dict[str, float] = {}
+
+    def note(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            returned = real(*args, **options)
+            marks[what] = time.perf_counter()
+            return returned
+
+        setattr(owner, name, noted)
+
+    note(Session, "__init__", "called")
+    note(Session, "__enter__", "begun")
+    note(vars(together)["_Save"], "_collect", "reported")
+    note(RankWriter, "commit", "committed")
+    with SnapshotManager(folder / "repository", run="bench", **mode) as snapshots:
+        for step in range(SAVES):
+            run.train()
+            snapshots.save(step, run.state())
+            snapshots.wait_until_finished()
+            if dist.get_rank() == 0:
+                times["begin_s"].append(marks["begun"] - marks["called"])
+                times["commit_s"].append(marks["committed"] - marks["reported"])
+    return times
+
+
+def measure_rate(mesh: DeviceMesh, folder: Path, task: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
+    """Durable seconds of saves of as many bytes a rank, all of them new each time."""
+    rows, rank = task["bytes_a_rank"] // (16 * 4096), dist.get_rank()
+    generator = torch.Generator(mesh.device_type).manual_seed(rank)
+    local = [torch.empty(rows, 1024, device=mesh.device_type) for _ in range(16)]
+    state = {"model": [DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for one in local]}
+    durable = []
+    options = SaveOptions(threads=task["threads"])
+    with SnapshotManager(folder / "repository", run="bench", options=options, **mode) as snapshots:
+        for step in range(SAVES):
+            for one in local:
+                one.normal_(generator=generator)
+            synchronize()
+            began = time.perf_counter()
+            snapshots.save(step, state)
+            snapshots.wait_until_finished()
+            durable.append(max(all_of(time.perf_counter() - began)))
+    remove(folder / "repository")
+    return {"bytes_a_rank": rows * 16 * 4096, "durable_s": durable, "threads": task["threads"]}
+
+
 def main() -> None:
     """Run a task."""
     task = json.loads(sys.argv[-1])
@@ -243,10 +315,24 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    run = Run(tuple(task["shape"]), init_device_mesh("cuda" if cuda else "cpu", (size,)))
-    run.train(2)
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (size,))
     folder, mode = Path(task["folder"]), dict[str, Any]({"staging": "device"} if cuda else {})
     found: dict[str, Any] = {"ranks": size, "device": torch.cuda.get_device_name() if cuda else "CPU"}
+    if task["do"] == "rate":
+        found |= measure_rate(mesh, folder, task, mode)
+    else:
+        run = Run(tuple(task["shape"]), mesh)
+        run.train(2)
+        found |= measure(run, folder, task, mode)
+    if rank == 0:
+        Path(task["out"]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(run: Run, folder: Path, task: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
+    """Do a task with a model in training; return what was measured."""
+    found: dict[str, Any] = {}
     if task["do"] == "save":
         found |= measure_saves(run, folder, mode)
         if task.get("peers", True):
@@ -264,12 +350,13 @@ def main() -> None:
             snapshots.save(1, state)
     elif task["do"] == "restore":
         found |= measure_restore(run, folder)
+    elif task["do"] == "reads":
+        found |= measure_reads(run, folder)
+    elif task["do"] == "commit":
+        found |= measure_commits(run, folder, mode)
     elif task["do"] == "train":
         found |= measure_training(run, folder, mode)
-    if rank == 0:
-        Path(task["out"]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

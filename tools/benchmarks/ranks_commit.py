@@ -1,0 +1,171 @@
+"""The commit of a job of many ranks: real messages and objects, of a state that nobody holds.
+
+In: a job on paper (ranks_plan.py). Out: the seconds from the last rank's report to the committed record, on rank 0. The
+child manifests are encoded as a save encodes them, of the boxes that each rank would store; their chunks' digests are
+noise, and no pack exists. Rank 0 runs its real code: it collects the reports, reads the children's headers, writes the
+roots and creates the record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from benchmarks.ranks_plan import STORED, Job
+from snapstore import Repository
+from snapstore.distributed.local import LocalRanks
+from snapstore.distributed.messages import Ref, Report, encode
+from snapstore.format import manifest
+from snapstore.format.chunk_table import ChunkTable
+from snapstore.format.manifest import Box, ManifestContents, TensorEntry
+from snapstore.format.records import RANKS, ManifestRef, new_id
+from snapstore.protocol.session import Session, SharedSession
+from snapstore.save.inputs import SaveRequest
+from snapstore.save.lineage import Lineage
+from snapstore.save.manifest_writer import Written
+from snapstore.save.rank_state import PartTree, encode_trees
+from snapstore.save.rank_writer import RankWriter, request_digests
+from snapstore.save.together import Job as Saves
+from snapstore.save.together import Share
+
+
+def table_of(lengths: np.ndarray[Any, Any], packs: int, noise: np.random.Generator) -> ChunkTable:
+    """Return a table of full chunks in packs, in order."""
+    n, stored = len(lengths), (lengths * STORED).astype(np.uint32)
+    digests = noise.integers(0, 256, (n, 16), np.uint8)
+    return ChunkTable(
+        digests=digests,
+        ref_counts=np.ones(n, np.uint16),
+        ref_kinds=np.zeros(n, np.uint8),
+        ref_packs=(np.arange(n) * packs // max(n, 1)).astype(np.uint32),
+        ref_offsets=np.full(n, 64, np.uint64),
+        ref_lengths=stored,
+        ref_digests=digests,
+        ref_starts=np.zeros(n, np.uint32),
+        ref_sizes=lengths.astype(np.uint32),
+    )
+
+
+def child_of(job: Job, rank: int, part: str, save_id: str, seed: int, pack_bytes: int) -> bytes:
+    """Return the child manifest that a rank writes of a part."""
+    noise = np.random.default_rng([rank, len(part)])
+    entries, cuts, inline = list[TensorEntry](), list[Any](), 0
+    row = 0
+    for spec, held in zip(job.specs[part], job.stored(rank, part), strict=True):
+        found, place = [], None
+        for offsets, sizes in held:
+            lengths = job.lengths((offsets, sizes), spec.itemsize)
+            found.append(Box(list(offsets), list(sizes), row, len(lengths)))
+            row, nbytes = row + len(lengths), int(np.prod(sizes)) * spec.itemsize
+            cuts.append(lengths)
+            if not len(lengths):
+                place, inline = (inline, nbytes), inline + nbytes
+        if held:
+            entries.append(
+                TensorEntry(list(spec.path), spec.kind, spec.dtype, list(spec.shape), False, None, found, place)
+            )
+    lengths = np.concatenate(cuts) if cuts else np.zeros(0, np.int64)
+    total = int(lengths.sum())
+    packs = -(-int(total * STORED) // pack_bytes)
+    return manifest.encode(
+        ManifestContents(
+            save_id=bytes.fromhex(save_id),
+            rank=rank,
+            sequence=0,
+            part=part,
+            chunk_bytes=job.chunk_bytes,
+            digest_seed=seed,
+            tree=None,
+            tensors=entries,
+            inline=bytes(inline),
+            table=table_of(lengths, packs, noise),
+            packs=[noise.bytes(32).hex() for _ in range(packs)],
+            pack_sizes=[pack_bytes] * packs,
+            logical_bytes=total + inline,
+            features=[RANKS],
+            world_size=job.world,
+            box_map=job.maps[part][rank],
+        )
+    )
+
+
+class _Side(RankWriter):
+    """Rank 0's part of a save whose bytes are written already."""
+
+    def __init__(self, *args: Any, trees: bytes, share: Share, reports: dict[str, bytes], others: Any) -> None:
+        super().__init__(*args)
+        self._trees, self._share, self._reports, self._others = trees, share, reports, others
+        self.began = 0.0
+
+    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
+        """Let the other ranks report."""
+        for key, data in self._reports.items():
+            self._others[int(key.rpartition("/")[2])].post(key, data)
+        self._note(self._share.written)
+        self.began = time.perf_counter()
+        return self._share
+
+
+def measure(job: Job, repository: Repository, pack_bytes: int, times: int = 3) -> dict[str, Any]:
+    """Return the seconds of commits by rank 0, and the sizes of what takes part."""
+    context, save_id = repository.context, new_id()
+    refs: dict[int, list[ManifestRef]] = {rank: [] for rank in range(job.world)}
+    own, written_bytes = Written(), 0
+    for part in (name for name, specs in job.specs.items() if specs):
+        for rank in refs:
+            data = child_of(job, rank, part, save_id, context.engines.digest_seed, pack_bytes)
+            refs[rank].append(own.note(data) if rank == 0 else manifest.ref_of(data))
+            context.store.put(refs[rank][-1].key, data)
+            written_bytes += len(data)
+    names = [["part", name] for name in job.specs if name]
+    trees = [PartTree("", ["dict", [name for _, name in names], names], ())] + [
+        PartTree(name, ["dict", list(range(len(specs))), [["tensor", i, False] for i in range(len(specs))]], specs)
+        for name, specs in job.specs.items()
+        if name
+    ]
+    packed = encode_trees(trees)
+    request = SaveRequest("bench", 0)
+    seconds = []
+    for number in range(times):
+        ranks = LocalRanks(job.world)
+        request = SaveRequest("bench", number)
+        share = Share(own, request_digests(request), xxhash.xxh3_128_digest(packed), held_bytes=_held(refs[0]))
+        reports = {f"0/report/{rank}": _report(number, share, refs[rank]) for rank in refs if rank}
+        side = _Side(
+            context, Lineage(), ranks[0], request, [], None, trees=packed, share=share, reports=reports, others=ranks
+        )
+        snapshot = Saves(context, ranks[0]).save(0, request, side)
+        seconds.append(time.perf_counter() - side.began)
+    roots = [ref.size_bytes for ref in snapshot.manifests]
+    return {
+        "ranks": job.world,
+        "tensors": sum(map(len, job.specs.values())),
+        "seconds": seconds,
+        "report_bytes": max(map(len, reports.values())),
+        "child_manifest_bytes": written_bytes,
+        "root_bytes": roots,
+        "record_bytes": context.store.stat(snapshot.key).size_bytes,
+    }
+
+
+def _held(refs: Sequence[ManifestRef]) -> int:
+    return sum(ref.logical_bytes for ref in refs)
+
+
+def _report(step: int, share: Share, refs: Sequence[ManifestRef]) -> bytes:
+    return encode(
+        Report(
+            step=step,
+            manifests=[Ref.of(ref) for ref in refs],
+            request=share.request,
+            trees=share.trees,
+            held_bytes=_held(refs),
+            chunks=4000,
+            new_chunks=4000,
+            stored_bytes=int(STORED * _held(refs)),
+        )
+    )

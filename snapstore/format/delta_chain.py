@@ -49,47 +49,106 @@ class Link:
 Chain = list[Link]
 
 
+class Numbers:
+    """A number for each of many keys, the largest ever added; keys are uint64, or strings of 16 bytes.
+
+    They are sorted columns, each at least twice as long as the next, so that merges are rare. Strings are searched by
+    their first halves as integers, which is ten times as fast, and then compared in full.
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[Column, Column, Column]] = []  # (keys, first halves, numbers)
+
+    def all(self) -> tuple[Column, Column]:
+        """Return (keys, sorted; numbers)."""
+        while len(self._columns) > 1:
+            self._merge(*self._columns.pop())
+        return (self._columns[0][0], self._columns[0][2]) if self._columns else (np.empty(0, np.uint64), _NO_NUMBERS)
+
+    def add(self, keys: Column, numbers: Column) -> Column:
+        """Add keys (n,), some perhaps twice, with their numbers; return which of them were there before, (n,) bool."""
+        known = np.zeros(len(keys), bool)
+        for own, found, at in self._find(keys):
+            column, given = self._columns[own][2], numbers[found]
+            higher = given > column[at]
+            np.maximum.at(column, at[higher], given[higher])
+            known[found] = True
+        rest, given = keys[~known], numbers[~known]
+        order = np.argsort(rest, kind="stable")
+        rest, given = rest[order], given[order]
+        first = np.ones(len(rest), bool)
+        first[1:] = rest[1:] != rest[:-1]
+        if len(rest):
+            keys = rest[first]
+            self._columns.append((keys, _halves_of(keys), np.maximum.reduceat(given, np.flatnonzero(first))))
+        while len(self._columns) > 1 and len(self._columns[-2][0]) < 2 * len(self._columns[-1][0]):
+            self._merge(*self._columns.pop())
+        return known
+
+    def numbers_of(self, keys: Column) -> Column:
+        """Return the number of every key (n,), 0 for unknown ones."""
+        numbers = np.zeros(len(keys), np.int64)
+        for own, found, at in self._find(keys):
+            numbers[found] = self._columns[own][2][at]
+        return numbers
+
+    def _merge(self, keys: Column, _: Column, numbers: Column) -> None:
+        """Merge a column into the last one; no key is in both."""
+        others, _, their = self._columns.pop()
+        keys = np.concatenate([others, keys])
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        self._columns.append((keys, _halves_of(keys), np.concatenate([their, numbers])[order]))
+
+    def _find(self, keys: Column) -> Iterator[tuple[int, Column, Column]]:
+        """Yield (number of a column, which of the keys it has, where)."""
+        order = np.argsort(_halves_of(keys))  # searching keys in order is three times as fast
+        keys = keys[order]
+        wanted = _halves_of(keys)
+        for number, (column, halves, _) in enumerate(self._columns):
+            at = np.minimum(np.searchsorted(halves, wanted), len(column) - 1)
+            near = np.flatnonzero(halves[at] == wanted)
+            at, sought = at[near], keys[near]
+            if len(others := np.flatnonzero(column[at] != sought)):  # different keys with the same first half
+                at[others] = np.minimum(np.searchsorted(column, sought[others]), len(column) - 1)
+                same = column[at] == sought
+                near, at = near[same], at[same]
+            yield number, order[near], at
+
+
+_NO_NUMBERS = np.empty(0, np.int64)
+
+
 class Digests:
-    """A set of digests, as sorted columns, each at least twice as long as the next, so that merges are rare."""
+    """A set of digests; with each a number may be kept, and one with the number 0 is not in the set."""
 
     def __init__(self, parts: Iterable[Bytes] = ()) -> None:
-        self._columns: list[Column] = []
+        self._numbers = Numbers()
         for part in parts:
             self.add(part)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._columns))
-
-    def add(self, digests: Bytes) -> None:
-        """Add digests (n, 16)."""
-        keys = np.sort(_keys(digests))
-        new = np.ones(len(keys), bool)
-        new[1:] = keys[1:] != keys[:-1]
-        new &= ~self._has(keys)
-        column = keys[new]
-        while self._columns and len(self._columns[-1]) < 2 * len(column):
-            column = np.sort(np.concatenate([self._columns.pop(), column]), kind="stable")
-        if len(column):
-            self._columns.append(column)
+    def add(self, digests: Bytes, numbers: Column | int = 1) -> Column:
+        """Add digests (n, 16) with numbers from 0 to 255; return which of them were added before, (n,) bool."""
+        keys = _keys(digests)
+        return self._numbers.add(keys, np.broadcast_to(np.asarray(numbers, np.uint8), keys.shape))
 
     def has(self, digests: Bytes) -> Column:
         """Return which of these digests (n, 16) are in the set, (n,) bool."""
-        keys = _keys(digests)
-        order = np.argsort(keys)  # searching keys in order is three times as fast
-        found = np.empty(len(keys), bool)
-        found[order] = self._has(keys[order])
-        return found
+        return np.asarray(self.numbers_of(digests) > 0)
 
-    def _has(self, keys: Column) -> Column:
-        found = np.zeros(len(keys), bool)
-        for column in self._columns:
-            found |= column[np.minimum(np.searchsorted(column, keys), len(column) - 1)] == keys
-        return found
+    def numbers_of(self, digests: Bytes) -> Column:
+        """Return the largest number that was added for each of these digests (n, 16), or 0; (n,) int64."""
+        return self._numbers.numbers_of(_keys(digests))
 
 
 def _keys(digests: Bytes) -> Column:
     """Return digests as strings of 16 bytes, which NumPy sorts; it compares them padded with zeros, so in full."""
     return np.ascontiguousarray(digests).view("S16").reshape(-1)
+
+
+def _halves_of(keys: Column) -> Column:
+    """Return keys as integers in the same order; of strings the first eight bytes."""
+    return keys.view(">u8")[::2].astype(np.uint64) if keys.dtype.kind == "S" else keys
 
 
 def chains_of(table: ChunkTable, packs: Sequence[str], rows: Column, kept: Digests) -> Iterator[Chain]:

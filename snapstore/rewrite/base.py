@@ -143,6 +143,7 @@ class Rewriting(ABC):
         self.context, self.store, self.index, self.engine = context, context.store, context.index, engine
         self._pack_bytes, self._states, self.dry_run = context.options.pack_bytes, states, dry_run
         self.quarantined = self._list_quarantined()
+        self._view: View | None = None
         self.rewritten: list[Snapshot] = []
         self.skipped: list[Snapshot] = []
         self.failed: list[tuple[Snapshot, str]] = []
@@ -171,6 +172,9 @@ class Rewriting(ABC):
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
         """
+
+    def foresee(self, parts: Sequence[Part]) -> None:  # noqa: B027 (some know their numbers already)
+        """Note what a dry run would write of one snapshot."""
 
     def published(self, work: Work) -> None:
         """Let later snapshots build on the blobs that `work` has packed: its snapshot refers to them now."""
@@ -207,7 +211,7 @@ class Rewriting(ABC):
         Raises:
             ConflictError: another process has revised it meanwhile.
         """
-        view = self.index.refresh()
+        view = self._latest_view()
         ruling = view.get(snapshot.id)
         if view.is_unknown(snapshot.id):
             raise IntegrityError("its record can no longer be read; run 'snapstore check'")
@@ -221,8 +225,7 @@ class Rewriting(ABC):
                 self.skipped.append(ruling)
                 return None
             if self.dry_run:
-                for part in parts:
-                    self.made.update({place: (place.length, 0) for place in places_of(part)})
+                self.foresee(parts)
                 self.rewritten.append(ruling)
                 return ruling
             revision = self._rewrite(ruling, parts)
@@ -230,11 +233,18 @@ class Rewriting(ABC):
             log.info("run=%s step=%d begins again: %s", snapshot.run, snapshot.step, error)
             raise
         except DAMAGE as error:
-            if _same_content(self.index.refresh().get(ruling.id), ruling):
+            self._view = None
+            if _same_content(self._latest_view().get(ruling.id), ruling):
                 raise
             raise ConflictError(str(error)) from error
         (self.skipped if revision is ruling else self.rewritten).append(revision)
         return revision
+
+    def _latest_view(self) -> View:
+        """Return the records as they are now; a dry run, which has no race to lose, lists them once."""
+        if self._view is None or not self.dry_run:
+            self._view = self.index.refresh()
+        return self._view
 
     def data_refs(self, snapshot: Snapshot) -> list[ManifestRef]:
         """Return the references of the manifests that hold a snapshot's chunks.

@@ -6,7 +6,7 @@ chain becomes longer than `max_depth`, and no chunk becomes a delta to itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -15,12 +15,15 @@ from ..arrays import Column
 from ..catalog.history import View
 from ..errors import DAMAGE, CapabilityError
 from ..format.blob import XOR
-from ..format.delta_chain import Chain, chains_of
+from ..format.delta_chain import chains_of
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..save.bases import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import LiveBlobs
+
+#: Manifests that are kept while neighbours are looked for [stored bytes].
+RECENT_BYTES = 8 * 1024 * 1024
 
 
 class Neighbours:
@@ -34,71 +37,94 @@ class Neighbours:
         self, live: LiveBlobs, encoder: Reencoder, max_depth: int, manifest_of: Callable[[ManifestRef], Manifest]
     ) -> None:
         self._live, self._encoder, self._max_depth, self._manifest_of = live, encoder, max_depth, manifest_of
+        self._recent: dict[ManifestRef, Manifest] = {}
 
     def estimate(self, view: View) -> None:
         """Note in the live blobs which full chunks may become deltas, and how long.
 
         One chunk of each tensor is encoded for it. A damaged chunk is skipped: its rewrite finds it.
         """
-        for snapshot, ref, m, rows in self._live.full():
+        for snapshot, ref, rows in self._live.full:
             with suppress(*DAMAGE, CapabilityError):
-                self._estimate_part(ref, m, self._bases(view, snapshot, m, rows))
+                if len(rows):
+                    self._estimate_part(view, snapshot, ref, rows)
+        self._recent.clear()
 
-    def _estimate_part(self, ref: ManifestRef, m: Manifest, bases: dict[int, Chain]) -> None:
+    def _estimate_part(self, view: View, snapshot: Snapshot, ref: ManifestRef, rows: Column) -> None:
         """Estimate the full chunks of one manifest.
 
         Raises:
             IntegrityError, FormatError, CapabilityError: a chunk is damaged, or cannot be read here.
         """
-        of_tensor = _tensors_of(m)
-        samples: dict[int, tuple[Job, list[int]]] = {}  # tensor -> the chunk to encode, and the rows it stands for
-        for row, job in zip(bases, self._jobs(m, bases), strict=True):
-            samples.setdefault(int(of_tensor[row]), (job, []))[1].append(row)
-        encoded = self._encoder.encode([job for job, _ in samples.values()])
-        entries = [entry for _, made in encoded for entry in made.entries]
-        for (job, rows), entry in zip(samples.values(), entries, strict=True):
-            for row in rows if entry["transform"] == XOR else ():
-                self._live.add_delta(ref, m, row, bases[row][0].digest, int(entry["length"]) / job.length)
+        m = self._read(ref)
+        rows, bases, at = self._bases(view, snapshot, m, rows)
+        if not len(rows):
+            return
+        tensors = _tensors_of(m)[rows]
+        order = np.argsort(tensors, kind="stable")
+        groups = sorted(np.split(order, np.flatnonzero(np.diff(tensors[order])) + 1), key=lambda group: int(group[0]))
+        samples = np.array([group[0] for group in groups])
+        jobs = self._jobs(m, rows[samples], bases, at[samples])
+        entries = [entry for _, made in self._encoder.encode(jobs) for entry in made.entries]
+        shares = [int(entry["length"]) / job.length for job, entry in zip(jobs, entries, strict=True)]
+        deltas = [i for i, entry in enumerate(entries) if entry["transform"] == XOR]
+        if deltas:
+            chosen = np.concatenate([groups[i] for i in deltas])
+            digests = bases.table.ref_digests[bases.table.starts[at[chosen]]]
+            shares_of = np.repeat([shares[i] for i in deltas], [len(groups[i]) for i in deltas])
+            self._live.add_deltas(ref, m, rows[chosen], digests, shares_of)
 
     def jobs(self, view: View, snapshot: Snapshot, m: Manifest, rows: Iterable[int]) -> list[Job]:
         """Return jobs that encode full chunks of a manifest as deltas to their neighbours, as these are now."""
         chosen = np.array(list(rows), np.int64)
-        return list(self._jobs(m, self._bases(view, snapshot, m, chosen))) if len(chosen) else []
+        return self._jobs(m, *self._bases(view, snapshot, m, chosen)) if len(chosen) else []
 
-    def _jobs(self, m: Manifest, bases: dict[int, Chain]) -> Iterator[Job]:
+    def _jobs(self, m: Manifest, rows: Column, bases: Bases, at: Column) -> list[Job]:
+        """Return jobs that encode chunks of a manifest as deltas to the chunks in the rows `at` of bases."""
         sizes, layouts = kinds_of(m)
-        rows = np.array(list(bases), np.int64)
         chains = chains_of(m.table, m.header.pack_names, rows, self._live.kept)
-        for chain, base, size, layout in zip(chains, bases.values(), sizes[rows], layouts[rows], strict=True):
-            yield Job(chain, base, int(size), int(layout))
+        bases_of = chains_of(bases.table, bases.packs, at, self._live.kept)
+        columns = (sizes[rows].tolist(), layouts[rows].tolist())
+        return [Job(*one) for one in zip(chains, bases_of, *columns, strict=True)]
 
-    def _bases(self, view: View, snapshot: Snapshot, m: Manifest, rows: Column) -> dict[int, Chain]:
-        """Return the chain of the chunk at the same place of the snapshot before, for every row that it may serve."""
+    def _read(self, ref: ManifestRef) -> Manifest:
+        """Return a manifest, read once if it was among the last ones: a snapshot's are soon those of the one before."""
+        m = self._recent.pop(ref, None) or self._manifest_of(ref)
+        self._recent[ref] = m
+        while len(self._recent) > 1 and sum(one.size_bytes for one in self._recent) > RECENT_BYTES:
+            del self._recent[next(iter(self._recent))]
+        return m
+
+    def _bases(self, view: View, snapshot: Snapshot, m: Manifest, rows: Column) -> tuple[Column, Bases, Column]:
+        """Return which of some rows the chunk at the same place of the snapshot before may serve, and where it lies.
+
+        Returns:
+            (rows (k,) of the manifest, the chunks of the snapshot before, rows (k,) among these).
+        """
+        nothing = rows[:0], Bases(), rows[:0]
         run = view.snapshots(snapshot.run)
         before = next((s for s in reversed(run) if s.seq < snapshot.seq), view.get(snapshot.parent or ""))
         if before is None or before.state != COMMITTED:
-            return {}
+            return nothing
         try:
-            named = [self._manifest_of(ref) for ref in before.manifests if ref.part == m.header.part]
+            named = [self._read(ref) for ref in before.manifests if ref.part == m.header.part]
             children = (child for root in named for child in root.header.children if child.rank == m.header.rank)
-            bases = Bases([Base(before, [*named, *map(self._manifest_of, children)])])
+            bases = Bases([Base(before, [*named, *map(self._read, children)])])
         except DAMAGE:
-            return {}
+            return nothing
         at = np.full(len(m.table), -1, np.int64)
         for entry in m.tensors:
             first, _ = bases.first_row(place_of(entry.path, entry.dtype, entry.shape))
             for box in entry.boxes if first >= 0 and len(entry.boxes) == 1 else ():
                 at[box.first_chunk : box.first_chunk + box.chunks] = first + np.arange(box.chunks)
-        rows = rows[(at[rows] >= 0) & (at[rows] < len(bases.table))]  # a damaged manifest may hold fewer
+        table = bases.table
+        rows = rows[(at[rows] >= 0) & (at[rows] < len(table))]  # a damaged manifest may hold fewer
         rows = rows[bases.lengths[at[rows]] == m.table.lengths[rows]]
-        found = chains_of(bases.table, bases.packs, at[rows], self._live.kept)
-        digests = [digest.tobytes() for digest in m.table.digests[rows]]
-        return {
-            row: chain
-            for row, digest, chain in zip(rows.tolist(), digests, found, strict=True)
-            if len(chain) + self._live.heights.get(digest, 0) <= self._max_depth
-            and all(link.digest != digest for link in chain)
-        }
+        digests, counts = m.table.digests[rows], table.ref_counts[at[rows]].astype(np.int64)
+        own = (table.ref_digests[table.refs_of(at[rows])] == np.repeat(digests, counts, axis=0)).all(axis=1)
+        fits = counts + self._live.heights.numbers_of(digests) <= self._max_depth
+        fits[np.repeat(np.arange(len(rows)), counts)[own]] = False  # no chunk becomes a delta to itself
+        return rows[fits], bases, at[rows[fits]]
 
 
 def _tensors_of(m: Manifest) -> Column:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Column
+from ..arrays import Bytes, Column
 from ..catalog.history import View
 from ..catalog.read_twice import read_twice
 from ..errors import DAMAGE, FormatError
 from ..format import manifest
 from ..format.blob import ALIGNMENT, ENTRY
 from ..format.chunk_table import ChunkTable
-from ..format.delta_chain import Chain, Digests, chains_of, edge_of
+from ..format.delta_chain import Chain, Digests, Numbers, chains_of, edge_of
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import HEADER, TRAILER
@@ -138,7 +137,8 @@ class LiveBlobs:
     Attributes:
         damaged: id -> why, of snapshots whose manifests cannot be read.
         kept: digests of the chunks that snapshots hold.
-        heights: digest -> the most deltas that a chain has on top of this full chunk.
+        full: the rows of full chunks that no earlier snapshot needs, by manifest: they may become deltas.
+        heights: for the digest of a full chunk, the most deltas that a chain has on top of it.
     """
 
     def __init__(
@@ -146,36 +146,60 @@ class LiveBlobs:
     ) -> None:
         self._store, self._digest_seed, self._view, self._chosen = store, digest_seed, view, chosen
         self.damaged: dict[str, str] = {}
+        self._deltas: dict[bytes, Edge] = {}
+        self._survey()
+        while any(snapshot.id in self.damaged for snapshot, _, _ in self.full):  # its first parts looked sound
+            self._survey()
+        self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
+        self._pinned |= self._stays[self._packs_of(self._blobs)]
+
+    def _survey(self) -> None:
+        """Read every manifest once, and those again whose chains lead through chunks that no snapshot holds."""
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
         self._sizes: list[int] = []
         self._parts = 0
         self._edges: dict[bytes, Edge] = {}
-        self._deltas: dict[bytes, Edge] = {}
-        self._full: list[tuple[Snapshot, ManifestRef, Column]] = []  # rows of full chunks that no earlier manifest has
-        self.heights: dict[bytes, int] = {}
-        self.kept = Digests(m.table.digests for _, _, _, m in self._manifests())
-        blobs, pinned, seen = _Blobs(), _Blobs(), Digests()
+        self.full: list[tuple[Snapshot, ManifestRef, Column]] = []
+        self.kept, self.heights = Digests(), Digests()
+        blobs, pinned = Numbers(), Numbers()
+        strays: list[tuple[Snapshot, ManifestRef]] = []
         for is_chosen, snapshot, ref, m in self._manifests():
-            keys = self._keys_of(m)
-            self._parts += is_chosen and len(m.table) > 0
-            blobs.add(keys, m.table.ref_lengths)
-            if is_chosen:
-                self._find_edges(ref, m, keys)
-                rows = np.flatnonzero((m.table.ref_counts == 1) & ~seen.has(m.table.digests))
-                self._full.append((snapshot, ref, rows))
-            seen.add(m.table.ref_digests)
-            self._note_heights(m.table)
+            table, keys = m.table, self._keys_of(m)
+            blobs.add(keys, table.ref_lengths)
+            heads = np.zeros(len(table.ref_kinds), bool)
+            heads[table.starts[:-1]] = True
+            seen = self.kept.add(table.ref_digests, heads)
+            deltas = np.flatnonzero(table.ref_counts > 1)
+            self.heights.add(table.ref_digests[table.starts[deltas + 1] - 1], table.depths[deltas])
             if not is_chosen:
-                pinned.add(keys, m.table.ref_lengths)
-        self._blobs, self._lengths = blobs.all()
-        self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
-        self._pinned = np.isin(self._blobs, pinned.all()[0]) | self._stays[self._packs_of(self._blobs)]
+                pinned.add(keys, table.ref_lengths)
+                continue
+            self._parts += len(table) > 0
+            self.full.append((snapshot, ref, np.flatnonzero((table.ref_counts == 1) & ~seen[table.starts[:-1]])))
+            if not self.kept.has(table.ref_digests[~heads]).all():
+                strays.append((snapshot, ref))
+        self._blobs, lengths = blobs.all()
+        self._lengths = lengths.astype(np.int64)
+        self._pinned = pinned.numbers_of(self._blobs) > 0
+        for snapshot, ref in strays:
+            if (stray := self._tried(snapshot, ref)) is not None:
+                self._find_edges(ref, stray)
         if self._edges:
             self._find_chains()
 
     def _read(self, ref: ManifestRef) -> Manifest:
         return manifest.read(self._store, ref, self._digest_seed)
+
+    def _tried(self, snapshot: Snapshot, ref: ManifestRef) -> Manifest | None:
+        """Return a manifest; None, and note its snapshot as damaged, if it cannot be read."""
+        try:
+            m = read_twice(self._store, partial(self._read, ref))
+            _check_chains(m.table, ref.key)
+        except DAMAGE as error:
+            self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
+            return None
+        return m
 
     def _manifests(self) -> Iterator[tuple[bool, Snapshot, ManifestRef, Manifest]]:
         """Yield (may be rewritten, snapshot, reference, manifest) for all parts of committed snapshots."""
@@ -183,14 +207,9 @@ class LiveBlobs:
             left = list(reversed(snapshot.manifests))
             while left:
                 ref = left.pop()
-                try:
-                    m = read_twice(self._store, partial(self._read, ref))
-                    _check_chains(m.table, ref.key)
-                except DAMAGE as error:
-                    self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
-                    continue
-                left += reversed(m.header.children)
-                yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
+                if (m := self._tried(snapshot, ref)) is not None:
+                    left += reversed(m.header.children)
+                    yield snapshot.id in self._chosen and snapshot.id not in self.damaged, snapshot, ref, m
 
     def _keys_of(self, m: Manifest) -> npt.NDArray[np.uint64]:
         """Return a key of the blob of every reference: its pack and offset in one number."""
@@ -202,7 +221,8 @@ class LiveBlobs:
         numbers = np.array([self._numbers[name] for name in m.header.pack_names] or [0], np.uint64)
         return (numbers[m.table.ref_packs] << np.uint64(_OFFSET_BITS)) | m.table.ref_offsets
 
-    def _find_edges(self, ref: ManifestRef, m: Manifest, keys: npt.NDArray[np.uint64]) -> None:
+    def _find_edges(self, ref: ManifestRef, m: Manifest) -> None:
+        keys = self._keys_of(m)
         kept = self.kept.has(m.table.ref_digests)
         rows = rows_of(m.table, np.flatnonzero(~kept))
         for row, chain in zip(rows.tolist(), chains_of(m.table, m.header.pack_names, rows, self.kept), strict=True):
@@ -232,31 +252,21 @@ class LiveBlobs:
                 if not edge.chain and edge_of(chain) is None:
                     edge.chain, edge.estimate_bytes = chain, 0
 
-    def _note_heights(self, table: ChunkTable) -> None:
-        ends, depths = table.starts[1:] - 1, table.depths
-        rows = np.flatnonzero(depths)
-        for digest, depth in zip(table.ref_digests[ends[rows]], depths[rows].tolist(), strict=True):
-            name = digest.tobytes()
-            self.heights[name] = max(depth, self.heights.get(name, 0))
+    def add_deltas(self, ref: ManifestRef, m: Manifest, rows: Column, bases: Bytes, shares: Column) -> None:
+        """Note full chunks that may become deltas to their neighbours.
 
-    # -- full chunks
-
-    def full(self) -> Iterator[tuple[Snapshot, ManifestRef, Manifest, Column]]:
-        """Yield the rows of full chunks that no earlier snapshot needs: they may become deltas."""
-        for snapshot, ref, rows in self._full:
-            if len(rows) and snapshot.id not in self.damaged:
-                # else it was collected meanwhile, or is found damaged when it is rewritten
-                with suppress(*DAMAGE):
-                    yield snapshot, ref, read_twice(self._store, partial(self._read, ref)), rows
-
-    def add_delta(self, ref: ManifestRef, m: Manifest, row: int, base: bytes, share: float) -> None:
-        """Note a full chunk that may need about `share` of its stored bytes as a delta to its neighbour `base`."""
-        table, digest = m.table, m.table.digests[row].tobytes()
-        at, number = table.starts[row], self._numbers[m.header.pack_names[table.ref_packs[table.starts[row]]]]
-        if digest not in self._edges:
-            length = int(table.ref_lengths[at])
-            key = number << _OFFSET_BITS | int(table.ref_offsets[at])
-            self._deltas[digest] = Edge(digest, (ref, row), base, {key}, length, int(share * length))
+        Args:
+            rows: (k,) of the chunks in the manifest.
+            bases: (k, 16) digests of the neighbours.
+            shares: (k,) of the chunks' stored bytes that the deltas are estimated to need.
+        """
+        at = m.table.starts[rows]
+        lengths = m.table.ref_lengths[at]
+        estimates = (shares * lengths).astype(np.int64)
+        columns = (column.tolist() for column in (rows, self._keys_of(m)[at], lengths, estimates))
+        for digest, base, row, key, length, estimate in zip(m.table.digests[rows], bases, *columns, strict=True):
+            if (name := digest.tobytes()) not in self._edges:
+                self._deltas[name] = Edge(name, (ref, row), base.tobytes(), {key}, length, estimate)
 
     # -- choose
 
@@ -355,28 +365,6 @@ class LiveBlobs:
         numbers = np.flatnonzero(may)
         order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
         return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]
-
-
-class _Blobs:
-    """Keys of blobs, each once, and their lengths [bytes]; they are merged whenever their number has doubled."""
-
-    def __init__(self) -> None:
-        self._keys, self._lengths = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        self._pending = 0
-
-    def add(self, keys: Column, lengths: Column) -> None:
-        """Add blobs, in any order."""
-        self._keys.append(keys)
-        self._lengths.append(lengths.astype(np.int64))
-        self._pending += len(keys)
-        if self._pending > len(self._keys[0]):
-            self.all()
-
-    def all(self) -> tuple[Column, Column]:
-        """Return (keys, sorted; lengths)."""
-        keys, first = np.unique(np.concatenate(self._keys), return_index=True)
-        self._keys, self._lengths, self._pending = [keys], [np.concatenate(self._lengths)[first]], 0
-        return keys, self._lengths[0]
 
 
 #: Bytes of a pack besides its blobs.

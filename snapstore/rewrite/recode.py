@@ -134,6 +134,11 @@ class _Recoding(BlobRewriting):
             )
         return np.flatnonzero(goes | emptied[m.table.ref_packs] & ~damaged)
 
+    def foresee(self, parts: Sequence[Part]) -> None:
+        """Note the blobs that would be recoded or moved."""
+        for part in parts:
+            self.made.update({place: (place.length, 0) for place in places_of(part)})
+
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
         """Return the blobs in the new codec, unless the pack is emptied."""
         return self._is_kept(entries) & (not self._is_emptied(name))

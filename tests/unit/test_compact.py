@@ -12,6 +12,7 @@ from kit import foreign
 from kit.faults import Unreadable, one_thread
 from kit.objects import flip, flip_in_place, keys_of
 from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values, version_of
+from kit.slow_survey import check_survey
 from snapstore import (
     IntegrityError,
     InvalidInputError,
@@ -22,6 +23,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
+from snapstore.catalog.index import Index
 from snapstore.format import blob, manifest, records
 from snapstore.format.keys import pack_key
 from snapstore.rewrite import base as rewrite
@@ -390,6 +392,46 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
     assert keys_of(store, "sessions/") == []
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_survey_of_a_snapshot_with_a_damaged_part(in_memory, number):
+    """The part before the damaged one looks sound, and must be as little rewritten as the damaged one."""
+    chosen = {snapshot.id for snapshot in in_memory.snapshots()}
+    assert check_survey(in_memory, chosen).edges
+    flip_in_place(in_memory.store, in_memory.snapshot("a@7").manifests[number].key, 60)
+    found = check_survey(in_memory, chosen)
+    assert found.damaged == {in_memory.snapshot("a@7").id}
+    assert found.pinned
+
+
+def test_a_dry_run_lists_the_records_as_often_however_many_snapshots_there_are(monkeypatch):
+    counts, refresh = [], Index.refresh
+    monkeypatch.setattr(Index, "refresh", lambda *args, **options: (counts.append(1), refresh(*args, **options))[1])
+    found = []
+    for count in (2, 4):
+        with opened(forked(count)[0]) as repo:
+            counts.clear()
+            assert len(repo.compact(dry_run=True).rewritten) == count
+        found.append(len(counts))
+    assert found[0] == found[1]
+
+
+def test_a_snapshot_that_is_collected_during_a_dry_run_is_skipped(in_memory, monkeypatch):
+    rewrite_one, done = rewrite.Rewriting.rewrite_one, []
+
+    def rewrite_and_collect(self, snapshot):
+        rewrite_one(self, snapshot)
+        if not done:
+            with opened(in_memory.store) as other:
+                other.forget_snapshots(["a@9"], force=True)
+                other.gc()
+        done.append(snapshot.step)
+
+    monkeypatch.setattr(rewrite.Rewriting, "rewrite_one", rewrite_and_collect)
+    report = in_memory.compact(dry_run=True)
+    assert done == [7, 8, 9]
+    assert (report.failed, [s.step for s in report.skipped]) == ([], [9])
+
+
 def _fails(repo, snapshot):
     try:
         return not same(repo.restore(f"id:{snapshot.id}"), values(*version_of(snapshot)))
@@ -610,6 +652,7 @@ def _any_history(draw):
         size = needed(repo)
         limit = draw(st.sampled_from([None, None, None, 0, 3000, 20_000]))
         some = draw(st.sets(st.sampled_from([s.ref for s in repo.snapshots()]))) if draw(st.booleans()) else None
+        check_survey(repo, {s.id for s in repo.snapshots() if some is None or s.ref in some})
         report = repo.compact(some, max_repack_bytes=limit)
         assert report.failed == []
         assert report.bytes_before == size
@@ -621,6 +664,7 @@ def _any_history(draw):
         repo.gc()
         assert needed(repo) == report.bytes_after
         before = repo.stats().stored_bytes
+        check_survey(repo, {s.id for s in repo.snapshots()})
         final = repo.compact()
         repo.gc()
         assert repo.stats().stored_bytes == final.bytes_after <= before + 512 * len(final.rewritten)

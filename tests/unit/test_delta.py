@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from snapstore.format import delta_choice
 from snapstore.format.chunk_table import ChunkTable
+from snapstore.format.delta_chain import Digests, Numbers
 from snapstore.format.delta_choice import is_keyframe
 from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
@@ -199,3 +200,37 @@ def test_chunks_of_damaged_packs_are_unknown():
     assert bases.find(np.array([wide(n << 64) for n in range(4)])).tolist() == [0, 4, 2, -1]
     nothing = Bases([a_base(a_manifest([1, 2], packs=(3,), depth=2))], [pack_name(3)])
     assert nothing.find(np.array([wide(1)])).tolist() == [-1]
+
+
+# --- sorted columns --------------------------------------------------------------------------------------------------
+
+HALVES = [bytes(8), bytes([0] * 7 + [1]), bytes([255] * 8)]
+DIGESTS = st.builds(lambda first, second: first + second, st.sampled_from(HALVES), st.sampled_from(HALVES))
+
+
+@given(st.lists(st.lists(st.tuples(DIGESTS, st.integers(0, 255)))))
+def test_numbers_of_digests_whose_halves_are_often_equal(batches):
+    """A dict is the reference."""
+    found, expected = Digests(), {}
+    for batch in batches:
+        digests = np.frombuffer(b"".join(digest for digest, _ in batch), np.uint8).reshape(-1, 16)
+        known = found.add(digests, np.array([number for _, number in batch], np.uint8))
+        assert known.tolist() == [digest in expected for digest, _ in batch]
+        for digest, number in batch:
+            expected[digest] = max(number, expected.get(digest, 0))
+    every = [first + second for first in HALVES for second in HALVES]
+    column = np.frombuffer(b"".join(every), np.uint8).reshape(-1, 16)
+    assert found.numbers_of(column).tolist() == [expected.get(digest, 0) for digest in every]
+    assert found.has(column).tolist() == [expected.get(digest, 0) > 0 for digest in every]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)))))
+def test_numbers_of_integers(batches):
+    found, expected = Numbers(), {}
+    for batch in batches:
+        keys, numbers = np.array(batch, np.uint64).reshape(-1, 2).T
+        assert found.add(keys, numbers).tolist() == [key in expected for key, _ in batch]
+        for key, number in batch:
+            expected[key] = max(number, expected.get(key, 0))
+    keys, numbers = found.all()
+    assert list(zip(keys.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())

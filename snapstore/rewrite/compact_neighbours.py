@@ -23,7 +23,7 @@ from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import LiveBlobs
 
 #: Manifests that are kept while neighbours are looked for [stored bytes].
-RECENT_BYTES = 8 * 1024 * 1024
+RECENT_BYTES = 4 * 1024 * 1024
 
 
 class Neighbours:

@@ -7,9 +7,10 @@ of different blobs (some 50 bytes each) and of chains that could be cut, not wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from ..errors import DAMAGE, FormatError
 from ..format import manifest
 from ..format.blob import ALIGNMENT, ENTRY
 from ..format.chunk_table import ChunkTable
-from ..format.delta_chain import Chain, Digests, Numbers, chains_of, edge_of
+from ..format.delta_chain import Chain, Digests, Numbers, chains_of
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import HEADER, TRAILER
@@ -76,8 +77,8 @@ class Cut:
     """
 
     edges: dict[bytes, Edge]
-    freed_bytes: int
     blobs: set[int]
+    freed_bytes: int = 0
     pays: bool | None = None
 
     @property
@@ -222,35 +223,37 @@ class LiveBlobs:
         return (numbers[m.table.ref_packs] << np.uint64(_OFFSET_BITS)) | m.table.ref_offsets
 
     def _find_edges(self, ref: ManifestRef, m: Manifest) -> None:
-        keys = self._keys_of(m)
-        kept = self.kept.has(m.table.ref_digests)
-        rows = rows_of(m.table, np.flatnonzero(~kept))
-        for row, chain in zip(rows.tolist(), chains_of(m.table, m.header.pack_names, rows, self.kept), strict=True):
-            first, at = int(m.table.starts[row]), 0
-            while (edge := edge_of(chain[at:])) is not None:
-                begin, end = at + edge[0], at + edge[1]
-                self._add_edge(ref, row, chain, begin, end, set(keys[first + begin : first + end].tolist()))
-                at = end
-
-    def _add_edge(self, ref: ManifestRef, row: int, chain: Chain, begin: int, end: int, blobs: set[int]) -> None:
-        digest = chain[begin].digest
-        if digest in self._edges:
-            self._edges[digest].blobs |= blobs
-            return
-        lengths = [link.place.length for link in chain[begin:end] if link.place]
-        base = chain[end].digest if end < len(chain) else b""
-        estimate = max(lengths) if base else lengths[-1]
-        self._edges[digest] = Edge(digest, (ref, row), base, blobs, lengths[0], estimate)
+        """Note every kept link behind which links follow that are not; the first link of a chain is kept."""
+        table, keys = m.table, self._keys_of(m)
+        kept = self.kept.has(table.ref_digests)
+        begins = np.flatnonzero(kept[:-1] & ~kept[1:])
+        stops = np.append(np.flatnonzero(kept), len(kept))
+        ends = stops[np.searchsorted(stops, begins, "right")]
+        has_base = ~np.isin(ends, table.starts)
+        lengths = table.ref_lengths
+        longest = np.maximum.reduceat(np.append(lengths, 0), np.column_stack([begins, ends]).reshape(-1))[::2]
+        estimates = np.where(has_base, longest, lengths[ends - 1])
+        rows = np.searchsorted(table.starts, begins, "right") - 1
+        columns = (column.tolist() for column in (rows, begins, ends, has_base, lengths[begins], estimates))
+        for row, begin, end, is_based, length, estimate in zip(*columns, strict=True):
+            digest, blobs = table.ref_digests[begin].tobytes(), set(keys[begin:end].tolist())
+            if digest in self._edges:
+                self._edges[digest].blobs |= blobs
+            else:
+                base = table.ref_digests[end].tobytes() if is_based else b""
+                self._edges[digest] = Edge(digest, (ref, row), base, blobs, length, estimate)
 
     def _find_chains(self) -> None:
         """Find chunks at edges that an interrupted compact has already rewritten in some snapshot."""
         edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
         for _, _, _, m in self._manifests():
             rows = np.flatnonzero(edges.has(m.table.digests))
-            for chain in chains_of(m.table, m.header.pack_names, rows, self.kept):
-                edge = self._edges[chain[0].digest]
-                if not edge.chain and edge_of(chain) is None:
-                    edge.chain, edge.estimate_bytes = chain, 0
+            refs = m.table.refs_of(rows)
+            rows = np.setdiff1d(rows, rows_of(m.table, refs[~self.kept.has(m.table.ref_digests[refs])]))
+            for found in chains_of(m.table, m.header.pack_names, rows, self.kept):
+                edge = self._edges[found[0].digest]
+                if not edge.chain:
+                    edge.chain, edge.estimate_bytes = found, 0
 
     def add_deltas(self, ref: ManifestRef, m: Manifest, rows: Column, bases: Bytes, shares: Column) -> None:
         """Note full chunks that may become deltas to their neighbours.
@@ -272,9 +275,14 @@ class LiveBlobs:
 
     def plan(self, max_bytes: int | None) -> Plan:
         """Return the most profitable plan that writes at most so many bytes; an empty one if it would not pay."""
-        cuts = sorted(
-            (cut for cut in self._cuts() if cut.cost_bytes < max_cost(cut.freed_bytes)), key=_gain, reverse=True
-        )
+        cuts = list(self._cuts())
+        at, counts = self._blobs_of(cuts)
+        rooms = np.where(self._pinned[at], 0, room(self._lengths[at]))
+        freed = np.bincount(np.repeat(np.arange(len(cuts)), counts), rooms, len(cuts))
+        for cut, freed_bytes in zip(cuts, freed.astype(np.int64).tolist(), strict=True):
+            cut.freed_bytes = freed_bytes
+        cuts = [cut for cut in cuts if cut.cost_bytes < max_cost(cut.freed_bytes)]
+        cuts.sort(key=_gain, reverse=True)
         plan = max(self._plan_of(cuts, max_bytes), self._plan_of([], max_bytes), key=lambda plan: plan.gain_bytes)
         if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
             return Plan(self.kept)
@@ -299,15 +307,19 @@ class LiveBlobs:
             groups.setdefault(root(digest), {})[digest] = edge
         for edges in groups.values():
             blobs = set().union(*(edge.blobs for edge in edges.values()))
-            at = np.searchsorted(self._blobs, np.array(sorted(blobs), np.uint64))
-            cut = Cut(edges, int(room(self._lengths[at[~self._pinned[at]]]).sum()), blobs)
+            cut = Cut(edges, blobs)
             for edge in edges.values():
                 if not edge.base and not edge.chain and edge is not cut.root:
                     edge.estimate_bytes = edge.length  # a delta to the root, about as long as that to the old base
             yield cut
         for digest, edge in self._deltas.items():
-            at = np.searchsorted(self._blobs, np.array(sorted(edge.blobs), np.uint64))
-            yield Cut({digest: edge}, int(room(self._lengths[at[~self._pinned[at]]]).sum()), edge.blobs)
+            yield Cut({digest: edge}, edge.blobs)
+
+    def _blobs_of(self, cuts: Sequence[Cut]) -> tuple[Column, list[int]]:
+        """Return the numbers of the blobs of all cuts, cut after cut, and how many each has."""
+        counts = [len(cut.blobs) for cut in cuts]
+        keys = np.fromiter(chain.from_iterable(cut.blobs for cut in cuts), np.uint64, sum(counts))
+        return np.searchsorted(self._blobs, keys), counts
 
     def _plan_of(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
         """Return the plan of some cuts, and of packs to empty, the worst first, as long as bytes are left to write."""
@@ -318,9 +330,9 @@ class LiveBlobs:
             rivals = [(gain, cost) for gain, cost, _ in self._worst(live, packs)]
             cuts = _affordable(cuts, rivals, max_bytes)
         alive = np.ones(len(self._blobs), bool)
+        freed, _ = self._blobs_of(cuts)
+        alive[freed[~self._pinned[freed]]] = False
         for cut in cuts:
-            freed = np.searchsorted(self._blobs, np.array(sorted(cut.blobs), np.uint64))
-            alive[freed[~self._pinned[freed]]] = False
             plan.cuts.update(dict.fromkeys(cut.edges, cut))
             plan.cost_bytes += cut.cost_bytes
             plan.gain_bytes -= cut.cost_bytes

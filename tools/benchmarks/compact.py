@@ -3,6 +3,7 @@
 The bench's GPT is saved at each of 100 steps into two repositories, under KeepLast(3) and KeepLast(3) + KeepEvery(50);
 forget and gc run as the manager runs them. Then compact and gc. The bounds are really encoded, from the states that the
 first repository restores: all three snapshots full, and one full with a delta to the one before in each of the others.
+Last the survey of a million chunks over a thousand snapshots (scale.py), a dry run of the shell.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 
 from benchmarks.data import gpt_series, tensors_of
 from benchmarks.page import ROOT, Row, publish, row
+from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.retention import Policy
 from snapstore.state.arrays import as_bytes
@@ -115,6 +118,8 @@ def main() -> None:
         runs = args.runs or folder / "runs"
         runs.mkdir(parents=True, exist_ok=True)
         rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
+        with get_context("spawn").Pool(1) as small:  # a process without torch
+            rows += small.apply(surveyed, (folder / "survey", 100 if args.quick else 1000))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     publish("compact", rows, began, ("torch", "numpy", "zstandard"), quick=args.quick)

@@ -23,7 +23,7 @@ os.environ.setdefault("SNAPSTORE_THREADS", "2")
 import torch
 
 from benchmarks.data import gpt_series, tensors_of
-from benchmarks.page import ROOT, Row, publish, row
+from benchmarks.page import ROOT, Row, publish, recorded, row
 from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.retention import Policy
@@ -109,15 +109,19 @@ def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what compact frees.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
+    parser.add_argument("--survey", action="store_true", help="measure the survey only; other figures stay as they are")
     parser.add_argument("--runs", type=Path, help="a folder that keeps the trained repositories, or has them")
     args = parser.parse_args()
     torch.set_num_threads(2)
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     try:
-        runs = args.runs or folder / "runs"
-        runs.mkdir(parents=True, exist_ok=True)
-        rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
+        if args.survey:
+            rows = [one for one in recorded("compact") if not one["name"].startswith("survey")]
+        else:
+            runs = args.runs or folder / "runs"
+            runs.mkdir(parents=True, exist_ok=True)
+            rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
         with get_context("spawn").Pool(1) as small:  # a process without torch
             rows += small.apply(surveyed, (folder / "survey", 100 if args.quick else 1000))
     finally:

@@ -52,6 +52,12 @@ def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...]
     place(bench, text)
 
 
+def recorded(bench: str) -> list[Row]:
+    """The rows that `publish` wrote last."""
+    rows: list[Row] = json.loads((ROOT / "docs" / "benchmarks" / f"{bench}.json").read_text())["figures"]
+    return rows
+
+
 def figures(rows: Iterable[Row]) -> str:
     """The table of figures."""
     cells = ((r["name"], f"{r['value']:.3g} {r['unit']}", r["goal"], MET[r["met"]]) for r in rows)

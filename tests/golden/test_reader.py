@@ -1,0 +1,211 @@
+"""A reader that knows docs/format.md alone restores the golden repositories, and what else the format can hold."""
+
+import argparse
+import dataclasses
+import datetime
+import enum
+import json
+import random
+import shutil
+import subprocess
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from kit.processes import ROOT
+from snapstore import Repository, SaveOptions
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import reader
+from make_golden import describe
+
+GOLDEN = sorted((ROOT / "tests" / "golden").glob("v*"))
+#: Runs the reader where an import of snapstore, or of torch, fails.
+ALONE = "import runpy, sys; sys.modules |= dict.fromkeys(('snapstore', 'torch')); sys.argv.pop(0)"
+ALONE += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def read(folder, *arguments):
+    """Return the lines of the reader."""
+    command = [sys.executable, "-c", ALONE, ROOT / "tools" / "reader.py", folder, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def snapshot(folder, run, step):
+    """Return a snapshot, as the reader sees it in this process."""
+    repository = reader.Repository(folder)
+    (record,) = (r for r in repository.records() if (r["run"], r["step"]) == (run, step))
+    return reader.Snapshot(repository, record)
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_golden_repositories_restore_to_the_bit(golden):
+    expected = json.loads((golden / "expected.json").read_text())["snapshots"]
+    found = read(golden)
+    assert [{name: line[name] for name in e} for line, e in zip(found, expected, strict=True)] == expected
+    metadata = {(line["run"], line["step"]): line.get("metadata") for line in found}
+    assert metadata["main", 4] == "{'step': 4}"
+    assert metadata["fork", 6] == "'forked'"
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_ties_are_one_memory(golden):
+    state = snapshot(golden, "main", 4).state()
+    ref = state["optimizer"]["state"][0]["ref"]
+    assert ref.data is state["model"]["w"].data is state["model"]["tied"].data
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BOTH = (1, 2)
+
+
+@dataclasses.dataclass
+class Fields:
+    a: int
+    b: list
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Named(dict):
+    pass
+
+
+def values():
+    """Plain values that the golden repository lacks."""
+    zone = datetime.timezone(datetime.timedelta(hours=2), "CEST")
+    hooked = OrderedDict(a=1)
+    hooked._metadata = OrderedDict({"": {"version": 1}})
+    return {
+        "paths": [Path("/a/b"), PureWindowsPath("c:\\x"), PurePosixPath("q")],
+        "times": [datetime.time(1, 2, 3, 4, tzinfo=zone, fold=1), datetime.time(5), datetime.date(2020, 1, 2)],
+        "dates": [datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.datetime(2020, 1, 2, tzinfo=zone, fold=1)],
+        "zones": [zone, datetime.UTC, datetime.timezone(-datetime.timedelta(hours=3.5))],
+        "delta": datetime.timedelta(-1, 5, 7),
+        "numpy": [np.bytes_(b"ab"), np.str_("\ud800x"), np.dtype("<M8[25s]"), np.datetime64("2020-01-01", "ms")],
+        "ints": [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, -(2**200)],
+        "long": [b"z" * 4096, b"y" * 4097, bytearray(b"x" * 5000), bytearray()],
+        "empty": [[], (), {}, set(), frozenset(), "", b"", deque(maxlen=3), torch.Size([]), defaultdict(None, {1: 2})],
+        "spaces": [types.SimpleNamespace(a=1, b=[2]), argparse.Namespace(lr=0.1)],
+        "keys": {1.0: 1, b"k": 4, (1, (2,)): 5, frozenset({1}): 7, datetime.date(2020, 1, 1): 8, 2**70: 9},
+        "hooked": hooked,
+        "classes": [Colour.RED, Colour.BOTH, Fields(1, [torch.ones(2)]), Pair(1, "q"), Named(a=1)],
+        "same path": {1.0: torch.ones(2), "1.0": torch.zeros(2000)},
+    }
+
+
+def columns():
+    """Large plain values of every kind of column, more than 64 KiB of them."""
+    draw = random.Random(5)
+    return {
+        "words": [f"{draw.getrandbits(120):x}" for _ in range(4000)],
+        "mixed": [[i, str(i), None, (i,), {"k": i}, b"q", 2**70][i % 7] for i in range(700)],
+        "lists": [[i] * (i % 5) for i in range(300)],
+        "tuples": [(i,) * (i % 3) for i in range(300)],
+        "rows": [[i, i + 1, "x"] for i in range(300)],
+        "tuple rows": [(i, [i], 0.5) for i in range(300)],
+        "dicts": [dict.fromkeys(range(i % 4), i) for i in range(300)],
+        "dict rows": [{"a": i, "b": [i, i], "c": {"d": None}} for i in range(300)],
+        "no members": [[[] for _ in range(300)], [{} for _ in range(300)], [()] * 300],
+    }
+
+
+def tensors(step):
+    """Arrays that the golden repository lacks: strides, orders, an own memory in two parts, deltas of most sizes."""
+    numbers = torch.arange(9000.0) / 7
+    return {
+        "strided": numbers.reshape(90, 100)[:, ::3].T,
+        "big_endian": np.arange(3000, dtype=">f8"),
+        "fortran": np.asfortranarray(np.arange(3000).reshape(50, 60)),
+        "text": np.array(["ab", "c"] * 2000),
+        **{str(dtype): (numbers + step * 1e-3).to(dtype) for dtype in (torch.float64, torch.float16, torch.complex64)},
+        "zeros": torch.zeros(40000, dtype=torch.int16),
+    }
+
+
+def test_whatever_a_save_can_hold(tmp_path):
+    folder = tmp_path / "repo"
+    with Repository.create(folder, chunk_bytes=4096, options=SaveOptions(max_depth=3, threads=2)) as repo:
+        for step in range(3):
+            repo.save({"values": values(), "columns": columns(), "t": tensors(step)}, run="many", step=step)
+        for step, lone in enumerate((None, 5, [1, torch.ones(2000)], torch.ones(3), columns()["words"])):
+            repo.save(lone, run="lone", step=step, metadata={"at": datetime.date(2020, 1, 1), "rows": list(range(300))})
+        repo.tag("many@1", "kept")
+        repo.compact()
+        expected = {s.id: describe(repo.restore(f"id:{s.id}")) for s in repo.snapshots()}
+        assert max(s.depth for s in repo.snapshots()) > 0
+    found = read(folder)
+    for line in found:
+        assert line["leaves"] == json.loads(json.dumps(expected[line["id"]])), (line["run"], line["step"])
+    assert len(found) == len(expected) == 8
+    assert snapshot(folder, "many", 0).state()["values"]["hooked"]._metadata == {"": {"version": 1}}
+
+
+def restore_all(folder):
+    repository = reader.Repository(folder)
+    for record in repository.records():
+        reader.shown(repository, record)
+
+
+def test_damage_is_refused(tmp_path):
+    golden = GOLDEN[-1]
+    random.seed(1)
+    folders = ("config", "snapshots/main", "manifests", "packs")
+    for number, under in enumerate(folders * 2):
+        folder = tmp_path / str(number)
+        shutil.copytree(golden, folder)
+        victims = sorted(path for path in [folder / under, *(folder / under).rglob("*")] if path.is_file())
+        victim = random.choice(victims)
+        data = bytearray(victim.read_bytes())
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        victim.write_bytes(data)
+        with pytest.raises((ArithmeticError, LookupError, TypeError, ValueError)):
+            restore_all(folder)
+
+
+FULL = reader.struct.pack("<4BIII8sII16s16s", 0, 1, 0, 0, 4, 4, 65536, bytes(8), 0, 0, bytes(16), bytes(16)) + b"abcd"
+
+
+def blob(at, value):
+    """A blob of the chunk "abcd" in which one byte behind the checksum is another."""
+    body = bytearray(FULL)
+    body[at - 16] = value
+    return b"SNBL\1\0\0\0" + xxhash.xxh3_64_digest(body)[::-1] + bytes(body)
+
+
+def test_what_is_unknown_is_refused():
+    assert reader.Blob(blob(16, 0)).decoded.tobytes() == b"abcd"
+    for at, value in ((16, 2), (18, 2), (32, 70)):  # transform, layout, codec
+        with pytest.raises(reader.UnknownError):
+            reader.Blob(blob(at, value))
+    tree = reader.Tree(snapshot(GOLDEN[-1], "main", 0))
+    for node in (["later", 1], ["int", b"\1", 2], ["columns", ["later", b""]], ["object", "later", "m", "n", None]):
+        with pytest.raises(reader.UnknownError):
+            tree.value(node, 0)
+    with pytest.raises(reader.DamagedError, match="never a map"):
+        reader.unpack(b"\x91\x80")
+    with pytest.raises(reader.DamagedError, match="stands twice"):
+        tree.value(["dict", [1, True], [0, 0]], 0)
+    with pytest.raises(reader.DamagedError, match="share a hash"):
+        tree.value(["set", [["int", ((2**61 - 1) * i).to_bytes(16, "little")] for i in range(257)]], 0)
+
+
+def test_an_unknown_feature_is_refused(tmp_path):
+    shutil.copytree(GOLDEN[-1], tmp_path / "repo")
+    config = tmp_path / "repo" / "config"
+    payload = config.read_bytes()[24:].replace(b"\xa8features\x90", b"\xa8features\x91\xa5later")
+    begin = b"SNAP\1\1\0\0" + len(payload).to_bytes(8, "little")
+    config.write_bytes(begin + xxhash.xxh3_64_digest(begin + payload)[::-1] + payload)
+    with pytest.raises(reader.UnknownError, match="later"):
+        reader.Repository(tmp_path / "repo")

@@ -1,0 +1,924 @@
+"""Restores the snapshots of a local repository from docs/format.md alone: nothing of snapstore is imported.
+
+    python tools/reader.py REPOSITORY [--id ID]
+
+Prints one JSON line for each snapshot: its record, and every container and leaf of its state by path, with the SHA-256
+of every array; of a snapshot of several ranks, the state of each rank. It is a second opinion about the format: it
+refuses an object that breaks a rule of the page, and compares every checksum, digest and SHA-256 that it passes. It is
+slow, and reads every object whole. It reads no S3 and no planes of nvCOMP, and takes no part in saves, gc or repair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import struct
+import sys
+import types
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+KNOWN_FEATURES = {"ranks"}
+SMALL_OBJECT, CHUNK, INLINE, DEPTH, CHAIN, SAME_HASH = 64 << 20, 64 << 20, 16 << 20, 200, 255, 256
+RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,9})")
+STATES = ("committed", "aborted", "forgotten", "swept")
+FACTORIES = {f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)}
+NAMESPACES = {("argparse", "Namespace"): argparse.Namespace, ("types", "SimpleNamespace"): types.SimpleNamespace}
+#: torch dtype -> (bytes, element size). NumPy has them too, but for those of RAW.
+TORCH = dict.fromkeys(("float64", "uint64", "int64"), (8, 8))
+TORCH |= dict.fromkeys(("float32", "uint32", "int32"), (4, 4))
+TORCH |= dict.fromkeys(("float16", "bfloat16", "uint16", "int16", "bits16"), (2, 2))
+TORCH |= {f"float8_{name}": (1, 1) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
+TORCH |= dict.fromkeys(("float4_e2m1fn_x2", "bool", "uint8", "int8", "bits8"), (1, 1))
+TORCH |= {"complex32": (4, 2), "complex64": (8, 4), "complex128": (16, 8)}
+RAW = re.compile(r"bfloat16|bits.*|float8.*|float4.*|complex32")
+ARRAY = re.compile(r"\|[biu]1|[<>](?:[iuf][248]|c8|c16|[mM]8\[\w+\]|U\d+)|\|S\d+")
+
+
+class DamagedError(ValueError):
+    """An object breaks a rule of docs/format.md."""
+
+
+class UnknownError(DamagedError):
+    """An object has a feature, version, codec or node that this reader does not know."""
+
+
+def need(holds: object, message: str, error: type[DamagedError] = DamagedError) -> None:
+    if not holds:
+        raise error(message)
+
+
+# --- msgpack ---
+
+NUMBERS = dict(zip(range(0xCA, 0xD4), (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"), strict=True))
+LENGTHS = {0xC4: ("bin", ">B"), 0xC5: ("bin", ">H"), 0xC6: ("bin", ">I"), 0xD9: ("str", ">B"), 0xDA: ("str", ">H")}
+LENGTHS |= {0xDB: ("str", ">I"), 0xDC: ("array", ">H"), 0xDD: ("array", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I")}
+
+
+class Msgpack:
+    """A decoder of one value. Maps are refused, unless `maps` is set; their keys are str."""
+
+    def __init__(self, data: bytes, maps: bool) -> None:
+        self.data, self.at, self.maps = data, 0, maps
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        need(self.at + count <= len(self.data), "msgpack ends early")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, form: str) -> Any:
+        """Return the next number."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def value(self, depth: int = 0) -> Any:
+        """Return the next value; `depth` is the number of arrays and maps around it."""
+        need(depth <= 4 * DEPTH, "msgpack is nested too deeply")
+        tag = self.take(1)[0]
+        if tag < 0x80 or tag >= 0xE0:
+            return tag if tag < 0x80 else tag - 256
+        if tag < 0xC0:
+            kind, count = ("map", tag & 15) if tag < 0x90 else ("array", tag & 15) if tag < 0xA0 else ("str", tag & 31)
+        elif tag in NUMBERS:
+            return self.number(NUMBERS[tag])
+        elif tag in LENGTHS:
+            kind, form = LENGTHS[tag]
+            count = self.number(form)
+        else:
+            need(tag in (0xC0, 0xC2, 0xC3), f"msgpack has the type {tag:#x}", UnknownError)
+            return {0xC0: None, 0xC2: False, 0xC3: True}[tag]
+        if kind == "bin":
+            return self.take(count)
+        if kind == "str":
+            return text(self.take(count))
+        if kind == "array":
+            return [self.value(depth + 1) for _ in range(count)]
+        need(self.maps, "a node is never a map")
+        pairs = [(self.value(depth + 1), self.value(depth + 1)) for _ in range(count)]
+        need(all(isinstance(key, str) for key, _ in pairs), "a key of a map is no str")
+        need(len(dict(pairs)) == count, "a map has a key twice")
+        return dict(pairs)
+
+
+def text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DamagedError("a text is no UTF-8") from error
+
+
+def unpack(data: bytes, maps: bool = False) -> Any:
+    decoder = Msgpack(data, maps)
+    value = decoder.value()
+    need(decoder.at == len(data), "bytes follow the msgpack value")
+    return value
+
+
+def unpack_map(data: bytes) -> dict[str, Any]:
+    value = unpack(data, maps=True)
+    need(isinstance(value, dict), "the msgpack value is no map")
+    return value  # type: ignore[no-any-return]
+
+
+# --- blobs and packs ---
+
+
+def unzstd(data: bytes, size: int) -> bytes:
+    try:
+        need(zstandard.frame_content_size(data) == size, "a zstd frame has another content size")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"zstd: {error}") from error
+
+
+def inflate(data: bytes, size: int) -> bytes:
+    stream = zlib.decompressobj(-15)
+    try:
+        out = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise DamagedError(f"deflate: {error}") from error
+    need(stream.eof and not stream.unused_data and len(out) == size, "a deflate stream has another length")
+    return out
+
+
+CODECS: dict[int, Callable[[bytes, int], bytes]] = {1: unzstd, 2: inflate}
+
+
+class Blob:
+    """One chunk, or its difference to a base: header fields, plane lengths, and `decoded` bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        need(len(data) >= 80, "a blob is shorter than its header")
+        magic, version, zero, checksum = struct.unpack_from("<4sHHQ", data)
+        need(magic == b"SNBL", "a blob has another magic")
+        need(version == 1, f"a blob has version {version}", UnknownError)
+        need(zero == 0 and checksum == xxhash.xxh3_64_intdigest(data[16:]), "the checksum of a blob")
+        (self.transform, self.element, self.layout, _, self.raw, payload, block, self.codecs, n, _, self.digest,
+         self.base) = struct.unpack_from("<4BIII8sII16s16s", data, 16)  # fmt: skip
+        need(self.transform in (0, 1) and self.layout in (0, 1), "a blob's transform or layout", UnknownError)
+        need(self.element in (1, 2, 4, 8) and not any(self.codecs[self.element :]), "a blob's element size")
+        need(0 < self.raw <= CHUNK and self.raw % self.element == 0, "a blob's raw length")
+        need(len(data) == 80 + 4 * n + payload, "a blob's lengths")
+        need(self.transform == 1 or not any(self.base), "a full blob names a base")
+        self.plane_bytes = self.raw // self.element
+        self.lengths = iter(struct.unpack_from(f"<{n}I", data, 80))
+        self.payload, self.at = data[80 + 4 * n :], 0
+        planes = [self._plane(codec, block) for codec in self.codecs[: self.element]]
+        self.stored = [size for size, _ in planes] + [0] * (8 - self.element)
+        need(self.at == payload and next(self.lengths, None) is None, "a blob has more blocks than planes")
+        elements = np.array([np.frombuffer(plane, np.uint8) for _, plane in planes]).T.copy().view(f"<u{self.element}")
+        if self.layout == 1:  # rotated left by one bit
+            elements = (elements >> 1) | (elements << (8 * self.element - 1))
+        self.decoded = elements.reshape(-1).view(np.uint8)
+
+    def _take(self, count: int) -> bytes:
+        need(self.at + count <= len(self.payload), "a blob's payload is too short")
+        self.at += count
+        return self.payload[self.at - count : self.at]
+
+    def _plane(self, codec: int, block: int) -> tuple[int, bytes]:
+        """Return the (stored length, bytes) of the next plane."""
+        if codec == 0:
+            return self.plane_bytes, self._take(self.plane_bytes)
+        need(codec in CODECS, f"a blob has codec {codec}", UnknownError)
+        need(block > 0, "a blob's block size is zero")
+        begin, out = self.at, []
+        for at in range(0, self.plane_bytes, block):
+            length = next(self.lengths, None)
+            need(length is not None, "a blob has fewer block lengths than blocks")
+            out.append(CODECS[codec](self._take(length or 0), min(block, self.plane_bytes - at)))
+        need(self.at - begin < self.plane_bytes, "a codec did not make a plane smaller")
+        return self.at - begin, b"".join(out)
+
+
+class Pack:
+    """A pack whose header and footer are checked, and its blobs by offset."""
+
+    def __init__(self, data: bytes) -> None:
+        need(len(data) >= 96 and data[:8] == b"SNAPPACK" and data[-8:] == b"SNAPFOOT", "a pack's magic")
+        need(data[8:10] == b"\1\0", "a pack has another version", UnknownError)
+        footer, count, part, checksum = struct.unpack("<QIIQ", data[-32:-8])
+        need(footer >= 64 and footer + 96 * count + part == len(data) - 32, "a pack's footer has another length")
+        need(checksum == xxhash.xxh3_64_intdigest(data[footer:-32]), "the checksum of a pack's footer")
+        self.data, self.entries, at = data, {}, 64
+        for i in range(count):
+            entry = struct.unpack_from("<QIIBB6x8s16s16s8I", data, footer + 96 * i)
+            need(entry[0] == at, "a pack has a gap between its blobs")
+            self.entries[at] = entry
+            at += -(-entry[1] // 8) * 8
+        need(at == footer, "a pack has a gap before its footer")
+
+    def blob(self, offset: int, length: int) -> Blob:
+        """Return a blob of this offset and length, compared with the footer."""
+        entry = self.entries.get(offset)
+        need(entry and entry[1] == length, "a reference names no blob of its pack")
+        b = Blob(self.data[offset : offset + length])
+        fields = (offset, length, b.raw, b.transform, b.element, b.codecs, b.digest, b.base, *b.stored)
+        need(entry == fields, "a blob's header contradicts the footer")
+        return b
+
+
+# --- tensors ---
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A `tensor`, `parameter` or `array`; `data` has unsigned integers where NumPy lacks the dtype."""
+
+    kind: str
+    dtype: str
+    data: np.ndarray[Any, Any]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A value of torch without elements: a `dtype`, `Size` or `device`, as torch shows it."""
+
+    kind: str
+    shown: str
+
+
+def layout_of(kind: str, dtype: str) -> tuple[np.dtype[Any], int]:
+    """Return the NumPy dtype in which an entry is shown, and its element size."""
+    if kind in ("bytes", "page"):
+        need(dtype == "bytes", f"an entry of kind {kind} has dtype {dtype}")
+        return np.dtype(np.uint8), 1
+    if kind in ("tensor", "parameter"):
+        need(dtype in TORCH, f"dtype {dtype}", UnknownError)
+        itemsize, element = TORCH[dtype]
+        return np.dtype(f"<u{itemsize}" if RAW.fullmatch(dtype) else dtype), element
+    need(kind == "array", f"an entry of kind {kind}", UnknownError)
+    need(ARRAY.fullmatch(dtype), f"dtype {dtype}", UnknownError)
+    found = np.dtype(dtype)
+    return found, 1 if found.kind in "SU" else found.itemsize // (2 if found.kind == "c" else 1)
+
+
+class Entry:
+    """An entry of a manifest's tensors; `pieces` are its (offsets, sizes, bytes)."""
+
+    def __init__(self, fields: Any) -> None:
+        need(isinstance(fields, list) and len(fields) == 8, "a tensor entry has another length")
+        path, self.kind, self.dtype, self.shape, self.requires_grad, self.tie, self.boxes, inline = fields
+        need(all(isinstance(key, str | int) for key in path), "a path of other keys")
+        self.path = tuple(path)
+        self.family = "tensor" if self.kind == "parameter" else self.kind
+        self.numpy, self.element = layout_of(self.kind, self.dtype)
+        need(all(isinstance(n, int) and n >= 0 for n in self.shape), "a shape of other numbers")
+        self.inline: tuple[int, int] = tuple(inline) if inline else (0, 0)
+        self.pieces: list[tuple[list[int], list[int], bytes]] = []
+
+    def same(self, other: Entry) -> bool:
+        """Whether both have one family, dtype and shape."""
+        return (self.family, self.dtype, self.shape) == (other.family, other.dtype, other.shape)
+
+    def read(self, inline: bytes, chunks: Callable[[int, int, int], bytes]) -> None:
+        """Fill `pieces` from the inline bytes of the manifest, and a function of (first, count, element size)."""
+        left = inline[self.inline[0] : sum(self.inline)]
+        need(len(left) == self.inline[1], "inline bytes beyond the section")
+        if not self.boxes and left:
+            self.pieces, left = [([0] * len(self.shape), self.shape, left)], b""
+        for box in self.boxes:
+            need(len(box) == 4, "a box has another length")
+            offsets, sizes, first, count = box
+            need(len(offsets) == len(sizes) == len(self.shape), "a box has other dimensions")
+            need(all(o >= 0 < n and o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)), "a box")
+            size = math.prod(sizes) * self.numpy.itemsize
+            data = chunks(first, count, self.element) if count else left[:size]
+            left = left if count else left[size:]
+            self.pieces.append((offsets, sizes, data))
+        need(not left, "more inline bytes than boxes")
+        for _, sizes, data in self.pieces:
+            need(len(data) == math.prod(sizes) * self.numpy.itemsize, "a box has another number of bytes")
+
+    def assembled(self, pieces: list[tuple[list[int], list[int], bytes]]) -> np.ndarray[Any, Any]:
+        """Put disjoint boxes that cover the whole together."""
+        size = self.numpy.itemsize
+        need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
+        out, seen = np.zeros([*self.shape, size], np.uint8), np.zeros(self.shape, bool)
+        for offsets, sizes, data in pieces:
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            need(not seen[where].any(), "boxes overlap")
+            seen[where] = True
+            out[where] = np.frombuffer(data, np.uint8).reshape([*sizes, size])
+        return out.view(self.numpy).reshape(self.shape) if size else np.zeros(self.shape, self.numpy)
+
+
+# --- manifests ---
+
+COLUMNS = {"ref_counts": "<u2", "ref_kinds": "u1", "ref_packs": "<u4", "ref_offsets": "<u8", "ref_lengths": "<u4"}
+COLUMNS |= {"ref_starts": "<u4", "ref_sizes": "<u4", "digests": "V16", "ref_digests": "V16"}
+
+
+class Manifest:
+    """A manifest whose entries, inline bytes and chunks are read and checked."""
+
+    def __init__(self, repository: Repository, reference: dict[str, Any], snapshot: str) -> None:
+        self.repository, self.reference = repository, reference
+        data = repository.named("manifests", reference["sha256"])
+        need(len(data) == reference["size_bytes"], "a manifest's size contradicts its reference")
+        magic, version, _, length, checksum = struct.unpack_from("<8sHHIQ", data)
+        need(magic == b"SNAPMANI", "a manifest's magic")
+        need(version == 1, f"a manifest has version {version}", UnknownError)
+        begin = 24 + length
+        need(hashlib.sha256(data[:begin]).hexdigest() == reference["header_sha256"], "a manifest's header_sha256")
+        need(checksum == xxhash.xxh3_64_intdigest(data[24:begin]), "the checksum of a manifest's header")
+        self.header = header = unpack_map(data[24:begin])
+        need(set(header["features"]) <= KNOWN_FEATURES, f"features {header['features']}", UnknownError)
+        for field in ("part", "rank", "logical_bytes"):
+            need(header[field] == reference[field], f"a manifest's {field} contradicts its reference")
+        for field in ("chunk_bytes", "digest_seed"):
+            need(header[field] == repository.config[field], f"a manifest's {field} contradicts the config")
+        need(header["snapshot"].hex() == snapshot, "a manifest is of another snapshot")
+        self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
+        need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
+        self.table = {name: self._column(name, form) for name, form in COLUMNS.items()}
+        self.inline = self.sections.get("inline", b"")
+        self.entries = [Entry(fields) for fields in unpack(self.sections["tensors"])]
+        need(len(self.entries) == header["tensors"], "a manifest has another number of tensors")
+        self.tree = unpack(self.sections["tree"])
+        self._read()
+
+    def _section(self, data: bytes, name: str, offset: int, stored: int, raw: int, codec: int) -> bytes:
+        need(offset + stored <= len(data), "a section ends beyond its manifest")
+        need(codec in (0, 1), f"a section has codec {codec}", UnknownError)
+        need(codec or stored == raw, "a section has another length")
+        bound = {"inline": INLINE, "tree": max(64 << 10, 64 * stored), "tensors": max(64 << 10, 64 * stored)}
+        need(not codec or raw <= bound.get(name, 4 * self.reference["size_bytes"]), f"the section {name} is too long")
+        need(not codec or name not in ("digests", "ref_digests"), f"the section {name} is compressed")
+        section = data[offset : offset + stored]
+        return unzstd(section, raw) if codec else section
+
+    def _column(self, name: str, form: str) -> np.ndarray[Any, Any]:
+        rows = self.header["refs" if name.startswith("ref_") and name != "ref_counts" else "chunks"]
+        section = self.sections.get(name, b"")
+        need(len(section) == rows * np.dtype(form).itemsize, f"the section {name} has another number of rows")
+        return np.frombuffer(section, form)
+
+    def _read(self) -> None:
+        """Read all entries: each chunk and inline byte belongs to exactly one; then the node in pages."""
+        header = self.header
+        packs, sizes = header["packs"], struct.unpack(f"<{len(header['pack_sizes']) // 8}Q", header["pack_sizes"])
+        self.packs = [packs[at : at + 32].hex() for at in range(0, len(packs), 32)]
+        need(len(set(self.packs)) == len(self.packs) == len(sizes), "a manifest names a pack twice")
+        self.pack_sizes = dict(zip(self.packs, sizes, strict=True))
+        counts = self.table["ref_counts"]
+        need(int(counts.sum()) == header["refs"], "a manifest has another number of references")
+        self.first_ref = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.depth = max(0, int(counts.max(initial=1)) - 1)
+        self.used: list[int] = []
+        for entry in self.entries:
+            entry.read(self.inline, self._chunks)
+        need(sorted(self.used) == list(range(header["chunks"])), "a chunk is not in exactly one box")
+        spans, at = sorted(e.inline for e in self.entries if e.inline[1]), 0
+        for begin, length in spans:
+            need(begin == at, "an inline byte is not in exactly one tensor")
+            at += length
+        need(at == len(self.inline), "inline bytes of no tensor")
+        if isinstance(self.tree, list) and self.tree[:1] == ["pages"]:
+            _, first, count = self.tree
+            pages = self.entries[first : first + count]
+            need(len(pages) == count and all(page.kind == "page" for page in pages), "pages of other entries")
+            self.tree = unpack(b"".join(page.pieces[0][2] for page in pages))
+
+    def _chunks(self, first: int, count: int, element: int) -> bytes:
+        """Decode consecutive chunks of one box."""
+        need(first + count <= self.header["chunks"], "a box has chunks beyond the table")
+        out = []
+        for chunk in range(first, first + count):
+            self.used.append(chunk)
+            out.append(self._chunk(chunk).tobytes())
+            need(len(out[-1]) <= self.header["chunk_bytes"] and len(out[-1]) % element == 0, "a chunk's length")
+        return b"".join(out)
+
+    def _chunk(self, chunk: int) -> np.ndarray[Any, Any]:
+        """XOR the blobs of a chunk, the oldest first, and compare the digest after each."""
+        begin, end = (int(n) for n in self.first_ref[chunk : chunk + 2])
+        need(begin < end <= begin + CHAIN, "a chain of another length")
+        t, decoded, base = self.table, None, bytes(16)
+        for ref in range(end - 1, begin - 1, -1):
+            sha256 = self.packs[int(t["ref_packs"][ref])]
+            blob = self.repository.pack(sha256, self.pack_sizes[sha256]).blob(
+                int(t["ref_offsets"][ref]), int(t["ref_lengths"][ref])
+            )
+            digest = t["ref_digests"][ref].tobytes()
+            need(blob.transform == t["ref_kinds"][ref] == (decoded is not None), "a reference of another kind")
+            need((blob.digest, blob.base) == (digest, base), "a blob of another chunk or base")
+            need(t["ref_starts"][ref] == 0 and t["ref_sizes"][ref] == blob.raw, "a reference to a part of a chunk")
+            need(decoded is None or decoded.size == blob.raw, "chunk and base have other lengths")
+            decoded = blob.decoded if decoded is None else decoded ^ blob.decoded
+            need(self.repository.digest(decoded) == digest, "the digest of a chunk")
+            base = digest
+        need(decoded is not None and base == t["digests"][chunk].tobytes(), "a chunk and its newest reference differ")
+        return decoded  # type: ignore[return-value]
+
+
+class Part:
+    """The manifests of one part: one of a single process, or a root and its children."""
+
+    def __init__(self, repository: Repository, reference: dict[str, Any], record: dict[str, Any]) -> None:
+        self.root = Manifest(repository, reference, record["id"])
+        header = self.root.header
+        several = "ranks" in record["features"]
+        need(several == ("ranks" in header["features"]), "record and manifest differ in the feature ranks")
+        self.world_size: int = header["world_size"]
+        children = header["children"]
+        self.children = {c["rank"]: Manifest(repository, c, record["id"]) for c in children}
+        self.tree, self.own = self.root.tree, dict[int | None, list[Any]]()
+        self.pieces = [list(entry.pieces) for entry in self.root.entries]
+        if several:
+            self._require_root(children)
+        else:
+            need(header["rank"] == header["world_size"] == 0 and not children, "ranks without their feature")
+            self._require_sums(self.root)
+        for rank, child in self.children.items():
+            self._add(rank, child)
+        for i in range(len(self.root.entries)):
+            self.array(None, i)
+
+    def _require_root(self, children: list[dict[str, Any]]) -> None:
+        header, found = self.root.header, [c.header for c in self.children.values()]
+        ranks = [c["rank"] for c in children]
+        need(ranks == sorted(set(ranks)) and header["rank"] == 0, "the ranks of children")
+        need(all(0 <= rank < self.world_size for rank in ranks), "a rank beyond the world size")
+        need(header["chunks"] == 0 and not self.root.inline, "a root has chunks or inline bytes")
+        need(not any(e.boxes or e.kind == "page" for e in self.root.entries), "a root has boxes or pages")
+        need(header["logical_bytes"] == sum(h["logical_bytes"] for h in found), "a root's logical_bytes")
+        need(header["depth"] == max((h["depth"] for h in found), default=0), "a root's depth")
+        packs = {name: size for c in self.children.values() for name, size in c.pack_sizes.items()}
+        need(self.root.pack_sizes == packs, "a root's packs are not those of its children")
+        for h, child in zip(found, self.children.values(), strict=True):
+            need(h["part"] == header["part"] and h["world_size"] == self.world_size, "a child of another root")
+            need("ranks" in h["features"] and not h["children"], "a child with children")
+            self._require_sums(child)
+
+    def _require_sums(self, manifest: Manifest) -> None:
+        total = sum(len(data) for entry in manifest.entries for _, _, data in entry.pieces)
+        need(manifest.header["logical_bytes"] == total, "a manifest's logical_bytes")
+        need(manifest.header["depth"] == manifest.depth, "a manifest's depth")
+
+    def _add(self, rank: int, child: Manifest) -> None:
+        """Give the boxes of a child to the root's entries of their paths; the entries beyond are its own values'."""
+        places = defaultdict(list)
+        for i, entry in enumerate(self.root.entries):
+            places[entry.path].append(i)
+        seen, own = Counter[tuple[Any, ...]](), False
+        for i, entry in enumerate(child.entries):
+            nth, places_here = seen[entry.path], places[entry.path]
+            seen[entry.path] += 1
+            if entry.kind == "page" or nth >= len(places_here):
+                own = self.array(rank, i) is not None
+                continue
+            need(not own, "an entry behind a rank's own ones")
+            need(entry.same(self.root.entries[places_here[nth]]), "root and child have other tensors of one path")
+            need(entry.boxes or not entry.pieces, "inline bytes without a box")
+            self.pieces[places_here[nth]] += entry.pieces
+        if child.tree is not None:
+            need(len(child.tree) == 2 and child.tree[0] == "own", "a child's tree is not of own values", UnknownError)
+            self.own[rank] = child.tree[1]
+
+    @cache  # noqa: B019  (a part lives as long as its snapshot's restore)
+    def array(self, rank: int | None, index: int) -> np.ndarray[Any, Any]:
+        """Return the bytes of an entry of the root, or of a rank's own."""
+        if rank is None:
+            return self.root.entries[index].assembled(self.pieces[index])
+        entry = self.children[rank].entries[index]
+        return entry.assembled(entry.pieces)
+
+    def entries(self, rank: int | None) -> list[Entry]:
+        """Return the entries of the root, or of a rank."""
+        return self.root.entries if rank is None else self.children[rank].entries
+
+
+# --- trees ---
+
+
+class Tree:
+    """A decoder of the nodes of one part: of its root, or of a rank's own values."""
+
+    def __init__(self, snapshot: Snapshot, part: str = "", rank: int | None = None) -> None:
+        self.snapshot, self.part, self.rank = snapshot, part, rank
+
+    def root(self, node: Any) -> Any:
+        """Decode the root dict of part "", whose values may be the trees of other parts."""
+        others = {name for name in self.snapshot.parts if name != self.part}
+        named: list[str] = []
+        need(not others or (isinstance(node, list) and node[0] in ("dict", "odict")), "the root is no dict")
+        if others:
+            named = [value[1] for value in node[2] if isinstance(value, list) and value[0] == "part"]
+            need(sorted(named) == sorted(others), "each part is not named once")
+        return self.value(node, 0)
+
+    def value(self, node: Any, depth: int) -> Any:
+        """Decode a node; `depth` is the number of containers around it."""
+        need(depth <= DEPTH, "a tree is too deep")
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if isinstance(node, bytes):
+            need(len(node) <= 4096, "bytes beyond 4 KiB in a node")
+            return node
+        need(isinstance(node, list) and node and isinstance(node[0], str), "a node without a tag")
+        for decode in (self._plain, self._named, self._array):
+            found = decode(node)
+            if found is not None:
+                return found
+        return self._container(node, depth + 1)
+
+    def _plain(self, node: list[Any]) -> Any:
+        match node:
+            case ["int", bytes(data)]:
+                return int.from_bytes(data, "little", signed=True)
+            case ["str", bytes(data)]:
+                return data.decode("utf-8", "surrogatepass")
+            case ["complex", float(real), float(imag)]:
+                return complex(real, imag)
+            case ["np", str(dtype), bytes(data)]:
+                need(len(data) == layout_of("array", dtype)[0].itemsize, "a scalar of another length")
+                return np.frombuffer(data, dtype)[0]
+            case ["npstr", inner]:
+                return np.str_(self.value(inner, 0))
+            case ["npbytes", bytes(data)]:
+                return np.bytes_(data)
+            case ["npdtype", str(dtype)]:
+                return layout_of("array", dtype)[0]
+            case ["dtype", str(name)]:
+                need(name in TORCH, f"dtype {name}", UnknownError)
+                return Torch("dtype", f"torch.{name}")
+            case ["size", list(sizes)]:
+                return Torch("Size", f"torch.Size({sizes})")
+            case ["device", str(name)]:
+                kind, _, index = name.partition(":")
+                return Torch("device", f"device(type={kind!r}" + (f", index={index})" if index else ")"))
+        return None
+
+    def _named(self, node: list[Any]) -> Any:
+        match node:
+            case ["path", str(kind), inner]:
+                need(kind.removeprefix("pure ") in ("posix", "windows"), f"path of kind {kind}", UnknownError)
+                pure = pathlib.PurePosixPath if kind.endswith("posix") else pathlib.PureWindowsPath
+                own = kind == os.name.replace("nt", "windows")
+                return (pathlib.Path if own else pure)(self.value(inner, 0))
+            case ["date", str(iso)]:
+                return datetime.date.fromisoformat(iso)
+            case ["time", str(iso), int(fold), zone]:
+                return datetime.time.fromisoformat(iso).replace(fold=fold, tzinfo=self.value(zone, 0))
+            case ["datetime", str(iso), int(fold), zone]:
+                return datetime.datetime.fromisoformat(iso).replace(fold=fold, tzinfo=self.value(zone, 0))
+            case ["timedelta", int(days), int(seconds), int(microseconds)]:
+                return datetime.timedelta(days, seconds, microseconds)
+            case ["timezone", offset, *name] if len(name) <= 1:
+                return datetime.timezone(self.value(offset, 0), *(self.value(text, 0) for text in name))
+        return None
+
+    def _array(self, node: list[Any]) -> Any:
+        match node:
+            case ["tensor" | "parameter" as tag, int(index), bool(requires_grad)]:
+                entry, array = self.snapshot.array(self.part, self.rank, index, "tensor")
+                return Tensor(tag, entry.dtype, array, requires_grad)
+            case ["array", int(index)]:
+                entry, array = self.snapshot.array(self.part, self.rank, index, "array")
+                return Tensor("array", entry.dtype, array, False)
+            case ["bytes", int(index)]:
+                return self.snapshot.array(self.part, self.rank, index, "bytes")[1].tobytes()
+            case ["bytearray", int(index)]:
+                return bytearray(self.snapshot.array(self.part, self.rank, index, "bytes")[1])
+            case ["bytearray", bytes(data)]:
+                return bytearray(data)
+        return None
+
+    def _container(self, node: list[Any], depth: int) -> Any:
+        match node:
+            case ["list", list(items)]:
+                return self._values(items, depth)
+            case ["tuple", list(items)]:
+                return tuple(self._values(items, depth))
+            case ["set" | "frozenset" as tag, list(items)]:
+                members = self._values(items, depth)
+                hashable(members)
+                return set(members) if tag == "set" else frozenset(members)
+            case ["deque", None | int() as maxlen, list(items)]:
+                need(maxlen is None or len(items) <= maxlen, "a deque beyond its maxlen")
+                return deque(self._values(items, depth), maxlen)
+            case ["dict", list(keys), list(values)]:
+                return dict(self._pairs(keys, values, depth))
+            case ["odict", list(keys), list(values), *metadata] if len(metadata) <= 1:
+                ordered = OrderedDict(self._pairs(keys, values, depth))
+                if metadata:
+                    ordered._metadata = self.value(metadata[0], depth)  # type: ignore[attr-defined]
+                return ordered
+            case ["counter", list(keys), list(values)]:
+                return Counter(dict(self._pairs(keys, values, depth)))
+            case ["defaultdict", None | str() as name, list(keys), list(values)]:
+                need(name is None or name in FACTORIES, f"a factory {name}", UnknownError)
+                return defaultdict(FACTORIES[name] if name else None, self._pairs(keys, values, depth))
+            case ["enum", str(), str(), str(), inner]:
+                return self.value(inner, depth)
+            case ["object", str(kind), str(module), str(name), inner, *fields]:
+                return self._object(kind, (module, name), self.value(inner, depth), fields)
+            case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
+                return self.snapshot.tree(name)
+            case ["rank", int(i)] if self.rank is None:
+                return self.snapshot.own(self.part, i)
+            case ["columns", list(column)]:
+                found = list(self._column(column, depth))
+                need(len(found) == 1, "columns of more than one value")
+                return found[0]
+        raise UnknownError(f"a node {node[0]!r} of {len(node)} elements, at a depth of {depth}")
+
+    def _values(self, nodes: list[Any], depth: int) -> list[Any]:
+        return [self.value(node, depth) for node in nodes]
+
+    def _pairs(self, keys: list[Any], values: list[Any], depth: int) -> list[tuple[Any, Any]]:
+        need(len(keys) == len(values), "a dict has more keys than values, or fewer")
+        found = self._values(keys, depth)
+        hashable(found)
+        return list(zip(found, self._values(values, depth), strict=True))
+
+    def _object(self, kind: str, name: tuple[str, str], value: Any, fields: list[Any]) -> Any:
+        """Give the plain form of a value of a class; a namespace is made."""
+        need(kind in ("dataclass", "namedtuple", "namespace", "subclass"), f"an object of kind {kind}", UnknownError)
+        need(len(fields) == (kind == "namedtuple"), "an object has another number of elements", UnknownError)
+        if kind != "namespace":
+            return value
+        need(name in NAMESPACES, f"a namespace {name}", UnknownError)
+        return NAMESPACES[name](**value)
+
+    # Columns
+
+    def _column(self, column: Any, depth: int) -> Iterator[Any]:
+        """Yield the values of a column."""
+        need(depth <= DEPTH, "a tree is too deep")
+        match column:
+            case ["values", bytes(packed)]:
+                values = unpack(packed)
+                need(isinstance(values, list), "a column holds no array")
+                need(all(v is None or isinstance(v, bool | int | float | str) for v in values), "no scalars")
+                yield from values
+            case ["values", list(nodes)]:
+                yield from self._values(nodes, depth)
+            case ["lists" | "tuples" as tag, lengths, inner]:
+                members, sizes = self._column(inner, depth + 1), self._column(lengths, depth)
+                for row in cut(members, sizes):
+                    yield row if tag == "lists" else tuple(row)
+            case ["dicts", lengths, keys, inner]:
+                counts = list(self._column(lengths, depth))
+                rows = cut(self._column(keys, depth + 1), counts), cut(self._column(inner, depth + 1), counts)
+                for names, values in zip(*rows, strict=True):
+                    hashable(names)
+                    yield dict(zip(names, values, strict=True))
+            case ["list rows" | "tuple rows" as tag, bytes(which), list(columns)]:
+                for row in self._rows(which, columns, depth + 1):
+                    yield row if tag == "list rows" else tuple(row)
+            case ["dict rows", names, bytes(which), list(columns)]:
+                fields = list(self._column(names, depth))
+                need(all(isinstance(key, str) for key in fields), "a key of dict rows is no str")
+                hashable(fields)
+                for row in self._rows(which, columns, depth + 1):
+                    yield dict(zip(fields, row, strict=True))
+            case ["mixed", bytes(which), list(columns)]:
+                iterators = [self._column(inner, depth) for inner in columns]
+                yield from draw(which, iterators)
+                need(not any(list(rest) for rest in iterators), "columns of more values than are used")
+            case _:
+                raise UnknownError(f"a column {column[:1]}")
+
+    def _rows(self, which: bytes, columns: list[Any], depth: int) -> Iterator[list[Any]]:
+        """Yield rows of one length: member k is the next value of column which[k]."""
+        found = [list(self._column(column, depth)) for column in columns]
+        need(which and set(which) == set(range(len(found))), "rows that do not use each column")
+        rows = len(found[which[0]]) // which.count(which[0])
+        need(all(len(values) == rows * which.count(i) for i, values in enumerate(found)), "columns of other lengths")
+        iterators = [iter(values) for values in found]
+        for _ in range(rows):
+            yield list(draw(which, iterators))
+
+
+def draw(which: bytes, iterators: list[Iterator[Any]]) -> Iterator[Any]:
+    missing = object()
+    for i in which:
+        need(i < len(iterators), "a column beyond the last one")
+        value = next(iterators[i], missing)
+        need(value is not missing, "a column of fewer values than are used")
+        yield value
+
+
+def cut(members: Iterator[Any], sizes: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield rows of these sizes that follow each other."""
+    for size in sizes:
+        need(type(size) is int and size >= 0, "a length is no number")
+        yield list(draw(bytes(size), [members]))
+    need(next(members, members) is members, "a column of more values than are used")
+
+
+def hashable(keys: list[Any]) -> None:
+    """Refuse keys that collide before a dict is built of them, then equal ones."""
+    try:
+        hashes = Counter(map(hash, keys))
+    except TypeError as error:
+        raise DamagedError("a key is not hashable") from error
+    need(max(hashes.values(), default=0) <= SAME_HASH, "too many keys share a hash")
+    need(len(set(keys)) == len(keys), "a key stands twice")
+
+
+# --- snapshots ---
+
+
+class Snapshot:
+    """A readable snapshot: its parts, their trees, and the arrays to which nodes refer."""
+
+    def __init__(self, repository: Repository, record: dict[str, Any]) -> None:
+        need(record["state"] in ("committed", "forgotten"), f"a snapshot that is {record['state']}")
+        need(set(record["features"]) <= KNOWN_FEATURES, f"features {record['features']}", UnknownError)
+        references = record["manifests"]
+        need(len({(m["part"], m["rank"]) for m in references}) == len(references), "two manifests of one part")
+        need(record["logical_bytes"] == sum(m["logical_bytes"] for m in references), "a record's logical_bytes")
+        self.parts = {m["part"]: Part(repository, m, record) for m in references}
+        need(len(self.parts) == len(references) and "" in self.parts, "the parts of a snapshot")
+        self.world_size = self.parts[""].world_size
+        need(all(p.world_size == self.world_size for p in self.parts.values()), "manifests of other world sizes")
+        depth = max(part.root.header["depth"] for part in self.parts.values())
+        need(record["depth"] == depth, "a record's depth")
+        self.metadata = Tree(self, "\0").value(record["metadata"], 0)  # no part of that name: no arrays
+
+    def state(self, rank: int | None = None) -> Any:
+        """Decode the state, with the own values of one rank."""
+        need(rank is None or 0 <= rank < self.world_size, f"the snapshot has no rank {rank}")
+        self.rank = rank
+        return Tree(self).root(self.parts[""].tree)
+
+    def tree(self, part: str) -> Any:
+        """Decode the tree of another part than ""."""
+        return Tree(self, part).value(self.parts[part].tree, 0)
+
+    def own(self, part: str, i: int) -> Any:
+        """Decode value i of the rank's own."""
+        nodes = self.parts[part].own.get(self.rank, [])
+        need(i < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
+        return Tree(self, part, self.rank).value(nodes[i], 0)
+
+    def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
+        """Return an entry of this family, and its array: that of the entry to which it is tied."""
+        entries = self.parts[part].entries(rank)
+        need(0 <= index < len(entries) and entries[index].family == family, "a node names no entry of its family")
+        entry, array = entries[index], self.parts[part].array(rank, index)
+        if entry.tie is None or rank is not None:
+            return entry, array
+        other_part, other_index = entry.tie
+        need(other_part in self.parts and other_part != part, "a tie to no other part")
+        other = self.parts[other_part].entries(None)
+        need(0 <= other_index < len(other) and other[other_index].same(entry), "a tie to another tensor")
+        need(other[other_index].tie is None, "a tie to a tensor that is tied")
+        tied = self.parts[other_part].array(None, other_index)
+        need(tied.tobytes() == array.tobytes(), "tied tensors differ")
+        return entry, tied
+
+
+class Repository:
+    """A local repository: its config, its records and its objects by name."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.config = self.small("config", 1)
+        need(self.config["version"] == 1, f"format version {self.config['version']}", UnknownError)
+        need(not self.config["features"], f"features {self.config['features']}", UnknownError)
+        chunk_bytes = self.config["chunk_bytes"]
+        need(chunk_bytes % 16 == 0 and 64 <= chunk_bytes <= CHUNK, "chunk_bytes of the config")
+
+    def keys(self, under: str) -> Iterator[str]:
+        """Yield the keys of regular files; a symbolic link is refused."""
+        if not (self.folder / under).exists():
+            return
+        for item in sorted(os.scandir(self.folder / under), key=lambda item: item.name):
+            need(not item.is_symlink(), f"{under}/{item.name} is a symbolic link")
+            if item.is_dir():
+                yield from self.keys(f"{under}/{item.name}")
+            elif item.is_file():
+                yield f"{under}/{item.name}"
+
+    def read(self, key: str) -> bytes:
+        """Read an object; no symbolic link below the root is followed."""
+        path = self.folder
+        for name in key.split("/"):
+            path /= name
+            need(not path.is_symlink(), f"{key} is a symbolic link")
+        return path.read_bytes()
+
+    def named(self, folder: str, sha256: str) -> bytes:
+        """Read a pack or manifest, and compare it with its name."""
+        data = self.read(f"{folder}/{sha256[:2]}/{sha256}")
+        need(hashlib.sha256(data).hexdigest() == sha256, f"{folder} {sha256} has another SHA-256")
+        return data
+
+    @cache  # noqa: B019  (packs of a small repository are kept)
+    def pack(self, sha256: str, size: int) -> Pack:
+        """Read a pack and check its header and footer."""
+        data = self.named("packs", sha256)
+        need(len(data) == size, f"pack {sha256} has another size than its manifest says")
+        return Pack(data)
+
+    def digest(self, data: np.ndarray[Any, Any]) -> bytes:
+        """Return the seeded XXH3-128."""
+        return xxhash.xxh3_128_digest(data.tobytes(), self.config["digest_seed"])
+
+    def small(self, key: str, kind: int) -> dict[str, Any]:
+        """Read a small object from its envelope."""
+        need((self.folder / key).stat().st_size <= SMALL_OBJECT, f"{key} is too long")
+        data = self.read(key)
+        need(len(data) >= 24 and data[:4] == b"SNAP" and data[4] == kind, f"{key} is of another kind")
+        need(data[5] == 1, f"{key} has version {data[5]}", UnknownError)
+        length, checksum = struct.unpack_from("<QQ", data, 8)
+        need(length == len(data) - 24, f"{key} has another length")
+        need(checksum == xxhash.xxh3_64_intdigest(data[:16] + data[24:]), f"{key}: its checksum")
+        return unpack_map(data[24:])
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the ruling record of each snapshot, in the order of runs, seqs and ids."""
+        newest: dict[str, dict[str, Any]] = {}
+        for key in self.keys("snapshots"):
+            match = RECORD_KEY.fullmatch(key)
+            need(match, f"{key} is no key of a record")
+            run, step, snapshot, revision = match.groups()  # type: ignore[union-attr]
+            found, other = self.small(key, 2), newest.get(snapshot)
+            fields = (found["run"], found["step"], found["id"], found["revision"])
+            need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
+            need(found["revision"] < 10**9 and 0 <= found["generation"] <= 2**53, f"{key}: its revision or generation")
+            need(found["state"] in STATES, f"{key} has state {found['state']}", UnknownError)
+            need(not other or (other["run"], other["step"]) == fields[:2], f"{snapshot} has several runs or steps")
+            if not other or found["revision"] > other["revision"]:
+                newest[snapshot] = found
+        return sorted(newest.values(), key=lambda record: (record["run"], record["seq"], record["id"]))
+
+
+# --- what the command prints ---
+
+
+def described(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield (path, type and contents) of a state's containers and leaves."""
+    if isinstance(value, dict | list | tuple | deque):
+        yield path, [type(value).__name__, len(value)]
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from described(child, f"{path}/{key!r}")
+    elif isinstance(value, Tensor):
+        kind = {"tensor": "Tensor", "parameter": "Parameter", "array": "ndarray"}[value.kind]
+        digest = hashlib.sha256(value.data.tobytes()).hexdigest()
+        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest]
+    elif isinstance(value, bytes | bytearray):
+        yield path, [type(value).__name__, len(value), hashlib.sha256(value).hexdigest()]
+    elif isinstance(value, set | frozenset):
+        yield path, [type(value).__name__, sorted(map(repr, value))]
+    elif isinstance(value, Torch):
+        yield path, [value.kind, value.shown]
+    else:
+        yield path, [type(value).__name__, repr(value)]
+
+
+FIELDS = ("id", "run", "step", "seq", "state", "parent", "tags", "metrics", "depth", "logical_bytes")
+
+
+def shown(repository: Repository, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of a snapshot; a swept or aborted one has no leaves."""
+    line = {name: record[name] for name in FIELDS} | {"leaves": None}
+    if record["state"] in ("committed", "forgotten"):
+        snapshot = Snapshot(repository, record)
+        line["metadata"] = repr(snapshot.metadata)
+        if snapshot.world_size:
+            line["ranks"] = [dict(described(snapshot.state(rank))) for rank in range(snapshot.world_size)]
+        else:
+            line["leaves"] = dict(described(snapshot.state()))
+    return line
+
+
+def main() -> int:
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("repository", type=pathlib.Path, help="folder of the repository")
+    parser.add_argument("--id", help="only the snapshot of this id")
+    args = parser.parse_args()
+    sys.setrecursionlimit(20 * DEPTH)
+    repository, failed = Repository(args.repository), 0
+    for record in repository.records():
+        if args.id in (None, record["id"]):
+            try:
+                print(json.dumps(shown(repository, record)), flush=True)
+            except (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
+                print(f"id:{record['id']}: {type(error).__name__}: {error}", file=sys.stderr)
+                failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

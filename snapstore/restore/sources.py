@@ -146,7 +146,8 @@ class Sources:
                 by_index.setdefault(one.want.entry, []).append(one)
             for child in self._children_of(root, opened):
                 entries = match_entries(by_path, child.tensors)
-                _check(child, [(one, entry) for entry, index in entries for one in by_index.get(index, ())])
+                held = [(entry, index) for entry, index in entries if entry.boxes or entry.inline]  # others only count
+                _check(child, [(one, entry) for entry, index in held for one in by_index.get(index, ())])
         else:  # `read_manifests` has checked that each tensor is whole
             m = self._roots[part]
             for one in opened:

@@ -178,6 +178,16 @@ def test_own_values_lie_behind_the_boxes(repository):
     assert [child.tree[0] for child in children] == ["pages"] * 3
 
 
+def test_entries_of_one_path_lie_on_several_ranks(repository):
+    """A rank that stores a later one has an entry without bytes for the earlier one, which only counts."""
+    keys = {1.0: torch.ones(3), "1.0": C, 2.0: torch.arange(3), "2.0": C[0]}
+    snapshot, _ = rank_saves.save(repository, [lambda: {"m": dict(keys)}] * 3, 1)
+    assert repository.check("data").ok
+    restored = repository.restore(f"id:{snapshot.id}")["m"]
+    assert list(restored) == list(keys)
+    assert all(torch.equal(restored[key], value) for key, value in keys.items())
+
+
 def test_own_values_are_known_at_the_next_save(repository):
     """Each rank reads its own child of a base, also of a part in which it stores no box."""
 

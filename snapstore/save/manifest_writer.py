@@ -8,7 +8,7 @@ tree of less than 64 KiB. A larger one is cut into pages, which are stored as te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -95,6 +95,7 @@ def write(
         BaseDamagedError: a base cannot be read: write again without bases.
     """
     layouts: list[_Layout] = []
+    wholes: Sequence[TensorSpec] = ()
     share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
     with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
         for part in inputs:
@@ -102,6 +103,9 @@ def write(
                 layouts.append(_Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
                 chunks.begin_part(part.name, rank)
                 digest_arrays(part.replicas, context.engines)
+                wholes = part.specs
+            else:
+                layouts[-1].append_alike(wholes, part.tensors)
             layout = layouts[-1]  # a rank's own values follow the boxes of their part
             for node, index in part.own_nodes or ():
                 node[1] = len(layout.entries) + index
@@ -163,6 +167,14 @@ class _Layout:
         if place is not None:
             start, size = last.inline or (place[0], 0)
             self.entries[-1] = msgspec.structs.replace(last, inline=(start, size + place[1]))
+
+    def append_alike(self, wholes: Sequence[TensorSpec], own: Iterable[TensorInput]) -> None:
+        """Add entries without bytes for tensors whose path a rank's own value has: readers count those of a path."""
+        paths = {spec.path for spec in wholes} & {tensor.spec.path for tensor in own}
+        for path in sorted(paths, key=repr):
+            alike = [msgspec.structs.replace(spec, tie=None) for spec in wholes if spec.path == path]
+            before = sum(tuple(entry.path) == path for entry in self.entries)
+            self.entries += [_entry(spec, [], None) for spec in alike[before:]]
 
 
 def _entry(spec: TensorSpec, boxes: list[Box], inline: tuple[int, int] | None) -> TensorEntry:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kit import rank_saves
 from kit.rank_saves import opaque, sharded
-from snapstore import PerRank, Repository, RngState, SaveOptions
+from snapstore import PerRank, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.format.pack import DEFAULT_PACK_BYTES
 
 CHUNK = 1024
@@ -186,6 +186,22 @@ def test_entries_of_one_path_lie_on_several_ranks(repository):
     restored = repository.restore(f"id:{snapshot.id}")["m"]
     assert list(restored) == list(keys)
     assert all(torch.equal(restored[key], value) for key, value in keys.items())
+
+
+def test_own_values_have_the_path_of_a_tensor_of_all(repository):
+    """A rank that does not store the tensor of all has an entry without bytes for it."""
+
+    def rank(number):
+        return lambda: {"m": {"1.0": torch.arange(3), 1.0: PerRank(torch.full((3,), number)), "own": PerRank(number)}}
+
+    snapshot, _ = rank_saves.save(repository, [rank(i) for i in range(3)], 1)
+    check(repository, snapshot, {"m: m.1.0": torch.arange(3)})
+    with SnapshotManager(repository, run="r", read_only=True) as manager:
+        for number in range(3):
+            restored = manager.restore(1, per_rank=number)["m"]
+            assert torch.equal(restored["1.0"], torch.arange(3))
+            assert torch.equal(restored[1.0], torch.full((3,), number))
+            assert restored["own"] == number
 
 
 def test_own_values_are_known_at_the_next_save(repository):

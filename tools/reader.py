@@ -46,7 +46,7 @@ TORCH |= {f"float8_{name}": (1, 1) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e
 TORCH |= dict.fromkeys(("float4_e2m1fn_x2", "bool", "uint8", "int8", "bits8"), (1, 1))
 TORCH |= {"complex32": (4, 2), "complex64": (8, 4), "complex128": (16, 8)}
 RAW = re.compile(r"bfloat16|bits.*|float8.*|float4.*|complex32")
-ARRAY = re.compile(r"\|[biu]1|[<>](?:[iuf][248]|c8|c16|[mM]8\[\w+\]|U\d+)|\|S\d+")
+ARRAY = re.compile(r"\|[biu]1|[<>](?:[iuf][248]|c8|c16|[mM]8(?:\[\w+\])?|U\d+)|\|S\d+")
 
 
 class DamagedError(ValueError):
@@ -174,6 +174,7 @@ class Blob:
         need(0 < self.raw <= CHUNK and self.raw % self.element == 0, "a blob's raw length")
         need(len(data) == 80 + 4 * n + payload, "a blob's lengths")
         need(self.transform == 1 or not any(self.base), "a full blob names a base")
+        need(block > 0, "a blob's block size is zero")
         self.plane_bytes = self.raw // self.element
         self.lengths = iter(struct.unpack_from(f"<{n}I", data, 80))
         self.payload, self.at = data[80 + 4 * n :], 0
@@ -195,13 +196,11 @@ class Blob:
         if codec == 0:
             return self.plane_bytes, self._take(self.plane_bytes)
         need(codec in CODECS, f"a blob has codec {codec}", UnknownError)
-        need(block > 0, "a blob's block size is zero")
         begin, out = self.at, []
         for at in range(0, self.plane_bytes, block):
             length = next(self.lengths, None)
             need(length is not None, "a blob has fewer block lengths than blocks")
             out.append(CODECS[codec](self._take(length or 0), min(block, self.plane_bytes - at)))
-        need(self.at - begin < self.plane_bytes, "a codec did not make a plane smaller")
         return self.at - begin, b"".join(out)
 
 
@@ -525,7 +524,6 @@ class Tree:
 
     def value(self, node: Any, depth: int) -> Any:
         """Decode a node; `depth` is the number of containers around it."""
-        need(depth <= DEPTH, "a tree is too deep")
         if node is None or isinstance(node, bool | int | float | str):
             return node
         if isinstance(node, bytes):
@@ -536,6 +534,7 @@ class Tree:
             found = decode(node)
             if found is not None:
                 return found
+        need(depth < DEPTH or node[0] in ("enum", "object", "columns", "rank"), "a tree is too deep")
         return self._container(node, depth + 1)
 
     def _plain(self, node: list[Any]) -> Any:
@@ -625,16 +624,16 @@ class Tree:
             case ["defaultdict", None | str() as name, list(keys), list(values)]:
                 need(name is None or name in FACTORIES, f"a factory {name}", UnknownError)
                 return defaultdict(FACTORIES[name] if name else None, self._pairs(keys, values, depth))
-            case ["enum", str(), str(), str(), inner]:
-                return self.value(inner, depth)
+            case ["enum", str(), str(), None | str(), inner]:
+                return self.value(inner, depth - 1)
             case ["object", str(kind), str(module), str(name), inner, *fields]:
-                return self._object(kind, (module, name), self.value(inner, depth), fields)
+                return self._object(kind, (module, name), self.value(inner, depth - 1), fields)
             case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
                 return self.snapshot.tree(name)
             case ["rank", int(i)] if self.rank is None:
                 return self.snapshot.own(self.part, i)
             case ["columns", list(column)]:
-                found = list(self._column(column, depth))
+                found = list(self._column(column, depth - 1))
                 need(len(found) == 1, "columns of more than one value")
                 return found[0]
         raise UnknownError(f"a node {node[0]!r} of {len(node)} elements, at a depth of {depth}")
@@ -660,8 +659,8 @@ class Tree:
     # Columns
 
     def _column(self, column: Any, depth: int) -> Iterator[Any]:
-        """Yield the values of a column."""
-        need(depth <= DEPTH, "a tree is too deep")
+        """Yield the values of a column; `depth` is the number of containers around them."""
+        need(depth < DEPTH or column[:1] == ["values"], "a tree is too deep")
         match column:
             case ["values", bytes(packed)]:
                 values = unpack(packed)
@@ -671,12 +670,12 @@ class Tree:
             case ["values", list(nodes)]:
                 yield from self._values(nodes, depth)
             case ["lists" | "tuples" as tag, lengths, inner]:
-                members, sizes = self._column(inner, depth + 1), self._column(lengths, depth)
+                members, sizes = self._column(inner, depth + 1), self._scalars(lengths, depth)
                 for row in cut(members, sizes):
                     yield row if tag == "lists" else tuple(row)
             case ["dicts", lengths, keys, inner]:
-                counts = list(self._column(lengths, depth))
-                rows = cut(self._column(keys, depth + 1), counts), cut(self._column(inner, depth + 1), counts)
+                counts = list(self._scalars(lengths, depth))
+                rows = cut(self._scalars(keys, depth + 1), counts), cut(self._column(inner, depth + 1), counts)
                 for names, values in zip(*rows, strict=True):
                     hashable(names)
                     yield dict(zip(names, values, strict=True))
@@ -684,8 +683,9 @@ class Tree:
                 for row in self._rows(which, columns, depth + 1):
                     yield row if tag == "list rows" else tuple(row)
             case ["dict rows", names, bytes(which), list(columns)]:
-                fields = list(self._column(names, depth))
+                fields = list(self._scalars(names, depth))
                 need(all(isinstance(key, str) for key in fields), "a key of dict rows is no str")
+                need(len(fields) == len(which), "dict rows have more keys than values, or fewer")
                 hashable(fields)
                 for row in self._rows(which, columns, depth + 1):
                     yield dict(zip(fields, row, strict=True))
@@ -695,6 +695,11 @@ class Tree:
                 need(not any(list(rest) for rest in iterators), "columns of more values than are used")
             case _:
                 raise UnknownError(f"a column {column[:1]}")
+
+    def _scalars(self, column: Any, depth: int) -> Iterator[Any]:
+        """Yield lengths or keys, which lie in a column of values."""
+        need(column[:1] == ["values"], "lengths or keys in another column than of values")
+        return self._column(column, depth)
 
     def _rows(self, which: bytes, columns: list[Any], depth: int) -> Iterator[list[Any]]:
         """Yield rows of one length: member k is the next value of column which[k]."""

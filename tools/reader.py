@@ -33,7 +33,8 @@ import xxhash
 import zstandard
 
 KNOWN_FEATURES = {"ranks"}
-SMALL_OBJECT, CHUNK, INLINE, DEPTH, CHAIN, SAME_HASH = 64 << 20, 64 << 20, 16 << 20, 200, 255, 256
+SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 16 << 20
+DEPTH, CHAIN, SAME_HASH = 200, 255, 256
 RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,9})")
 STATES = ("committed", "aborted", "forgotten", "swept")
 FACTORIES = {f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)}
@@ -439,6 +440,7 @@ class Part:
         self.children = {c["rank"]: Manifest(repository, c, record["id"]) for c in children}
         self.tree, self.own = self.root.tree, dict[int | None, list[Any]]()
         self.pieces = [list(entry.pieces) for entry in self.root.entries]
+        self.boxes = [Counter[tuple[int, ...]]() for _ in self.pieces]  # (rank, offsets, sizes)
         if several:
             self._require_root(children)
         else:
@@ -448,6 +450,8 @@ class Part:
             self._add(rank, child)
         for i in range(len(self.root.entries)):
             self.array(None, i)
+        if header["box_map"]:
+            self._require_map(header["box_map"])
 
     def _require_root(self, children: list[dict[str, Any]]) -> None:
         header, found = self.root.header, [c.header for c in self.children.values()]
@@ -464,6 +468,23 @@ class Part:
             need(h["part"] == header["part"] and h["world_size"] == self.world_size, "a child of another root")
             need("ranks" in h["features"] and not h["children"], "a child with children")
             self._require_sums(child)
+
+    def _require_map(self, packed: bytes) -> None:
+        """Compare the map of boxes with the boxes that the children have."""
+        size = zstandard.frame_content_size(packed)
+        need(0 <= size <= BOX_MAP, "a map of boxes is too long")
+        numbers, patterns, columns = (np.frombuffer(data, "u1") for data in unpack(unzstd(packed, size)))
+        found: list[Counter[tuple[int, ...]] | None] = [None]
+        at, table = 0, columns.view("<i8")
+        for d, n in patterns.view("<u4").reshape(-1, 2).tolist():
+            need(d <= 64 and at + (1 + 2 * d) * n <= len(table), "a pattern of the map of boxes")
+            rows = table[at : at + (1 + 2 * d) * n].reshape(1 + 2 * d, n).cumsum(axis=1).T
+            found.append(Counter(map(tuple, rows.tolist())))
+            at += (1 + 2 * d) * n
+        need(at == len(table) and len(numbers) == 4 * len(self.boxes), "the map of boxes has another length")
+        for number, boxes in zip(numbers.view("<u4").tolist(), self.boxes, strict=True):
+            need(number < len(found), "a pattern that the map of boxes lacks")
+            need(found[number] in (None, boxes), "the map of boxes contradicts the children")
 
     def _require_sums(self, manifest: Manifest) -> None:
         total = sum(len(data) for entry in manifest.entries for _, _, data in entry.pieces)
@@ -486,6 +507,7 @@ class Part:
             need(entry.same(self.root.entries[places_here[nth]]), "root and child have other tensors of one path")
             need(entry.boxes or not entry.pieces, "inline bytes without a box")
             self.pieces[places_here[nth]] += entry.pieces
+            self.boxes[places_here[nth]].update((rank, *offsets, *sizes) for offsets, sizes, _ in entry.pieces)
         if child.tree is not None:
             need(len(child.tree) == 2 and child.tree[0] == "own", "a child's tree is not of own values", UnknownError)
             self.own[rank] = child.tree[1]

@@ -346,8 +346,10 @@ class Manifest:
         need(header["snapshot"].hex() == snapshot, "a manifest is of another snapshot")
         self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
         need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
+        end = max(offset + stored for _, offset, stored, _, _ in header["sections"])
+        need(begin + end == len(data), "bytes follow the last section of a manifest")
         self.table = {name: self._column(name, form) for name, form in COLUMNS.items()}
-        self.inline = self.sections.get("inline", b"")
+        self.inline = self.sections["inline"]
         self.entries = [Entry(fields) for fields in unpack(self.sections["tensors"])]
         need(len(self.entries) == header["tensors"], "a manifest has another number of tensors")
         self.tree = unpack(self.sections["tree"])
@@ -365,7 +367,7 @@ class Manifest:
 
     def _column(self, name: str, form: str) -> np.ndarray[Any, Any]:
         rows = self.header["refs" if name.startswith("ref_") and name != "ref_counts" else "chunks"]
-        section = self.sections.get(name, b"")
+        section = self.sections[name]
         need(len(section) == rows * np.dtype(form).itemsize, f"the section {name} has another number of rows")
         return np.frombuffer(section, form)
 
@@ -445,12 +447,13 @@ class Part:
             self._require_root(children)
         else:
             need(header["rank"] == header["world_size"] == 0 and not children, "ranks without their feature")
+            need(all(len(entry.boxes) <= 1 for entry in self.root.entries), "a tensor in several boxes", UnknownError)
             self._require_sums(self.root)
         for rank, child in self.children.items():
             self._add(rank, child)
         for i in range(len(self.root.entries)):
             self.array(None, i)
-        if header["box_map"]:
+        if header.get("box_map"):
             self._require_map(header["box_map"])
 
     def _require_root(self, children: list[dict[str, Any]]) -> None:
@@ -577,7 +580,6 @@ class Tree:
             case ["npdtype", str(dtype)]:
                 return layout_of("array", dtype)[0]
             case ["dtype", str(name)]:
-                need(name in TORCH, f"dtype {name}", UnknownError)
                 return Torch("dtype", f"torch.{name}")
             case ["size", list(sizes)]:
                 return Torch("Size", f"torch.Size({sizes})")
@@ -877,8 +879,9 @@ class Repository:
         newest: dict[str, dict[str, Any]] = {}
         for key in self.keys("snapshots"):
             match = RECORD_KEY.fullmatch(key)
-            need(match, f"{key} is no key of a record")
-            run, step, snapshot, revision = match.groups()  # type: ignore[union-attr]
+            if match is None:
+                continue
+            run, step, snapshot, revision = match.groups()
             found, other = self.small(key, 2), newest.get(snapshot)
             fields = (found["run"], found["step"], found["id"], found["revision"])
             need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")

@@ -58,9 +58,37 @@ class UnknownError(DamagedError):
     """An object has a feature, version, codec or node that this reader does not know."""
 
 
+#: Keys of maps by their type.
+Types = dict[type, str]
+REFERENCE: Types = {str: "part sha256 header_sha256", int: "rank size_bytes logical_bytes"}
+CONFIG: Types = {str: "uuid writer", int: "version chunk_bytes digest_seed", list: "features", float: "created"}
+RECORD: Types = {str: "id run state write_id policy reason", list: "bases manifests tags features", dict: "metrics"}
+RECORD |= {int: "step seq revision generation depth chunks new_chunks logical_bytes stored_bytes"}
+RECORD |= {float: "created stall_s total_s"}
+HEADER: Types = {str: "part", list: "sections features children", bytes: "save_id snapshot packs pack_sizes box_map"}
+HEADER |= {int: "revision rank sequence chunk_bytes digest_seed tensors chunks refs logical_bytes depth world_size"}
+
+
 def need(holds: object, message: str, error: type[DamagedError] = DamagedError) -> None:
     if not holds:
         raise error(message)
+
+
+def typed(found: Any, types: Types) -> dict[str, Any]:
+    """Return a map whose keys are there and have these types; numbers are not negative."""
+    need(isinstance(found, dict), "a value is no map")
+    for kind, names in types.items():
+        for name in names.split():
+            need(type(found.get(name)) in ((int, float) if kind is float else (kind,)), f"{name} is no {kind.__name__}")
+            need(kind is not int or found[name] >= 0, f"{name} is negative")
+    return found  # type: ignore[no-any-return]
+
+
+def integers(found: Any, count: int | None = None) -> list[int]:
+    """Return a list of so many numbers that are not negative."""
+    need(isinstance(found, list) and all(type(n) is int and n >= 0 for n in found), "no list of sizes")
+    need(count in (None, len(found)), "a list of another length")
+    return found  # type: ignore[no-any-return]
 
 
 # --- msgpack ---
@@ -129,13 +157,14 @@ def unpack(data: bytes, maps: bool = False) -> Any:
     return value
 
 
-def unpack_map(data: bytes) -> dict[str, Any]:
-    value = unpack(data, maps=True)
-    need(isinstance(value, dict), "the msgpack value is no map")
-    return value  # type: ignore[no-any-return]
-
-
 # --- blobs and packs ---
+
+
+def zstd_size(data: bytes) -> int:
+    try:
+        return zstandard.frame_content_size(data)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"zstd: {error}") from error
 
 
 def unzstd(data: bytes, size: int) -> bytes:
@@ -274,12 +303,13 @@ class Entry:
     def __init__(self, fields: Any) -> None:
         need(isinstance(fields, list) and len(fields) == 8, "a tensor entry has another length")
         path, self.kind, self.dtype, self.shape, self.requires_grad, self.tie, self.boxes, inline = fields
-        need(all(isinstance(key, str | int) for key in path), "a path of other keys")
+        need(isinstance(path, list) and all(type(key) in (str, int) for key in path), "a path of other keys")
+        need(self.tie is None or [type(n) for n in self.tie] == [str, int], "a tie of other types")
         self.path = tuple(path)
         self.family = "tensor" if self.kind == "parameter" else self.kind
         self.numpy, self.element = layout_of(self.kind, self.dtype)
-        need(all(isinstance(n, int) and n >= 0 for n in self.shape), "a shape of other numbers")
-        self.inline: tuple[int, int] = tuple(inline) if inline else (0, 0)
+        need(type(self.requires_grad) is bool and len(integers(self.shape)) <= 64, "an entry's fields")
+        self.inline = (0, 0) if inline is None else tuple(integers(inline, 2))
         self.pieces: list[tuple[list[int], list[int], bytes]] = []
 
     def same(self, other: Entry) -> bool:
@@ -295,10 +325,11 @@ class Entry:
         for box in self.boxes:
             need(len(box) == 4, "a box has another length")
             offsets, sizes, first, count = box
-            need(len(offsets) == len(sizes) == len(self.shape), "a box has other dimensions")
+            integers([first, count, *integers(offsets, len(self.shape)), *integers(sizes, len(self.shape))])
             need(all(o >= 0 < n and o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)), "a box")
             size = math.prod(sizes) * self.numpy.itemsize
-            data = chunks(first, count, self.element) if count else left[:size]
+            data = chunks(first, count, self.element)
+            data = data if count else left[:size]
             left = left if count else left[size:]
             self.pieces.append((offsets, sizes, data))
         need(not left, "more inline bytes than boxes")
@@ -328,7 +359,7 @@ class Manifest:
     """A manifest whose entries, inline bytes and chunks are read and checked."""
 
     def __init__(self, repository: Repository, reference: dict[str, Any], snapshot: str) -> None:
-        self.repository, self.reference = repository, reference
+        self.repository, self.reference = repository, typed(reference, REFERENCE)
         data = repository.named("manifests", reference["sha256"])
         need(len(data) == reference["size_bytes"], "a manifest's size contradicts its reference")
         magic, version, _, length, checksum = struct.unpack_from("<8sHHIQ", data)
@@ -337,13 +368,14 @@ class Manifest:
         begin = 24 + length
         need(hashlib.sha256(data[:begin]).hexdigest() == reference["header_sha256"], "a manifest's header_sha256")
         need(checksum == xxhash.xxh3_64_intdigest(data[24:begin]), "the checksum of a manifest's header")
-        self.header = header = unpack_map(data[24:begin])
+        self.header = header = typed(unpack(data[24:begin], maps=True), HEADER)
         need(set(header["features"]) <= KNOWN_FEATURES, f"features {header['features']}", UnknownError)
         for field in ("part", "rank", "logical_bytes"):
             need(header[field] == reference[field], f"a manifest's {field} contradicts its reference")
         for field in ("chunk_bytes", "digest_seed"):
             need(header[field] == repository.config[field], f"a manifest's {field} contradicts the config")
         need(header["snapshot"].hex() == snapshot, "a manifest is of another snapshot")
+        need(all(len(integers(fields[1:], 4)) for fields in header["sections"]), "a section")
         self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
         need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
         end = max(offset + stored for _, offset, stored, _, _ in header["sections"])
@@ -392,7 +424,7 @@ class Manifest:
             at += length
         need(at == len(self.inline), "inline bytes of no tensor")
         if isinstance(self.tree, list) and self.tree[:1] == ["pages"]:
-            _, first, count = self.tree
+            first, count = integers(self.tree[1:], 2)
             pages = self.entries[first : first + count]
             need(len(pages) == count and all(page.kind == "page" for page in pages), "pages of other entries")
             self.tree = unpack(b"".join(page.pieces[0][2] for page in pages))
@@ -453,7 +485,7 @@ class Part:
             self._add(rank, child)
         for i in range(len(self.root.entries)):
             self.array(None, i)
-        if header.get("box_map"):
+        if header["box_map"]:
             self._require_map(header["box_map"])
 
     def _require_root(self, children: list[dict[str, Any]]) -> None:
@@ -474,8 +506,8 @@ class Part:
 
     def _require_map(self, packed: bytes) -> None:
         """Compare the map of boxes with the boxes that the children have."""
-        size = zstandard.frame_content_size(packed)
-        need(0 <= size <= BOX_MAP, "a map of boxes is too long")
+        size = zstd_size(packed)
+        need(0 < size <= BOX_MAP, "a map of boxes is too long")
         numbers, patterns, columns = (np.frombuffer(data, "u1") for data in unpack(unzstd(packed, size)))
         found: list[Counter[tuple[int, ...]] | None] = [None]
         at, table = 0, columns.view("<i8")
@@ -796,7 +828,7 @@ class Snapshot:
     def own(self, part: str, i: int) -> Any:
         """Decode value i of the rank's own."""
         nodes = self.parts[part].own.get(self.rank, [])
-        need(i < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
+        need(0 <= i < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
         return Tree(self, part, self.rank).value(nodes[i], 0)
 
     def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
@@ -821,7 +853,7 @@ class Repository:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self.config = self.small("config", 1)
+        self.config = self.small("config", 1, CONFIG)
         need(self.config["version"] == 1, f"format version {self.config['version']}", UnknownError)
         need(not self.config["features"], f"features {self.config['features']}", UnknownError)
         chunk_bytes = self.config["chunk_bytes"]
@@ -863,7 +895,7 @@ class Repository:
         """Return the seeded XXH3-128."""
         return xxhash.xxh3_128_digest(data.tobytes(), self.config["digest_seed"])
 
-    def small(self, key: str, kind: int) -> dict[str, Any]:
+    def small(self, key: str, kind: int, types: Types) -> dict[str, Any]:
         """Read a small object from its envelope."""
         need((self.folder / key).stat().st_size <= SMALL_OBJECT, f"{key} is too long")
         data = self.read(key)
@@ -872,7 +904,7 @@ class Repository:
         length, checksum = struct.unpack_from("<QQ", data, 8)
         need(length == len(data) - 24, f"{key} has another length")
         need(checksum == xxhash.xxh3_64_intdigest(data[:16] + data[24:]), f"{key}: its checksum")
-        return unpack_map(data[24:])
+        return typed(unpack(data[24:], maps=True), types)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the ruling record of each snapshot, in the order of runs, seqs and ids."""
@@ -882,15 +914,23 @@ class Repository:
             if match is None:
                 continue
             run, step, snapshot, revision = match.groups()
-            found, other = self.small(key, 2), newest.get(snapshot)
+            found, other = self.small(key, 2, RECORD), newest.get(snapshot)
             fields = (found["run"], found["step"], found["id"], found["revision"])
             need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
             need(found["revision"] < 10**9 and 0 <= found["generation"] <= 2**53, f"{key}: its revision or generation")
+            texts = [*found["tags"], *found["bases"], *found["features"], found["parent"] or ""]
+            need(all(isinstance(name, str) for name in texts), f"{key}: a name that is no str")
             need(found["state"] in STATES, f"{key} has state {found['state']}", UnknownError)
             need(not other or (other["run"], other["step"]) == fields[:2], f"{snapshot} has several runs or steps")
             if not other or found["revision"] > other["revision"]:
                 newest[snapshot] = found
-        return sorted(newest.values(), key=lambda record: (record["run"], record["seq"], record["id"]))
+        ordered = sorted(newest.values(), key=lambda record: (record["run"], record["seq"], record["id"]))
+        last: dict[str, int] = {}
+        for record in ordered:
+            run, seq = record["run"], record["seq"]
+            need(seq <= min(last.get(run, -1) + 2**40, 2**53), f"run {run}: the seq {seq} is out of reach")
+            last[run] = seq
+        return ordered
 
 
 # --- what the command prints ---

@@ -427,8 +427,11 @@ def decode(data: bytes, where: str) -> Manifest:
         raise type(error)(f"{where}: {error}") from error
     table.check(header.chunks, header.chunk_bytes, np.frombuffer(header.pack_sizes, "<u8"), where)
     unknown = layout.unknown_sections(data, layout.header_end(data, where), header.sections, where)
-    if len(tensors) != header.tensors:
-        raise FormatError(f"{where}: {len(tensors)} tensors, header says {header.tensors}")
+    held = len(tensors), len(table.ref_kinds)
+    if held != (header.tensors, header.refs):
+        raise FormatError(
+            f"{where}: {held[0]} tensors and {held[1]} references, header says {header.tensors} and {header.refs}"
+        )
     for entry in tensors:
         _check_entry(entry, len(table), len(inline), where)
     return Manifest(header, tree, tensors, inline, table, unknown)

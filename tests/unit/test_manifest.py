@@ -152,6 +152,16 @@ def test_sizes_that_disagree_are_refused_by_read(what):
         manifest.read(store, ref, None)
 
 
+@pytest.mark.parametrize("name", ["tensors", "chunks", "refs"])
+def test_a_header_that_counts_otherwise_is_refused(name):
+    data = encode(**consistent())
+    end = len(manifest.header_bytes(data))
+    header = msgspec.msgpack.decode(data[layout.PREFIX.size : end])
+    header[name] += 1
+    with pytest.raises(FormatError, match=r"header says|disagree"):
+        manifest.decode(layout.join(msgspec.msgpack.encode(header), [data[end:]]), "x")
+
+
 def test_a_record_that_says_otherwise_than_the_manifest_is_refused():
     data = encode(**consistent())
     store, ref = stored(data, 2053)

@@ -347,7 +347,8 @@ def test_a_header_of_any_ranks_is_decoded_or_refused(data):
         header = manifest.decode_header(prefix + packed, "x")
     except FormatError:
         return
-    assert [child.rank for child in header.children] == [0, 1]
+    first, second = (child.rank for child in header.children)
+    assert 0 <= first < second < header.world_size
     assert (header.world_size >= 2, header.rank, header.features[:1]) == (True, 0, [RANKS])
 
 

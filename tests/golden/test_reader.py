@@ -57,6 +57,14 @@ def test_golden_repositories_restore_to_the_bit(golden):
     assert metadata["fork", 6] == "'forked'"
 
 
+@pytest.mark.parametrize("name", ["snapstore", "torch"])
+def test_the_reader_runs_where_neither_can_be_imported(name, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import {name}")
+    done = subprocess.run([sys.executable, "-c", ALONE, script], capture_output=True, text=True, timeout=60)
+    assert f"import of {name} halted" in done.stderr
+
+
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
 def test_ties_are_one_memory(golden):
     state = snapshot(golden, "main", 4).state()

@@ -69,15 +69,19 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     """Fill a state from a snapshot of any number of ranks. Each rank reads what it needs; nothing is communicated.
 
     Args:
-        state: its tensors are filled in place; its other values are replaced.
+        state: its tensors are filled in place; its other values are replaced. Objects load in the order of their keys.
         step: a step, a tag, or None for the newest.
 
     Raises:
         CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
     """
     name = "latest" if step is None else str(step)
+    ordered = dict(sorted(state.items()))  # the order in which objects load is the same on all ranks
     with _alone_is_meant():
-        state_dict_loader.load(state, checkpoint_id=name, storage_reader=reader, no_dist=True)
+        state_dict_loader.load(ordered, checkpoint_id=name, storage_reader=reader, no_dist=True)
+    for key, value in ordered.items():
+        if state[key] is not value:
+            state[key] = value
 
 
 @contextmanager

@@ -98,7 +98,8 @@ class SnapstoreReader(Target, StorageReader):
                 properties = TensorProperties(dtype=form.dtype, requires_grad=leaf.tensor.requires_grad)
                 described[key] = TensorStorageMetadata(properties, form.size(), [whole])
         names = {key: leaf.path for key, leaf in stored.leaves.items()}
-        return Metadata(described, planner_data=names, storage_meta=StorageMeta(load_id=stored.snapshot.id))
+        meta = StorageMeta(self.checkpoint_id, save_id=stored.snapshot.id, load_id=stored.snapshot.id)
+        return Metadata(described, planner_data=names, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has read what is needed."""

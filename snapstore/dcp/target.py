@@ -58,8 +58,9 @@ class Target:
         self.checkpoint_id: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the checkpoint id of the next save or load."""
-        self.checkpoint_id = checkpoint_id
+        """Take the checkpoint id of the next save or load; None: keep what there is, as DCP's own storages do."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

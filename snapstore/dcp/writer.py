@@ -138,7 +138,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
     # -- StorageWriter, in the thread that saves
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Take the checkpoint id of the next save; end a session that a failed save has left open."""
+        """Take the checkpoint id of the next save, or keep it (None); end a session that a failed save has left."""
         self._end_session("another rank failed")
         super().reset(checkpoint_id)
 
@@ -225,8 +225,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             )
         is_alone = answer.world_size == 1 and place_in(self._group)[1] != 1  # no_dist, or no torch.distributed
         inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size))
-        if answer.rank == 0:
-            assert self._session is not None
+        if self._session is not None:  # of the coordinator
             share = self._share = saver.write(self._session, inputs)
         else:
             with saver.session_of(self.run, begin) as session:

@@ -26,6 +26,7 @@ log = logging.getLogger("snapstore")
 #: The most that a packed map unpacks to. A writer leaves out patterns that do not fit.
 MAX_BYTES = 16 * 1024 * 1024
 MAX_DIMENSIONS = 64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 Rows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, in the order of the ranks
@@ -52,6 +53,7 @@ class BoxMap:
     patterns: Sequence[Rows]
     _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], frozenset[int]] = field(default_factory=dict)
     _of_ranks: dict[int, dict[int, list[list[int]]]] = field(default_factory=dict)  # by pattern, by rank
+    _whole: dict[tuple[int, tuple[int, ...]], bool] = field(default_factory=dict)  # by pattern, by shape
 
     @classmethod
     def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
@@ -164,6 +166,23 @@ class BoxMap:
                 of_ranks.setdefault(owner, []).append(box)
         return self._of_ranks[pattern].get(rank, [])
 
+    def is_whole(self, tensor: int, shape: Sequence[int]) -> bool | None:
+        """Return whether the boxes of a tensor are disjoint and cover it; None: the map does not say.
+
+        Index i of a dimension lies at a pseudorandom place of 64 bits. Then volumes modulo 2^64 add up to that of the
+        tensor if the boxes are so, and else almost never.
+        """
+        pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
+        if not pattern:
+            return None
+        key = pattern, tuple(shape)
+        if key not in self._whole:
+            rows, dims = self.patterns[pattern - 1], len(shape)
+            firsts, ends = rows[:, 1 : 1 + dims], rows[:, 1 : 1 + dims] + rows[:, 1 + dims :]
+            whole = _volumes(np.zeros((1, dims), np.int64), np.array([shape], np.int64))
+            self._whole[key] = bool((_volumes(firsts, ends).sum(dtype=np.uint64) == whole).all())
+        return self._whole[key]
+
     def count(self, tensor: int) -> int | None:
         """Return how many boxes a tensor has on all ranks; None: the map does not say."""
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
@@ -200,6 +219,21 @@ def ranks_with(packed: bytes, wanted: Iterable[tuple[int, Box]], where: str) -> 
         log.warning("%s; reading without it; run 'snapstore check'", error)
         return set()
     return set().union(*(found.ranks(tensor, box) or () for tensor, box in wanted))
+
+
+def _volumes(firsts: Column, ends: Column) -> npt.NDArray[np.uint64]:
+    """Return the volume (n,) of each box from its first indices (n, d) to its ends, all at pseudorandom places."""
+    volumes: npt.NDArray[np.uint64] = np.prod(_places(ends) - _places(firsts), axis=1, dtype=np.uint64)
+    return volumes
+
+
+def _places(indices: Column) -> npt.NDArray[np.uint64]:
+    """Return a number of 64 bits for each index (n, d), another one in each dimension: the mixer of SplitMix64."""
+    mixed = indices.astype(np.uint64)
+    mixed += np.arange(1, indices.shape[1] + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _key_of(rows: Rows) -> bytes:

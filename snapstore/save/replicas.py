@@ -122,8 +122,9 @@ def _group_id(group: tuple[int, ...]) -> str:
 
 
 def tensor_digests(replicas: Sequence[Replica]) -> list[tuple[Replica, bytes | None]]:
-    """Return one digest (16 bytes) of each tensor, None where there is none."""
-    return [(one, None if one.digests is None else _joined([one.digests().tobytes()])) for one in replicas]
+    """Return one digest (16 bytes) of each tensor, None where there is none; by name: ranks may order keys unlike."""
+    ordered = sorted(replicas, key=lambda one: repr(one.name))
+    return [(one, None if one.digests is None else _joined([one.digests().tobytes()])) for one in ordered]
 
 
 def group_digests(replicas: Sequence[Replica]) -> dict[str, bytes]:

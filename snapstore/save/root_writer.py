@@ -14,13 +14,16 @@ import msgspec
 from ..arrays import Column
 from ..chunks.uploader import put_once
 from ..context import Context
+from ..errors import InvalidInputError
 from ..format import manifest
 from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
 from ..format.manifest import ManifestHeader, TensorEntry, manifest_name, read_header
 from ..format.records import RANKS, ManifestRef
+from ..state.containers import shown
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
+from ..text import some
 from ..threads import Threads
 from .bases import SessionLike
 from .manifest_writer import Written
@@ -68,6 +71,7 @@ def write_roots(
 
     Raises:
         IntegrityError: a child's header is not the one that its rank has reported.
+        InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
     """
     written, puts = Written(), list[tuple[str, bytes]]()
     for number, part in enumerate(parts):
@@ -93,7 +97,7 @@ def write_roots(
             features=[RANKS],
             world_size=world_size,
             children=of_part,
-            box_map=_box_map(found, orders, len(part.specs)),
+            box_map=_box_map(found, orders, part),
             depth=max((header.depth for header in found), default=0),
         )
         data = manifest.encode(contents)
@@ -105,14 +109,25 @@ def write_roots(
     return written
 
 
-def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], count: int) -> bytes:
-    """Return the packed box map of a part, from those in the headers of its children."""
+def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], part: PartTree) -> bytes:
+    """Return the packed box map of a part, from those in the headers of its children.
+
+    Raises:
+        InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
+    """
     maps = list[tuple[int, BoxMap, Column]]()
     for header in found:
         if header.box_map:  # a child of own values alone has none
             own = BoxMap.decode(header.box_map, manifest_name(header))
             maps.append((header.rank, own, orders[header.rank, header.part]))
-    return BoxMap.merged(maps, count).encode()
+    merged = BoxMap.merged(maps, len(part.specs))
+    torn = [shown(spec.path) for i, spec in enumerate(part.specs) if merged.is_whole(i, spec.shape) is False]
+    if torn:
+        raise InvalidInputError(
+            f"{some(torn, 5)}: the shards of the ranks overlap, or leave some of it out: check the offsets that the "
+            "program gives them; nothing was committed"
+        )
+    return merged.encode()
 
 
 def _entry(spec: TensorSpec) -> TensorEntry:

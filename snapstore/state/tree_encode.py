@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, timedelta, timezone
 from enum import Enum
+from io import IOBase
 from typing import Any, NoReturn
 
 import msgspec
@@ -193,6 +194,8 @@ _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an ob
 
 
 def _advice(value: Any) -> str:
+    if isinstance(value, IOBase):
+        return "is an open file, which has no stored form: store its bytes, as getvalue() or read() gives them"
     return "is read only as a whole state: save an iterator alone" if isinstance(value, Iterator) else _NO_FORM
 
 

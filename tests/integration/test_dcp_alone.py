@@ -7,9 +7,13 @@ docs/design/dcp-tests.md says which of DCP's cases is checked where.
 
 from __future__ import annotations
 
+import gc
+import io
 import pickle
+import resource
+import weakref
 from collections import OrderedDict
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,6 +176,20 @@ def test_a_save_without_a_checkpoint_id_does_not_take_the_last_one(writer: Any) 
         dcp.save({"a": torch.ones(2)}, storage_writer=writer)
 
 
+@pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated:FutureWarning")
+def test_the_older_functions_keep_the_checkpoint_id_that_was_set(writer: Any, reader: Any) -> None:
+    """They call reset without an id, which DCP's own storages take as the one that they have."""
+    for step in (1, 2):
+        writer.reset(step)
+        dcp.save_state_dict({"a": torch.full((3,), float(step))}, writer, no_dist=True)
+    state = {"a": torch.zeros(3)}
+    reader.reset(1)
+    dcp.load_state_dict(state, reader, no_dist=True)
+    assert state["a"].tolist() == [1] * 3
+    with pytest.raises(dcp.CheckpointException, match="checkpoint_id None"):
+        dcp.save_state_dict(state, writer, no_dist=True)
+
+
 # --- what is saved is loaded ---
 
 
@@ -187,6 +205,59 @@ def test_what_is_saved_is_loaded(way: str, writer: Any, reader: Any) -> None:
     else:
         snap.async_save(state, writer, 1).result()
     same(loaded(reader, "step-1", state), plain(state))
+
+
+@pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": {"b": []}, "c": ()}])
+def test_states_without_a_tensor_or_a_value(state: Any, writer: Any, reader: Any) -> None:
+    dcp.save(state, storage_writer=writer, checkpoint_id=1)
+    dcp.async_save(state, storage_writer=writer, checkpoint_id=2).result()
+    for step in (1, 2):
+        assert loaded(reader, step, state) == state
+
+
+def test_dicts_are_loaded_in_place_and_objects_are_not_replaced(writer: Any, reader: Any) -> None:
+    """The dicts and tensors of a state stay the same objects; an object with no state of its own loads too."""
+
+    class Watched(dict):
+        def __setitem__(self, key: str, value: Any) -> None:
+            was_set.append(key)
+            super().__setitem__(key, value)
+
+    class Empty:
+        loaded: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state
+
+    was_set: list[str] = []
+    empty, model, nested = Empty(), torch.nn.Linear(2, 3), {"w": {"deep": torch.ones(2)}, "n": [1, 2]}
+    dcp.save({"empty": empty, "model": model, "nested": nested}, storage_writer=writer, checkpoint_id=1)
+    for own in (False, True):
+        target = {"w": {"deep": torch.zeros(2)}, "n": [9]}
+        inner, deep = target["w"], target["w"]["deep"]
+        state = Watched(empty=empty, model=torch.nn.Linear(2, 3), nested=target)
+        snap.load(state, reader, 1) if own else dcp.load(state, storage_reader=reader, checkpoint_id=1)
+        assert empty.loaded == {}
+        assert was_set == ([] if own else ["nested"])  # DCP sets it again, as the object it was
+        assert state["nested"] is target
+        assert target["w"] is inner
+        assert inner["deep"] is deep
+        same(target, nested)
+        same(dict(state["model"].state_dict()), dict(model.state_dict()))
+        empty.loaded = None
+        was_set.clear()
+
+
+def test_the_metadata_names_the_snapshot(writer: Any, reader: Any) -> None:
+    saved = dcp.save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id="out/step-1").storage_meta
+    reader.reset("out/step-1")
+    read = reader.read_metadata().storage_meta
+    assert saved.checkpoint_id == read.checkpoint_id == "out/step-1"
+    assert saved.save_id == read.save_id == writer.snapshot.id
+    assert read.load_id == reader.snapshot.id
 
 
 def test_the_metadata_has_one_chunk_a_tensor_and_dcps_keys(writer: Any, reader: Any) -> None:
@@ -318,6 +389,47 @@ def test_an_async_save_keeps_the_values_of_its_call(writer: Any, reader: Any) ->
     same(loaded(reader, 1, before), before)
 
 
+def test_an_async_save_keeps_views_dtypes_and_empty_tensors(writer: Any, reader: Any) -> None:
+    """Tensors that share memory, whole, in part and turned; every dtype; no elements, in any number of dimensions."""
+    base = torch.randn(10, 10)
+    views = {"rows": base[2:8], "box": base[2:8, 2:8], "flat": base.view(100)[10:60], "turned": base.t(), "base": base}
+    dtypes = "float64 float16 bfloat16 float8_e4m3fn int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64"
+    state = views | {name: (torch.rand(4, 5) * 9).to(getattr(torch, name)) for name in dtypes.split()}
+    state |= {f"empty{n}": torch.empty((0,) * n) for n in (1, 2, 3)} | {"scalar": torch.tensor(0.5)}
+    before = {key: value.clone() for key, value in state.items()}
+    future = dcp.async_save(state, storage_writer=writer, checkpoint_id=1)
+    for value in state.values():
+        value.zero_()
+    future.result()
+    target = {key: torch.ones(value.shape).to(value.dtype) for key, value in before.items()}
+    dcp.load(target, storage_reader=reader, checkpoint_id=1)
+    same(target, before)
+
+
+@pytest.mark.parametrize("way", ["save", "async_save"])
+def test_a_save_does_not_keep_the_callers_tensors(way: str, writer: Any) -> None:
+    value = torch.randn(5000)
+    kept = weakref.ref(value)
+    done = getattr(dcp, way)({"a": value, "b": {"c": [value]}}, storage_writer=writer, checkpoint_id=1)
+    result = done.result() if way == "async_save" else done
+    del value
+    gc.collect()
+    assert kept() is None
+    assert result.storage_meta.save_id == writer.snapshot.id
+
+
+def test_async_saves_do_not_add_memory(writer: Any) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    state = {"w": torch.randn(4_000_000)}
+    for step in range(10):
+        if step == 3:
+            before = resident()
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=step).result()
+    assert resident() - before < 3 * state["w"].nbytes  # of seven saves
+
+
 def test_async_saves_follow_each_other_and_the_second_is_a_delta(writer: Any, reader: Any) -> None:
     state = {"w": torch.randn(200_000), "step": 0}
     for step in range(4):
@@ -366,6 +478,9 @@ def test_another_stager_may_be_given(writer: Any, reader: Any) -> None:
 
 def test_an_error_of_an_async_save_is_the_futures(repository: Repository, store: MemoryStore) -> None:
     writer = snap.SnapstoreWriter(repository, run="r")
+    for value, text in ((object(), "no stored form"), (io.BytesIO(b"x"), "store its bytes, as getvalue")):
+        with pytest.raises(InvalidInputError, match=text):
+            dcp.async_save({"a": value}, storage_writer=writer, checkpoint_id=1)
     with pytest.raises(InvalidInputError, match="no stored form"):
         dcp.async_save({"a": object()}, storage_writer=writer, checkpoint_id=1)
     future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id="none")
@@ -591,6 +706,8 @@ def test_a_state_is_made_from_the_metadata_alone(writer: Any, reader: Any) -> No
     same(made, plain(state))
     some = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=1, storage_reader=reader)
     same(some, {"model": plain(state["model"]), "step": 1})
+    some = _load_state_dict_from_keys("optimizer.state", checkpoint_id=1, storage_reader=reader)
+    same(some, {"optimizer": {"state": plain(state["optimizer"]["state"])}})
 
 
 def reader_at(reader: Any, checkpoint_id: Any) -> Any:
@@ -627,6 +744,30 @@ def test_a_save_that_fails_anywhere_commits_nothing_and_leaves_no_session(caplog
                 break
             assert not sessions(inner) or store.log[at][0] == "release"  # it ended, and a gc takes what is left
     assert failed > 5
+
+
+HOOKS = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish")
+READER_HOOKS = ("read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
+
+
+def test_a_hook_that_fails_fails_the_call_and_not_the_next_one(writer: Any, reader: Any, store: MemoryStore) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("injected")
+
+    for step, hook in enumerate(HOOKS):
+        setattr(writer, hook, fail)
+        with pytest.raises(dcp.CheckpointException, match="injected") as caught:
+            dcp.save({"a": torch.zeros(3)}, storage_writer=writer, checkpoint_id=step)
+        assert caught.value.failures.keys() == {0}
+        delattr(writer, hook)
+        dcp.save({"a": torch.full((3,), float(step))}, storage_writer=writer, checkpoint_id=step)
+        assert not sessions(store), hook
+    for hook in READER_HOOKS:
+        setattr(reader, hook, fail)
+        with pytest.raises(dcp.CheckpointException, match="injected"):
+            loaded(reader, 2, {"a": torch.zeros(3)})
+        delattr(reader, hook)
+        assert loaded(reader, 2, {"a": torch.zeros(3)})["a"].tolist() == [2] * 3
 
 
 def test_a_session_that_another_ranks_failure_leaves_open_ends(writer: Any, store: MemoryStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,40 @@ def test_unlike_states_and_arguments_are_errors(store):
             assert isinstance(error, InvalidInputError), error
             assert said in str(error)
     managers.end()
+
+
+@pytest.mark.parametrize("moved", [0, -1])
+def test_shards_that_the_program_has_placed_wrongly_are_refused(store, moved):
+    """As many rows as the tensor has, but one on two ranks, and one on none."""
+    managers = Managers(store, async_save=False)
+
+    def save(manager, rank):
+        place = (4 * rank + moved * (rank == 1), 0)
+        shard = SimpleNamespace(
+            key="w", data=torch.ones(4, 3), global_shape=(4 * COUNT, 3), global_offset=place, replica_id=0
+        )
+        return manager.save(1, {"model": {"w": shard}})
+
+    found = managers.all(save)
+    managers.end()
+    with opened(store) as repository:
+        assert len(repository.snapshots("a")) == (not moved)
+        assert all("model.w: the shards of the ranks overlap" in str(error) for error in found if moved)
+
+
+def test_ranks_may_have_their_keys_in_another_order(store):
+    managers = Managers(store, async_save=False)
+
+    def save(manager, rank):
+        model = {"w": torch.arange(5000.0), "b": torch.ones(3), "c": torch.zeros(900)}
+        return manager.save(1, {"model": dict(list(model.items())[:: -1 if rank else 1])})
+
+    assert not any(isinstance(found, Exception) for found in managers.all(save))
+    managers.end()
+    with opened(store) as repository:
+        restored = repository.restore("a@1")["model"]
+        assert torch.equal(restored["w"], torch.arange(5000.0))
+        assert (restored["b"].tolist(), restored["c"].sum()) == ([1] * 3, 0)
 
 
 def test_replicas_that_differ_are_named(store):

@@ -135,32 +135,41 @@ def expect_whole(value: Any, expected: Any, what: object = "") -> None:
 
 
 @contextmanager
-def raises(kind: type[BaseException], text: str) -> Any:
-    """Check that an error with a text is raised; pytest is not in these processes."""
-    raised = ""
+def raises(kind: type[BaseException], text: str, rank: int | None = None) -> Any:
+    """Check that an error with a text is raised, of one rank if it is given; pytest is not in these processes."""
+    raised, ranks = "", []
     try:
         yield
     except kind as error:
-        raised = f"{type(error).__name__}: {error}"
+        raised, ranks = f"{type(error).__name__}: {error}", list(getattr(error, "failures", ()))
     assert text in raised, (text, raised)
+    assert rank is None or ranks == [rank], (rank, raised)
 
 
 def fsdp(mesh: Any, hidden: int = 24, seed: int = 0) -> tuple[Any, Any]:
-    """Return a model under FSDP2 and its optimizer, one step after initialisation."""
+    """Return a model under FSDP2, or under DDP without a mesh, and its optimizer, one step after initialisation."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 7), nn.LayerNorm(7))
-    for layer in model:
-        fully_shard(layer, mesh=mesh) if list(layer.parameters()) else None
-    fully_shard(model, mesh=mesh)
+    model: Any = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 7), nn.LayerNorm(7))
+    if mesh is None:
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        for layer in model:
+            fully_shard(layer, mesh=mesh) if list(layer.parameters()) else None
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.manual_seed(seed)
-    model(torch.randn(4, 20)).square().sum().backward()
-    optimizer.step()
+    train(model, optimizer, seed)
     return model, optimizer
+
+
+def train(model: Any, optimizer: Any, seed: int) -> None:
+    """Train for one step, with the same batch on every rank."""
+    optimizer.zero_grad()
+    model(whole((4, 20), seed)).square().sum().backward()
+    optimizer.step()
 
 
 def states(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -215,6 +224,9 @@ def _save_and_load(world: World, run: str, mesh: Any, other: Any, save: Callable
     load(target, world.reader(run), 3)
     expect_same(target, expected)
     set_state_dict(fresh, fresh_optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    expect_same(states(fresh, fresh_optimizer), full(states(model, optimizer)))
+    for trained in ((model, optimizer), (fresh, fresh_optimizer)):  # training goes on as it would have
+        train(*trained, seed=8)
     expect_same(states(fresh, fresh_optimizer), full(states(model, optimizer)))
     writer.close()
 
@@ -277,6 +289,55 @@ def case_hsdp(world: World) -> None:
             _save_and_load(world, f"hsdp{number}", world.mesh(*mesh), world.mesh(*other), save)
 
 
+def case_ddp(world: World) -> None:
+    """DDP to DDP, and to FSDP."""
+    from snapstore.dcp import save
+
+    for number, (mesh, other) in enumerate(((None, None), (None, world.mesh()))):
+        _save_and_load(world, f"ddp{number}", mesh, other, save)
+
+
+def case_fsdp1(world: World) -> None:
+    """FSDP1's sharded state, by DCP's older functions: the reader keeps the step that was set before them."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12))
+        one = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+        FullyShardedDataParallel.set_state_dict_type(one, StateDictType.SHARDED_STATE_DICT)
+        return one, torch.optim.Adam(one.parameters(), lr=0.1)
+
+    def locals_of(state: Any) -> dict[str, Any]:
+        return {
+            f"{key}.{n}": one for key, value in flat(state).items() for n, one in enumerate(
+                [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]
+            )
+        }  # fmt: skip
+
+    model, optimizer = made(0)
+    model(whole((2, 8))).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+    writer, reader = world.writer("fsdp1"), world.reader("fsdp1")
+    writer.reset(1)
+    dcp.save_state_dict(state, writer)
+    dcp.save({"model": state["model"]}, storage_writer=writer, checkpoint_id=2)  # the newest has no optimizer
+    other, fresh = made(1)
+    target = {"model": other.state_dict()}
+    reader.reset(1)
+    dcp.load_state_dict(target, reader)
+    other.load_state_dict(target["model"])
+    loaded = load_sharded_optimizer_state_dict(target["model"], "optim", reader)
+    fresh.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, fresh, loaded["optim"]))
+    got = {"model": other.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(other, fresh)}
+    expect_same(locals_of(got), locals_of(state))
+    writer.close()
+
+
 def case_tensor_parallel(world: World) -> None:
     """Tensor parallel, alone and under FSDP; loaded onto the meta device too."""
     import torch
@@ -330,6 +391,11 @@ def case_placements(world: World) -> None:
         values = {f"t{n}": whole((13, 5), n) for n in range(len(placements))}
         state = {key: sharded(values[key], mesh, places) for key, places in zip(values, placements, strict=True)}
         save(state, writer, len(shape))
+        reader = world.reader("placements")
+        reader.reset(len(shape))
+        for described in reader.read_metadata().state_dict_metadata.values():
+            assert (tuple(described.size), described.properties.dtype) == ((13, 5), values["t0"].dtype)
+            assert [tuple(chunk.sizes) for chunk in described.chunks] == [(13, 5)]
         for target_shape, target_placements in meshes:
             target_mesh = world.mesh(*target_shape)
             for places in target_placements:
@@ -358,10 +424,15 @@ def case_uneven_and_empty_shards(world: World) -> None:
     save(state, writer, 1)
     target = {key: sharded(torch.zeros_like(v), mesh, state[key].placements) for key, v in values.items()}
     load(target, world.reader("uneven"), 1)
+    square = world.mesh(2, world.size // 2)
+    both = {key: [Shard(0) if value.dim() else Replicate()] * 2 for key, value in values.items()}
+    on_square = {key: sharded(torch.zeros_like(value), square, both[key]) for key, value in values.items()}
+    load(on_square, world.reader("uneven"), 1)
     plain = {key: torch.zeros_like(value) for key, value in values.items()}
     load(plain, world.reader("uneven"), 1)
     for key, value in values.items():
         expect_whole(target[key], value, key)
+        expect_whole(on_square[key], value, key)
         expect_whole(plain[key], value, key)
     writer.close()
 
@@ -389,11 +460,105 @@ def case_submesh(world: World) -> None:
     writer.close()
 
 
+def case_submesh_that_all_ranks_know(world: World) -> None:
+    """A module on the even ranks: the others have its parameters too, without a row; and its extra state."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    from snapstore.dcp import load, save
+
+    mesh, rows, copies = DeviceMesh("cpu", list(range(0, world.size, 2))), whole((6, 3)), whole((6,), 1)
+
+    def module(factor: int) -> dict[str, Any]:
+        return {
+            "rows": torch.nn.Parameter(sharded(rows * factor, mesh, [Shard(0)])),
+            "copies": torch.nn.Parameter(sharded(copies * factor, mesh, [Replicate()])),
+            "_extra_state": {"count": factor, "tensor": torch.full((2,), float(factor))},
+        }
+
+    writer = world.writer("even")
+    save({"module": module(1)}, writer, 1)
+    target = {"module": module(10)}
+    load(target, world.reader("even"), 1)
+    for name, value in (("rows", rows), ("copies", copies)):
+        local = target["module"][name]._local_tensor
+        expect_whole(target["module"][name], value) if world.rank % 2 == 0 else expect_whole(local, local[:0])
+    assert target["module"]["_extra_state"]["count"] == 1
+    expect_whole(target["module"]["_extra_state"]["tensor"], torch.ones(2))
+    writer.close()
+
+
+def case_shards_of_any_size(world: World) -> None:
+    """Shards that the program places itself, by DCP's protocol and in a DTensor; such as overlap are refused."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    from snapstore import Repository
+    from snapstore.dcp import load, save
+
+    class Rows(torch.Tensor):
+        """Some rows of a tensor of (16, 1), from `first` on."""
+
+        @staticmethod
+        def __new__(cls, local: Any, first: int) -> Any:
+            one = torch.Tensor._make_wrapper_subclass(cls, (16, 1), dtype=local.dtype)
+            one.local, one.chunk = local, ChunkStorageMetadata(torch.Size([first, 0]), local.size())
+            return one
+
+        def __init__(self, local: Any, first: int) -> None:
+            pass
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError(f"{function} of a tensor in shards")
+
+        def __create_chunk_list__(self) -> Any:
+            return [self.chunk]
+
+        def __create_write_items__(self, key: str, value: Any) -> Any:
+            data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.local), self.size())
+            return [WriteItem(MetadataIndex(key, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+        def __get_tensor_shard__(self, index: Any) -> Any:
+            return self.local
+
+    def wrapped(local: Any, first: int) -> Any:
+        shards = LocalShardsWrapper([local], [(first, 0)])
+        return DTensor.from_local(
+            shards, world.mesh(), [Shard(0)], run_check=False, shape=torch.Size([16, 1]), stride=(1, 1)
+        )
+
+    values = whole((16, 1))
+    first, end = [(0, 4), (4, 7), (7, 11), (11, 16)][world.rank] if world.size == 4 else [(0, 5), (5, 16)][world.rank]
+    other, stop = [(0, 6), (6, 8), (8, 9), (9, 16)][world.rank] if world.size == 4 else [(0, 12), (12, 16)][world.rank]
+    writer = world.writer("any-size")
+    for step, kind in enumerate((Rows, wrapped)):
+        dcp.save({"t": {"w": kind(values[first:end].clone(), first)}}, storage_writer=writer, checkpoint_id=step)
+        local = torch.zeros(stop - other, 1)
+        load({"t": {"w": kind(local, other)}}, world.reader("any-size"), step)
+        expect_whole(local, values[other:stop])
+        moved = first - (world.rank == 1)  # as many rows, but one is another rank's too, and one is nobody's
+        with raises(dcp.CheckpointException, "t.w: the shards of the ranks overlap"):
+            save({"t": {"w": kind(values[moved : moved + end - first].clone(), moved)}}, writer, 9)
+        fewer = end - (world.rank == 1)
+        with raises(dcp.CheckpointException, "its tensors have 64 bytes, and the ranks have stored 60"):
+            save({"t": {"w": kind(values[first:fewer].clone(), first)}}, writer, 9)
+    with Repository.open(world.url) as repository:
+        assert [snapshot.step for snapshot in repository.snapshots(writer.run)] == [0, 1]
+    writer.close()
+
+
 def case_sharded_tensor(world: World) -> None:
-    """FSDP1's ShardedTensor: saved, loaded into another plan of shards, and into plain tensors."""
+    """FSDP1's ShardedTensor: saved, loaded into other shards, several on a rank too, and to plain tensors and back."""
     import torch
     from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+    from torch.distributed.checkpoint import CheckpointException
 
     from snapstore.dcp import load, save
 
@@ -416,6 +581,21 @@ def case_sharded_tensor(world: World) -> None:
     for shard in target["a"].local_shards():
         assert torch.equal(shard.tensor, cut(values, shard))
     expect_whole(target["b"]["c"], values)
+    on = [f"rank:{r}/cpu" for r in ranks]
+    runs = [(0, 2, 0), (2, 1, 1), (3, 3, 0), (6, 4, -1), (10, 1, 0)]  # first row, rows, rank
+    several = ChunkShardingSpec(dim=0, placements=on + on[::-1])
+    specs = (
+        ChunkShardingSpec(dim=1, placements=on[:2]),
+        several,
+        EnumerableShardingSpec([ShardMetadata([first, 0], [rows, 3], on[rank]) for first, rows, rank in runs]),
+    )
+    for spec in specs:
+        target = {"a": sharded_tensor.zeros(spec, 11, 3), "b": {"c": sharded_tensor.zeros(spec, 11, 3)}}
+        load(target, world.reader("st"), 1)
+        for shard in [*target["a"].local_shards(), *target["b"]["c"].local_shards()]:
+            assert torch.equal(shard.tensor, cut(values, shard)), spec
+    with raises(CheckpointException, "a: ShardedTensor of shape (16, 3): holds 2 shards on this rank"):
+        save({"a": sharded_tensor.zeros(several, 16, 3)}, writer, 2)
     plain = {"a": torch.zeros(11, 3)}
     load(plain, world.reader("st"), 1)
     expect_whole(plain["a"], values)
@@ -476,6 +656,53 @@ def case_keys_of_each_rank(world: World) -> None:
     target = {mine: {"position": 0, "order": []}, "step": 0}
     load(target, world.reader("keys"), 1)
     expect_same(target, full(state))
+    writer.close()
+
+
+def case_keys_in_another_order(world: World) -> None:
+    """Ranks may have the same keys in another order; objects that communicate load in the same order on all of them."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore.dcp import async_save, load, save
+
+    class Gathering:
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 4, "tensor": torch.ones(3)}
+
+        def load_state_dict(self, state: Any) -> None:
+            dist.all_gather([torch.zeros(2) for _ in range(world.size)], torch.ones(2))
+            assert state["count"] == 4
+
+    class Reducing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            dist.all_reduce(torch.ones(5))
+
+    def turned(state: dict[str, Any]) -> dict[str, Any]:
+        return dict(list(state.items())[:: -1 if world.rank else 1])
+
+    plain = {"x": whole((5,)), "y": whole((900, 7), 1)}
+    state = turned({"gathering": Gathering(), "reducing": Reducing(), "plain": turned(plain), "last": whole((4, 4), 2)})
+    writer = world.writer("orders")
+    dcp.save(state, storage_writer=writer, checkpoint_id=1)
+    save(state, writer, 2)
+    async_save(state, writer, 3, process_group=world.gloo).result()
+    for step in (1, 2, 3):
+        blank = {key: value * 0 for key, value in plain.items()}
+        target = dict(state) | {"plain": turned(blank), "last": state["last"] * 0}
+        if step == 1:
+            dcp.load(target, storage_reader=world.reader("orders"), checkpoint_id=step)
+        else:
+            load(target, world.reader("orders"), step)
+        expect_same({key: target[key] for key in ("plain", "last")}, full({"plain": plain, "last": state["last"]}))
+    plain["y"] = plain["y"] + (world.rank == 0)
+    for text in ("tensors of part 'plain' differ", "tensors plain.y differ"):
+        with raises(dcp.CheckpointException, text):
+            save(state | {"plain": turned(plain)}, writer, 4)
     writer.close()
 
 
@@ -659,7 +886,7 @@ def case_a_rank_that_fails(world: World) -> None:
         coordinator_only = hook in ("prepare_global_plan", "finish")
         for rank in (0,) if coordinator_only else (0, world.size - 1):
             writer, step = Failing(hook, rank).writer, step + 1
-            with raises(CheckpointException, "injected"):
+            with raises(CheckpointException, "injected", rank):
                 save(state, writer, step)
             writer.__dict__.pop(hook, None)
             state["n"] = step
@@ -681,16 +908,56 @@ def case_a_rank_that_fails(world: World) -> None:
 
 
 def case_failures_of_a_load(world: World) -> None:
-    """A key that is missing on one rank fails the load on all if it uses collectives."""
+    """A failure on any rank fails the load on all if it uses collectives, and the next load works; so does a missing
+    key.
+    """
     import torch.distributed.checkpoint as dcp
 
     from snapstore.dcp import save
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("injected")
 
     writer = world.writer("load-fails")
     save({"a": whole((3, 3))}, writer, 1)
     target = {"a": whole((3, 3), 2)} | ({"b": whole((2, 2))} if world.rank == 1 else {})
     with raises(dcp.CheckpointException, "Missing key in checkpoint state_dict: b"):
         dcp.load(target, storage_reader=world.reader("load-fails"), checkpoint_id=1)
+    last = world.size - 1
+    hooks = {"read_metadata": 0, "set_up_storage_reader": 0, "prepare_global_plan": 0}
+    for hook, rank in [*hooks.items(), ("prepare_local_plan", 1), ("read_data", 0), ("read_data", last)]:
+        reader, target = world.reader("load-fails"), {"a": whole((3, 3), 2)}
+        if world.rank == rank:
+            setattr(reader, hook, fail)
+        with raises(dcp.CheckpointException, "injected", rank):
+            dcp.load(target, storage_reader=reader, checkpoint_id=1)
+        reader.__dict__.pop(hook, None)
+    dcp.load(target, storage_reader=reader, checkpoint_id=1)  # which has just failed
+    expect_whole(target["a"], whole((3, 3)))
+    writer.close()
+
+
+def case_another_coordinator(world: World) -> None:
+    """DCP's older functions let another rank than 0 coordinate: it commits, and its failures are everybody's."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": whole((300, 40)), "n": 1}
+    writer = world.writer("coordinator")
+    for hook in ("finish", ""):
+        if hook and world.rank == 1:
+            setattr(writer, hook, None)
+        writer.reset(1)
+        if hook:
+            with raises(dcp.CheckpointException, "object is not callable"):
+                dcp.save_state_dict(state, writer, coordinator_rank=1)
+        else:
+            dcp.save_state_dict(state, writer, coordinator_rank=1)
+        writer.__dict__.pop(hook, None)
+    assert (writer.snapshot is None) == (world.rank != 1)
+    target, reader = {"w": whole((300, 40), 3), "n": 0}, world.reader("coordinator")
+    reader.reset(1)
+    dcp.load_state_dict(target, reader, coordinator_rank=world.size - 1)
+    expect_same(target, full(state))
     writer.close()
 
 
@@ -807,6 +1074,25 @@ def case_planners(world: World) -> None:
         load(target, world.reader("planners"), step)
         expect_same(target, full(state))
     writer.close()
+
+    class OfFewSaves(DefaultSavePlanner):  # a class of its own: the cache is by its name
+        pass
+
+    for step in range(6, 9):  # a writer for each save; the second one fails
+        writer = world.writer("planners")
+        state = {f"own{world.rank}": {"at": step, "ranks": [world.rank]}, "w": whole((30, 4), step)}
+        planner = OfFewSaves(enable_plan_caching=True)
+        if step == 7:
+            if world.rank == world.size - 1:
+                writer.write_data = None
+            with raises(dcp.CheckpointException, "object is not callable"):
+                dcp.save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+        else:
+            dcp.save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+            target = {f"own{world.rank}": {"at": 0, "ranks": []}, "w": state["w"] * 0}
+            load(target, world.reader("planners"), step)
+            expect_same(target, full(state))
+        writer.close()
 
 
 def case_bytes_on_the_wire(world: World) -> None:

@@ -56,6 +56,31 @@ def test_the_ranks_named_are_those_whose_boxes_overlap(shapes, world, cut, data)
         for rank in range(world):
             assert found.boxes(tensor, rank) == [[*o, *s] for o, s in held[rank].get(tensor, ())]
         assert found.count(tensor) == sum(len(own.get(tensor, ())) for own in held)
+        assert found.is_whole(tensor, shape)
+
+
+@given(st.integers(2, 9), st.integers(1, 4), st.integers(2, 5), st.data())
+@settings(max_examples=80, deadline=None)
+def test_only_disjoint_boxes_that_cover_a_tensor_are_whole(height, width, world, data):
+    """Shards that are moved, so that their bytes add up still, or cut; each element is counted to know."""
+    held: dict[int, list] = {}
+    counts = np.zeros((height, width), int)
+    for rank in range(world):
+        first, end = (height * r // world for r in (rank, rank + 1))
+        moved = data.draw(st.sampled_from([0, 0, 0, -1, 1]))
+        low, high = max(first + moved, 0), min(end + moved, height)
+        if high > low:
+            held[rank] = [((low, 0), (high - low, width))]
+            counts[low:high] += 1
+    if not held:
+        return
+    maps = [(rank, BoxMap.of_rank(rank, {0: own}, 1), np.arange(1)) for rank, own in held.items()]
+    assert BoxMap.merged(maps, 1).is_whole(0, (height, width)) == bool((counts == 1).all())
+
+
+def test_whether_a_tensor_is_whole_is_not_said_without_boxes():
+    found = BoxMap.merged([(0, BoxMap.of_rank(0, {1: [((), ())]}, 2), np.arange(2))], 2)
+    assert (found.is_whole(0, (3,)), found.is_whole(1, ())) == (None, True)
 
 
 def test_its_size_grows_with_the_forms_of_tensors_and_not_with_their_number():

@@ -197,6 +197,20 @@ def test_ranks_may_have_their_keys_in_another_order(store):
         assert (restored["b"].tolist(), restored["c"].sum()) == ([1] * 3, 0)
 
 
+def test_replicas_that_are_swapped_are_named(store):
+    """A rank that makes its modules in another order holds, after a broadcast by position, each under another name."""
+    managers = Managers(store, async_save=False)
+
+    def save(manager, rank):
+        names = ["query", "value"][:: -1 if rank else 1]
+        return manager.save(1, {"model": dict(zip(names, (torch.zeros(5000), torch.ones(5000)), strict=True))})
+
+    assert all("model.query, model.value: differ from" in str(found) for found in managers.all(save))
+    managers.end()
+    with opened(store) as repository:
+        assert repository.snapshots("a") == []
+
+
 def test_replicas_that_differ_are_named(store):
     """Silent corruption, or a forgotten broadcast: the tensor is named, and the rank."""
     for async_save in (False, True):

@@ -30,7 +30,7 @@ def manifest_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
 def data_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
     """Return the references of the manifests that hold a snapshot's chunks; raises as `manifest_refs` does."""
     roots = set(snapshot.manifests) if RANKS in snapshot.features else set()
-    return [ref for ref in manifest_refs(index, snapshot) if ref not in roots]
+    return [ref for ref in manifest_refs(index, snapshot) if ref not in roots or index.header(ref).chunks]
 
 
 def all_manifests(

@@ -31,7 +31,7 @@ from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.rank_state import encode_trees, rank_state, trees_of
-from ..save.root_writer import read_headers, write_roots
+from ..save.root_writer import Children, read_headers, write_roots
 from ..save.shares import RankShares, Replicas
 from ..save.staging import Mode, Staging
 from ..save.together import shared_session
@@ -190,10 +190,11 @@ class Saver:
             IntegrityError, NotFoundError, StorageError: a child manifest cannot be read.
         """
         headers = read_headers(self._context, collected.children)
-        parts, children = collected.parts, collected.children
-        roots = write_roots(self._context, session, parts, children, headers, self.place[1], collected.orders)
+        children = Children(collected.children, headers, collected.orders)
+        cached = self._repository.lineage.cached_manifests()
+        roots = write_roots(self._context, session, collected.parts, children, self.place[1], cached)
         reports = collected.reports.values()
-        roots.new_chunks = sum(report.new_chunks for report in reports)
+        roots.new_chunks += sum(report.new_chunks for report in reports)
         roots.stored_bytes += sum(report.stored_bytes for report in reports)
         return roots
 

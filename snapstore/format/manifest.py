@@ -112,6 +112,13 @@ class Manifest:
     table: ChunkTable
     unknown: Sequence[layout.Unknown] = ()
 
+    @property
+    def own_packs(self) -> dict[str, int]:
+        """Return the packs of its own chunks: name -> size [bytes]; the header of a root also has its children's."""
+        used = np.flatnonzero(np.bincount(self.table.ref_packs)).tolist()
+        names, sizes = self.header.pack_names, self.header.pack_size_list
+        return {names[number]: sizes[number] for number in used}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestContents:
@@ -240,8 +247,8 @@ def _check_ranks(header: ManifestHeader, where: str) -> None:
         raise FormatError(f"{where}: rank {header.rank} of {size}")
     if not children:
         return
-    if not size or header.rank or header.chunks:
-        raise FormatError(f"{where}: rank {header.rank} of {size}, {header.chunks} chunks: it cannot have children")
+    if not size or header.rank:
+        raise FormatError(f"{where}: rank {header.rank} of {size}: it cannot have children")
     before = -1
     for child in children:
         if child.part != header.part or not before < child.rank < size:
@@ -380,8 +387,6 @@ def _check_sizes(m: Manifest, where: str) -> None:
         if end != total:
             raise FormatError(f"{where}: its tensors have {end} {what}, {total} are there")
     header, held = m.header, int(m.table.lengths.sum(dtype=np.int64)) + len(m.inline)
-    if header.children and held:
-        raise FormatError(f"{where}: has children, and {held} bytes of its own")
     held += sum(child.logical_bytes for child in header.children)
     if header.logical_bytes != held:
         raise FormatError(f"{where}: holds {held} bytes of tensors, its header says {header.logical_bytes}")

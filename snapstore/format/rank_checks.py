@@ -79,10 +79,11 @@ class Cover:
 
 
 def entries_by_path(root: Manifest) -> dict[bytes, list[int]]:
-    """Return the numbers of a root's entries by their packed path, for `match_entries`."""
+    """Return the numbers of a root's entries but its pages by their packed path, for `match_entries`."""
     numbers: dict[bytes, list[int]] = {}
     for number, entry in enumerate(root.tensors):
-        numbers.setdefault(_key_of(entry), []).append(number)
+        if entry.kind != "page":
+            numbers.setdefault(_key_of(entry), []).append(number)
     return numbers
 
 
@@ -139,8 +140,11 @@ class RankCheck:
         for spec in self._specs:
             spec.check()
         self._cover = Cover(spec.shape for spec in self._specs)
-        self._packs: dict[str, int] = {}
-        self._depth = 0
+        for number, entry in enumerate(root.tensors):
+            if entry.kind == "page":  # the root's own
+                self._cover.add(number, [0] * len(entry.shape), entry.shape)
+        self._packs = root.own_packs
+        self._depth = int(root.table.depths.max(initial=0))
         self._left = [child.rank for child in reversed(root.header.children)]
         self._map = BoxMap.decode(root.header.box_map, where) if root.header.box_map else None
         self._mapped = [0] * len(root.tensors)  # boxes of each tensor that the map has
@@ -187,11 +191,13 @@ class RankCheck:
         if len(packs) < len(header.pack_names) or packs != self._packs:
             odd = sorted(packs.items() ^ self._packs.items())
             raise FormatError(
-                f"{self._where}: its packs are not those of its children, each once: {len(header.pack_names)} and "
+                f"{self._where}: its packs are not its own and its children's, each once: {len(header.pack_names)} and "
                 f"{len(self._packs)}" + (f", first {odd[0][0]}" if odd else "")
             )
         if header.depth != self._depth:
-            raise FormatError(f"{self._where}: chains of {header.depth} deltas, its children's have {self._depth}")
+            raise FormatError(
+                f"{self._where}: chains of {header.depth} deltas, its own and its children's {self._depth}"
+            )
 
     def _check_header(self, header: ManifestHeader, where: str) -> None:
         root = self._root.header

@@ -30,17 +30,21 @@ def held_bytes(m: Manifest, entry: TensorEntry) -> int:
 
 
 def check_layouts(m: Manifest, where: str) -> None:
-    """Check the tensors of a manifest that a record names: each is held whole; by a root of several ranks, none.
+    """Check the tensors of a manifest that a record names: each is held whole; of several ranks, a root holds pages.
 
     Raises:
         FormatError: a tensor has another number of bytes; or this release cannot read its layout.
     """
+    held = m.tensors
     if m.header.world_size:
-        if len(m.table) or m.inline or any(e.boxes or e.inline is not None or e.kind == "page" for e in m.tensors):
-            raise FormatError(f"{where}: the root of {m.header.world_size} ranks holds bytes itself")
-        return
+        held = [entry for entry in m.tensors if entry.kind == "page"]
+        tensors = m.tensors[: len(m.tensors) - len(held)]
+        if m.inline or any(entry.boxes or entry.inline is not None for entry in tensors):
+            raise FormatError(f"{where}: the root of {m.header.world_size} ranks holds bytes of tensors itself")
+        if any(entry.kind == "page" for entry in tensors):
+            raise FormatError(f"{where}: a tensor behind the pages of its tree")
     sums = ChunkSums(m.table)
-    for entry in m.tensors:
+    for entry in held:
         check_whole(entry, sums, where)
 
 

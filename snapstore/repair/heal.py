@@ -157,7 +157,7 @@ class Healer(Rewriting):
             root = tried(self.store, lambda: self.manifest_of(ref))  # noqa: B023 (called at once)
             children = root.header.children if root else []
             if all(tried(self.store, lambda: self.manifest_of(child)) for child in children):  # noqa: B023
-                found += children
+                found += [ref, *children] if root and root.header.chunks else children
         return found
 
     def _affected_parts(self, snapshot: Snapshot) -> list[Part]:

@@ -92,7 +92,8 @@ class BlobRewriting(Rewriting):
         entries = np.zeros(len(table.ref_packs), ENTRY)
         for number, name in enumerate(packs):
             own = np.flatnonzero(table.ref_packs == number)
-            entries[own] = self.entries_at(name, table.ref_offsets[own])
+            if len(own):  # a root also names the packs of its children
+                entries[own] = self.entries_at(name, table.ref_offsets[own])
         same = (entries["length"] == table.ref_lengths) & (entries["raw_bytes"] == table.ref_sizes)
         same &= entries["transform"] == table.ref_kinds
         same &= (digests_of(entries) == table.ref_digests).all(axis=1)

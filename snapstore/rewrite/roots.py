@@ -1,6 +1,7 @@
 """Roots: the root manifests over the children that a rewrite has replaced.
 
-In: a snapshot of several ranks, and new children. Out: new roots that name them, and all packs that are needed now.
+In: a snapshot of several ranks, and its new manifests: children, and roots whose own chunks have moved. Out: new roots
+that name the children as they are now, and all packs that are needed now.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from ..catalog.index import Index
 from ..errors import DAMAGE
@@ -24,13 +26,14 @@ Written = dict[str, tuple[ManifestRef, bytes]]
 def new_roots(
     index: Index, read: Callable[[ManifestRef], Manifest], claim: Claim, ruling: Snapshot, written: Written
 ) -> Written:
-    """Return new roots in place of those with replaced children; none if one process has written the snapshot.
+    """Return new roots in place of those with replaced children, or chunks of their own that have moved; none if one
+    process has written the snapshot.
 
     A root that cannot be read, such as one that a repair has found lost, stays as it is if none of its children is new.
 
     Args:
         read: returns a whole manifest.
-        written: the new children.
+        written: the new children, and roots over new tables that still name the old children.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a root of a new child, or a child that stays beside one, is missing
@@ -44,10 +47,13 @@ def new_roots(
         except DAMAGE as error:
             lost.append(error)
             continue
-        if written.keys().isdisjoint(child.sha256 for child in old):
+        of_root = {ref.sha256, *(child.sha256 for child in old)}
+        if written.keys().isdisjoint(of_root):
             continue
-        rootless -= {child.sha256 for child in old}
-        children, depth, packs = list[ManifestRef](), 0, dict[str, int]()
+        rootless -= of_root
+        root = manifest.decode(written[ref.sha256][1], ref.key) if ref.sha256 in written else read(ref)
+        children, depth, packs = list[ManifestRef](), int(root.table.depths.max(initial=0)), root.own_packs
+        numbers = np.array([list(packs).index(name) if name in packs else 0 for name in root.header.pack_names] or [0])
         for child in old:
             new, data = written.get(child.sha256, (child, b""))
             header = manifest.decode_header(data, new.key) if data else index.header(child)
@@ -55,8 +61,9 @@ def new_roots(
             depth = max(depth, header.depth)
             packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
         contents = replace(
-            manifest.ManifestContents.of(read(ref)),
+            manifest.ManifestContents.of(root),
             save_id=bytes.fromhex(claim.id),
+            table=replace(root.table, ref_packs=numbers[root.table.ref_packs].astype(np.uint32)),
             packs=list(packs),
             pack_sizes=list(packs.values()),
             made_for=claim.made_for,

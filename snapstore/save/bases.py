@@ -66,6 +66,10 @@ class SessionLike(Putter, Protocol):
     quarantined: set[str]
     usable_bases: list[Snapshot]
 
+    def confirm(self, sizes: Mapping[str, int]) -> None:
+        """Check that objects which were put are there, by key and size [bytes]."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Base:
@@ -129,14 +133,13 @@ class Bases:
 
     def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
         """Return the manifest's table, its packs renumbered into `self.packs`."""
-        numbers = []
-        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True):
+        own = m.own_packs
+        for name, size in own.items():
             if name not in known:
                 known[name] = len(self.packs)
                 self.packs.append(name)
                 self.pack_sizes.append(size)
-            numbers.append(known[name])
-        renumber = np.array(numbers or [0], np.uint32)
+        renumber = np.array([known[name] if name in own else 0 for name in m.header.pack_names] or [0], np.uint32)
         return dataclasses.replace(m.table, ref_packs=renumber[m.table.ref_packs])
 
     @staticmethod
@@ -218,7 +221,7 @@ def load_bases(
             for ref, m in found:
                 manifest.check_seed(m.header, config.digest_seed, f"base {snapshot.ref}: {ref.key}")
             if all(m.header.chunk_bytes == config.chunk_bytes for _, m in found):
-                yield Base(snapshot, [m for _, m in found if not m.header.children])
+                yield Base(snapshot, [m for _, m in found if len(m.table)])
 
     bases = list(readable())
     return Bases(bases, _damaged_packs(context.store, session, bases))
@@ -229,12 +232,7 @@ def _damaged_packs(store: ObjectStore, session: SessionLike, bases: Sequence[Bas
 
     Returns all packs if the store cannot tell, for example because of a bad sector: a full save needs none of them.
     """
-    expected = {
-        name: size
-        for base in bases
-        for m in base.manifests
-        for name, size in zip(m.header.pack_names, m.header.pack_size_list, strict=True)
-    }
+    expected = {name: size for base in bases for m in base.manifests for name, size in m.own_packs.items()}
     try:
         sizes = store.sizes([pack_key(name) for name in expected])
     except StorageError as error:

@@ -57,6 +57,12 @@ class Written:
     depth: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of_chunks(cls, chunks: ChunkWriter) -> Written:
+        """Return the packs of finished chunks."""
+        sizes = dict(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
+        return cls(stored_bytes=sum(sizes.values()), chunks=chunks.rows, new_chunks=chunks.new_chunks, sizes=sizes)
+
     def note(self, data: bytes) -> ManifestRef:
         """Add a manifest that is about to be put, and return its reference."""
         ref = manifest.ref_of(data)
@@ -94,13 +100,13 @@ def write(
         IntegrityError: a blob does not decode to its chunk; nothing refers to it.
         BaseDamagedError: a base cannot be read: write again without bases.
     """
-    layouts: list[_Layout] = []
+    layouts: list[Layout] = []
     wholes: Sequence[TensorSpec] = ()
     share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
     with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
         for part in inputs:
             if part.own_nodes is None:
-                layouts.append(_Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
+                layouts.append(Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
                 chunks.begin_part(part.name, rank)
                 digest_arrays(part.replicas, context.engines)
                 wholes = part.specs
@@ -116,14 +122,14 @@ def write(
                 else:
                     layout.append(tensor, 0, _inline_bytes(context, tensor))
             if not world_size or part.own_nodes is not None:
-                _add_tree(chunks, part, layout)
+                add_tree(chunks, layout, pack(part.tree))
             chunks.end_part()
         chunks.finish()
         return _write_manifests(context, session, chunks, layouts, (rank, world_size))
 
 
 @dataclass(slots=True)
-class _Layout:
+class Layout:
     """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`; and its packed tree."""
 
     part: str
@@ -148,7 +154,7 @@ class _Layout:
         place = (len(self.inline), spec.nbytes) if inline else None
         if tensor.box_of is None:
             boxes = [Box([0] * len(spec.shape), list(spec.shape), self.rows, chunks)] if chunks else []
-            self.entries.append(_entry(spec, boxes, place))
+            self.entries.append(entry_of(spec, boxes, place))
         else:
             self._append_box(tensor, tensor.box_of, chunks, place)
         self.rows += chunks
@@ -159,7 +165,7 @@ class _Layout:
         if self.whole != of.name:
             before = sum(tuple(entry.path) == of.spec.path for entry in self.entries) if of.name[2] else 0
             missing = of.same_path[before : of.name[2]]  # readers count the entries of a path
-            self.entries += [_entry(spec, [], None) for spec in (*missing, of.spec)]
+            self.entries += [entry_of(spec) for spec in (*missing, of.spec)]
             self.whole = of.name
         last = self.entries[-1]
         self.boxes.setdefault(of.number, []).append((of.offsets, tensor.spec.shape))
@@ -174,25 +180,26 @@ class _Layout:
         for path in sorted(paths, key=repr):
             alike = [msgspec.structs.replace(spec, tie=None) for spec in wholes if spec.path == path]
             before = sum(tuple(entry.path) == path for entry in self.entries)
-            self.entries += [_entry(spec, [], None) for spec in alike[before:]]
+            self.entries += [entry_of(spec) for spec in alike[before:]]
 
 
-def _entry(spec: TensorSpec, boxes: list[Box], inline: tuple[int, int] | None) -> TensorEntry:
+def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int] | None = None) -> TensorEntry:
+    """Return the entry of a tensor, of which these boxes are stored."""
     form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
-    return TensorEntry(*form, spec.requires_grad, spec.tie, boxes, inline)
+    return TensorEntry(*form, spec.requires_grad, spec.tie, list(boxes), inline)
 
 
-def _add_tree(chunks: ChunkWriter, part: PartInput, layout: _Layout) -> None:
-    """Pack the tree of a part; if it is large, write it as pages behind the tensors."""
-    layout.tree = pack(part.tree)
-    if len(layout.tree) < PAGED_BYTES:
+def add_tree(chunks: ChunkWriter, layout: Layout, tree: bytes) -> None:
+    """Add the packed tree of a part; if it is large, write it as pages behind the tensors."""
+    layout.tree = tree
+    if len(tree) < PAGED_BYTES:
         return
-    data = np.frombuffer(layout.tree, np.uint8)
-    path = (part.name,) if part.name else ()
+    data = np.frombuffer(tree, np.uint8)
+    path = (layout.part,) if layout.part else ()
     first, start = len(layout.entries), 0
     for number, end in enumerate(page_ends(data)):
         spec = TensorSpec(path, "page", "bytes", (end - start,), False, None)
-        page = TensorInput((part.name, path, number), spec, None, copy=data[start:end], may_delta=False)
+        page = TensorInput((layout.part, path, number), spec, None, copy=data[start:end], may_delta=False)
         layout.append(page, chunks.add(page, first + number), b"")
         start = end
     layout.tree = pack(["pages", first, len(layout.entries) - first])
@@ -219,19 +226,18 @@ def _write_manifests(
     context: Context,
     session: SessionLike,
     chunks: ChunkWriter,
-    layouts: Sequence[_Layout],
+    layouts: Sequence[Layout],
     writer: tuple[int, int],
 ) -> Written:
     """Put one manifest a part, after every pack that it names; `writer` is (rank, world size)."""
     rank, world_size = writer
-    written = Written(stored_bytes=sum(chunks.packs.sizes), chunks=chunks.rows, new_chunks=chunks.new_chunks)
-    written.sizes.update(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
+    written = Written.of_chunks(chunks)
     rows = Rows.concatenate(chunks.done)
     puts = []
     for sequence, layout in enumerate(layouts):
         if world_size and not layout.entries and layout.tree == NO_TREE:
             continue  # this rank stores nothing of the part
-        table, packs, sizes = _table(chunks, rows, layout)
+        table, packs, sizes = table_of(chunks, rows, layout)
         contents = manifest.ManifestContents(
             save_id=bytes.fromhex(session.id),
             rank=rank,
@@ -258,7 +264,7 @@ def _write_manifests(
     return written
 
 
-def _table(chunks: ChunkWriter, rows: Rows, layout: _Layout) -> tuple[ChunkTable, list[str], list[int]]:
+def table_of(chunks: ChunkWriter, rows: Rows, layout: Layout) -> tuple[ChunkTable, list[str], list[int]]:
     """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
     bases, packs = chunks.bases, chunks.packs
     span = layout.span

@@ -27,7 +27,7 @@ from .merged_trees import merge_trees, orders_of
 from .near_children import NearChildren
 from .pipeline import commit, without_bases
 from .rank_state import decode_trees, encode_trees, rank_state
-from .root_writer import read_headers, write_roots
+from .root_writer import Children, read_headers, write_roots
 from .staging import Staging
 from .together import Share
 
@@ -117,8 +117,9 @@ class RankWriter:
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
         others = [ref for ref in children if ref.sha256 not in self.headers]
         headers = self.headers | read_headers(self._context, others)
-        orders = orders_of(states, parts)
-        written = write_roots(self._context, session, parts, children, headers, self._ranks.count, orders)
+        found = Children(children, headers, orders_of(states, parts))
+        cached = self._lineage.cached_manifests()
+        written = write_roots(self._context, session, parts, found, self._ranks.count, cached)
         self._note(written)
         return written
 

@@ -2,12 +2,14 @@
 
 In: the trees of all ranks as one, and the references and headers of their child manifests, all of them durable. Out:
 one durable root manifest a part: the tree, every tensor with its whole shape and no bytes, the children in the order of
-their ranks, and all packs that they use. Rank 0 calls it, last before the commit.
+their ranks, and all packs that they use. A large tree lies in pages, which are chunks of the root's own: pages that the
+root of a base has cost nothing. Rank 0 calls it, last before the commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,15 +20,17 @@ from ..errors import InvalidInputError
 from ..format import manifest
 from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
-from ..format.manifest import ManifestHeader, TensorEntry, manifest_name, read_header
+from ..format.chunking import PAGED_BYTES
+from ..format.manifest import Manifest, ManifestHeader, manifest_name, read_header
 from ..format.records import RANKS, ManifestRef
 from ..state.containers import shown
-from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
 from ..text import some
 from ..threads import Threads
-from .bases import SessionLike
-from .manifest_writer import Written
+from .bases import Bases, SessionLike, load_bases
+from .chunk_writer import ChunkWriter, Rows
+from .manifest_writer import Layout, Written, add_tree, entry_of, table_of
+from .near_children import NearChildren
 from .rank_state import PartTree
 
 #: Headers that are read at once: of a large job thousands. Roots that are put at once.
@@ -49,55 +53,69 @@ def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str,
     return {ref.sha256: data for ref, data in zip(children, found, strict=True)}
 
 
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The child manifests of all ranks and parts, which are durable.
+
+    Attributes:
+        headers: their bytes up to the end of the header, by SHA-256.
+        orders: the numbers of each rank's tensors among those of all ranks; see `orders_of`.
+    """
+
+    refs: Sequence[ManifestRef]
+    headers: Mapping[str, bytes]
+    orders: Mapping[tuple[int, str], Column]
+
+
 def write_roots(
     context: Context,
     session: SessionLike,
     parts: Sequence[PartTree],
-    children: Sequence[ManifestRef],
-    headers: Mapping[str, bytes],
+    children: Children,
     world_size: int,
-    orders: Mapping[tuple[int, str], Column],
+    cached: Mapping[str, Manifest],
 ) -> Written:
-    """Store the root manifests; all of them are durable on return.
+    """Store the root manifests and the pages of large trees; all of it is durable on return.
 
     Args:
         parts: of all ranks as one; the part "" first.
-        children: of all ranks and parts.
-        headers: of the children: their bytes up to the end of the header, by SHA-256.
-        orders: the numbers among those of `parts` of each rank's tensors; see `orders_of`.
+        cached: manifests in memory, by SHA-256; the roots of the bases are read if they are not among them.
 
     Returns:
-        The objects that were written, and the chunks of all children; `stored_bytes` counts the roots alone.
+        The objects that were written, and the chunks of all manifests; `new_chunks` and `stored_bytes` count those of
+        the roots alone.
 
     Raises:
-        IntegrityError: a child's header is not the one that its rank has reported.
+        IntegrityError: a child's header is not the one that its rank has reported; or a page does not decode.
         InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
+        StorageError: the store failed.
     """
-    written, puts = Written(), list[tuple[str, bytes]]()
-    for number, part in enumerate(parts):
-        of_part = sorted((ref for ref in children if ref.part == part.name), key=lambda ref: ref.rank)
-        found = [manifest.proven_header(headers[ref.sha256], ref) for ref in of_part]
-        packs = {
-            name: size for header in found for name, size in zip(header.pack_names, header.pack_size_list, strict=True)
-        }
+    written, layouts = _write_trees(context, session, parts, cached)
+    puts = list[tuple[str, bytes]]()
+    for number, (layout, (table, names, sizes)) in enumerate(layouts):
+        of_part = sorted((ref for ref in children.refs if ref.part == layout.part), key=lambda ref: ref.rank)
+        found = [manifest.proven_header(children.headers[ref.sha256], ref) for ref in of_part]
+        packs = dict(zip(names, sizes, strict=True))  # `table` counts these
+        for header in found:
+            packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
         contents = manifest.ManifestContents(
             save_id=bytes.fromhex(session.id),
             rank=0,
             sequence=len(parts) + number,
-            part=part.name,
+            part=layout.part,
             chunk_bytes=context.config.chunk_bytes,
             digest_seed=context.engines.digest_seed,
-            tree=msgspec.Raw(pack(part.tree)),
-            tensors=[_entry(spec) for spec in part.specs],
+            tree=msgspec.Raw(layout.tree),
+            tensors=layout.entries,
             inline=b"",
-            table=ChunkTable.empty(),
+            table=table,
             packs=list(packs),
             pack_sizes=list(packs.values()),
-            logical_bytes=sum(ref.logical_bytes for ref in of_part),
+            logical_bytes=layout.logical_bytes + sum(ref.logical_bytes for ref in of_part),
             features=[RANKS],
             world_size=world_size,
             children=of_part,
-            box_map=_box_map(found, orders, part),
+            box_map=_box_map(found, children.orders, parts[number]),
             depth=max((header.depth for header in found), default=0),
         )
         data = manifest.encode(contents)
@@ -105,8 +123,29 @@ def write_roots(
         written.chunks += sum(header.chunks for header in found)
     with Threads(PUTS_AT_ONCE) as threads:
         threads.start(lambda item: put_once(session, *item), puts)()
+    if context.options.verify_writes == "full":
+        session.confirm(written.sizes)
     session.heartbeat()
     return written
+
+
+def _write_trees(
+    context: Context, session: SessionLike, parts: Sequence[PartTree], cached: Mapping[str, Manifest]
+) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
+    """Store the pages of large trees; return what was put, and for each part its layout and what `table_of` says."""
+    trees, bases = [pack(part.tree) for part in parts], Bases()
+    if any(len(tree) >= PAGED_BYTES for tree in trees):
+        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # their roots alone
+    with ChunkWriter(context, session, bases, full=True) as chunks:
+        layouts = list[Layout]()
+        for part, tree in zip(parts, trees, strict=True):
+            layouts.append(Layout(part.name, entries=list(map(entry_of, part.specs)), first_row=chunks.rows))
+            chunks.begin_part(part.name)
+            add_tree(chunks, layouts[-1], tree)
+            chunks.end_part()
+        chunks.finish()
+        rows = Rows.concatenate(chunks.done)
+        return Written.of_chunks(chunks), [(layout, table_of(chunks, rows, layout)) for layout in layouts]
 
 
 def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], part: PartTree) -> bytes:
@@ -128,8 +167,3 @@ def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], C
             "program gives them; nothing was committed"
         )
     return merged.encode()
-
-
-def _entry(spec: TensorSpec) -> TensorEntry:
-    form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
-    return TensorEntry(*form, spec.requires_grad, spec.tie, [], None)

@@ -35,7 +35,7 @@ from snapstore.save.manifest_writer import Written, write
 from snapstore.save.merged_trees import holders_of, merge_trees, orders_of
 from snapstore.save.near_children import NearChildren
 from snapstore.save.rank_state import RankState, rank_state
-from snapstore.save.root_writer import read_headers, write_roots
+from snapstore.save.root_writer import Children, read_headers, write_roots
 from snapstore.save.shares import RankShares, Replicas
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TensorSpec
@@ -113,10 +113,10 @@ def save(
             with as_rank(share.rank, size):
                 ranks.append(write_rank(repository, session, make(), share))
         children = [ref for one in ranks for ref in one.written.manifests]
-        headers = read_headers(context, children)
         trees = [([rank], one.state.parts) for rank, one in enumerate(ranks)]
         parts = merge_trees(trees)
-        roots = write_roots(context, session, parts, children, headers, size, orders_of(trees, parts))
+        found = Children(children, read_headers(context, children), orders_of(trees, parts))
+        roots = write_roots(context, session, parts, found, size, {})
         snapshot = session.commit(
             bases=bases.ids,
             manifests=roots.manifests,
@@ -124,7 +124,7 @@ def save(
             generation=bases.generation,
             depth=roots.depth,
             chunks=roots.chunks,
-            new_chunks=sum(one.written.new_chunks for one in ranks),
+            new_chunks=roots.new_chunks + sum(one.written.new_chunks for one in ranks),
             logical_bytes=roots.logical_bytes,
             stored_bytes=roots.stored_bytes + sum(one.written.stored_bytes for one in ranks),
             features=["ranks"],
@@ -148,6 +148,8 @@ def read(repository: Repository, snapshot: Snapshot) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for root, children in children_of(repository, snapshot):
         for number, entry in enumerate(root.tensors):
+            if entry.kind == "page":
+                continue
             assert not entry.boxes
             assert entry.inline is None
             same = [i for i, other in enumerate(root.tensors) if other.path == entry.path]

@@ -1,4 +1,5 @@
-"""Every verb on snapshots that the ranks' own save path has written: FSDP tensors, replicas, values of each rank's own.
+"""Every verb on snapshots that the ranks' own save path has written: FSDP tensors, replicas, values of each rank's own,
+and a large plain tree, whose pages are the root's.
 
 A restore by one process gives every tensor back, bit by bit, after each verb.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -17,7 +19,8 @@ from kit.objects import flip, keys_of
 from kit.rank_saves import sharded
 from kit.rank_snapshots import manifests_of
 from kit.repositories import opened
-from snapstore import Repository, cli
+from snapstore import IntegrityError, Repository, cli
+from snapstore.format import manifest
 from snapstore.format.keys import pack_key
 from snapstore.state.per_rank import PerRank
 from snapstore.storage.memory import MemoryStore
@@ -34,13 +37,19 @@ def whole(version: int) -> dict[str, torch.Tensor]:
     return {"drift": drift, "bias": bias, "step": torch.tensor(float(version))}
 
 
+def losses(version: int) -> list[float]:
+    found = np.random.default_rng(2).random(16_000)
+    found[1000] = version  # a chunk that no other version has
+    return found.tolist()
+
+
 def states(version: int):
     def make(rank: int):
         def state():
             tensors = whole(version)
             tensors["drift"] = sharded(tensors["drift"], [RANKS], [Shard(0)])
             own = {"seed": rank, "noise": torch.full((2000,), float(rank + version)), "log": list(range(20_000 + rank))}
-            return {"model": tensors, "epoch": version, "rng": PerRank(own)}
+            return {"model": tensors | {"losses": losses(version)}, "epoch": version, "rng": PerRank(own)}
 
         return state
 
@@ -67,6 +76,7 @@ def require_good(store: MemoryStore, *steps: int) -> None:
             state = repository.restore(f"r@{step}", keys=["model", "epoch"])
             assert state["epoch"] == step
             expected = whole(step)
+            assert state["model"].pop("losses") == losses(step)
             assert state["model"].keys() == expected.keys()
             assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
 
@@ -113,10 +123,7 @@ def test_a_damaged_pack_is_healed_by_the_same_values_saved_again(store):
             for ref in ("r@1", "r@2")
         )
         key = pack_key(min(last - before))
-        data = bytearray(store.get(key))
-        data[150] ^= 1
-        store.delete([key])
-        store.put(key, bytes(data))
+        flip(store, key, 150)
         assert [s.ref for s in repository.check("data").damaged] == ["r@2"]
         healed = repository.repair(apply=True, level="data").healed  # the pack may hold only copies of other ranks'
         rank_saves.save(repository, states(2), 3)
@@ -129,6 +136,34 @@ def test_a_damaged_pack_is_healed_by_the_same_values_saved_again(store):
         assert [s.step for s in found.restorable] == [0, 1, 2, 3]
         repository.forget_snapshots(["r@3"], force=True)
         repository.gc()
+    require_good(store, 0, 1, 2)
+
+
+def test_a_damaged_page_is_found_and_healed_by_the_same_tree_saved_again(store):
+    with opened(store) as repository:
+        last = repository.view().resolve("r@2")
+        root = manifest.read(store, last.manifests[1], None)
+        own = set(root.own_packs)
+        assert own
+        for child in root.header.children:
+            assert own.isdisjoint(manifest.read(store, child, None).header.pack_names)
+        # The pages of all three snapshots share chunks, so any pack of the root is of all of them, but the newest one.
+        before = manifest.read(store, repository.view().resolve("r@1").manifests[1], None)
+        (key,) = map(pack_key, own - set(before.own_packs))
+        flip(store, key, 150)
+        with pytest.raises(IntegrityError):
+            repository.restore("r@2")
+        found = repository.check("restore")
+        assert [s.ref for s in found.damaged] == ["r@2"]
+        assert repository.repair(apply=True, level="data").left[0].ref == "r@2"
+        saved, _ = rank_saves.save(repository, states(2), 3)
+        assert saved.new_chunks < 10
+        assert [s.ref for s in repository.repair(apply=True, level="data").healed] == ["r@2"]
+        repository.repair(apply=True, purge=True)
+        repository.forget_snapshots(["r@3"], force=True)
+        repository.gc()
+        assert key not in keys_of(store, "packs/")
+        assert repository.check("restore").unneeded_bytes == 0
     require_good(store, 0, 1, 2)
 
 
@@ -149,6 +184,7 @@ def test_diff_sees_what_has_changed(store):
         changed = {t.path for t in found.tensors if t.status != "same"}
         assert changed == {"model.drift", "model.bias", "model.step"}
         assert ("epoch", "0", "2") in found.plain
+        assert ("model.losses.1000", "0.0", "2.0") in found.plain
         assert {t.status for t in repository.diff("r@1", "r@1").tensors} == {"same"}
 
 

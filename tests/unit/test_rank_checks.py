@@ -248,10 +248,55 @@ def test_own_values_and_entries_that_only_count_pass():
     )
 
 
+def with_page(c, pack=None, **changes):
+    """Add a page of the root's own, in a chunk of a pack of its last child, or of a pack that no child needs."""
+    packs = [*c.packs, pack] if pack else c.packs
+    table = replace(table_of([512]), ref_packs=np.array([len(packs) - 1], np.uint32))
+    page = entry([512], [Box([0], [512], 0, 1)], dtype="bytes", kind="page", path=("m",))
+    return replace(
+        c,
+        tree=["pages", len(c.tensors), 1],
+        tensors=[*c.tensors, msgspec.structs.replace(page, **changes)],
+        table=table,
+        packs=packs,
+        pack_sizes=[*c.pack_sizes, 1000] if pack else c.pack_sizes,
+        logical_bytes=c.logical_bytes + 512,
+    )
+
+
+@pytest.mark.parametrize("pack", [None, "ab" * 32])
+def test_a_root_holds_its_pages(pack):
+    altered(change_root=lambda c: with_page(c, pack) if c.children else c)
+
+
+def test_a_page_is_no_entry_of_a_child():
+    """A root's page has the path of its part, and so may a value that is a rank's own."""
+    own = entry([0], [], dtype="<f4", kind="array", path=("m",))
+    altered(
+        change_root=lambda c: with_page(c) if c.children else c,
+        change_child=of_rank(1, lambda c: replace(c, tree=["own", [["array", 2]]], tensors=[*c.tensors, own])),
+    )
+
+
 WRONG_ROOTS = {
+    "a page before a tensor": lambda c: replace(with_page(c), tensors=[with_page(c).tensors[-1], *c.tensors]),
+    "a page of more bytes than its chunks": lambda c: with_page(c, shape=[513], boxes=[Box([0], [513], 0, 1)]),
+    "a page of half a chunk": lambda c: with_page(c, shape=[256], boxes=[Box([0], [256], 0, 1)]),
+    "a page in two boxes": lambda c: with_page(c, boxes=[Box([0], [512], 0, 1), Box([0], [512], 1, 0)]),
+    "a page of a tensor": lambda c: with_page(c, kind="bytes"),
+    "a page of another dtype": lambda c: with_page(c, dtype="float32"),
+    "a page that lies inline": lambda c: replace(
+        with_page(c, shape=[4], boxes=[], inline=[0, 4]),
+        inline=b"abcd",
+        table=c.table,
+        logical_bytes=c.logical_bytes + 4,
+    ),
+    "a chunk of no page": lambda c: replace(with_page(c), tensors=c.tensors),
+    "a page that its bytes do not count": lambda c: replace(with_page(c), logical_bytes=c.logical_bytes),
+    "a pack of its own too many": lambda c: replace(with_page(c, "ab" * 32), table=with_page(c).table),
+    "a pack of a child of another size": lambda c: replace(with_page(c), pack_sizes=[10**6, *c.pack_sizes[1:]]),
     "inline bytes": lambda c: replace(c, inline=b"x", logical_bytes=c.logical_bytes + 1),
     "boxes": with_entry(0, boxes=[Box([0, 0], [64, 24], 0, 0)]),
-    "pages": with_entry(0, kind="page"),
     "another shape": with_entry(0, shape=[65, 24]),
     "a tensor more": lambda c: replace(c, tensors=[*c.tensors, entry([1], [], path=("m", "more"))]),
     "a tensor less": lambda c: replace(c, tensors=c.tensors[:-1]),

@@ -8,10 +8,19 @@ import torch
 
 from kit.forge import MIB, SIZE, World, digest, full, little_memory, noise
 from kit.objects import flip
+from kit.ranks import Managers
 from kit.samples import some
 from kit.states import same
-from snapstore import CapabilityError, FormatError, IntegrityError, Repository, SaveOptions, SnapshotManager
-from snapstore.format import chunking
+from snapstore import (
+    CapabilityError,
+    FormatError,
+    IntegrityError,
+    PerRank,
+    Repository,
+    SaveOptions,
+    SnapshotManager,
+)
+from snapstore.format import chunking, manifest
 from snapstore.format.manifest import Box, TensorEntry
 from snapstore.state.tree_encode import pack
 from snapstore.storage.memory import MemoryStore
@@ -129,6 +138,70 @@ def test_rewrites_and_repairs_keep_pages(repo):
     repo.gc()
     same(repo.restore("r@2"), state)
     assert repo.check("restore").ok
+
+
+def state_of_ranks(rank, words):
+    """A part of plain values alone, which has no child; one of tensors too; and values of each rank's own."""
+    own = {"rank": rank, "seen": [rank + i / 7 for i in range(9_000)]}
+    return {
+        "words": words,
+        "data": {"rows": rows(6_000), "w": torch.arange(5000)},
+        "own": PerRank(own),
+    }
+
+
+def save_on(managers, step, words):
+    saved = managers.all(lambda m, rank: m.save(step, state_of_ranks(rank, words)).result())
+    assert not any(isinstance(found, Exception) for found in saved), saved
+    return saved[0]
+
+
+def test_of_several_ranks_too_an_edit_costs_a_few_pages_and_no_edit_nothing():
+    store = MemoryStore()
+    Repository.create(store, options=OPTIONS).close()
+    words, edited = vocabulary(20_000), {**vocabulary(20_000), "word 10000": -1, "a new word": 5}
+    managers = Managers(store, 2, async_save=False)
+    first, again, changed = (save_on(managers, step, w) for step, w in enumerate((words, words, edited)))
+    managers.end()
+    managers = Managers(store, 3, async_save=False)  # another process of rank 0, which holds no root in memory
+    later = save_on(managers, 3, edited)
+    managers.end()
+    assert first.logical_bytes > 400_000
+    assert again.new_chunks == 0
+    assert again.stored_bytes < first.stored_bytes / 20
+    assert 0 < changed.new_chunks <= 6
+    assert changed.stored_bytes < first.stored_bytes / 2
+    for of_2, of_3 in zip(changed.manifests, later.manifests, strict=True):
+        assert manifest.read(store, of_2, None).own_packs == manifest.read(store, of_3, None).own_packs
+    with Repository.open(store, options=OPTIONS) as repository:
+        alone = repository.save(state_of_ranks(0, edited) | {"own": 0}, run="a", step=4, parent="a@3")
+        assert alone.new_chunks <= 1  # one process goes on with the pages of a root
+        assert repository.check("restore").ok
+        repository.forget_snapshots(["a@0", "a@1"])
+        assert repository.gc().deleted_objects > 0
+        repository.compact()
+        repository.gc()
+        found = repository.check("restore")
+        assert found.ok
+        assert found.unneeded_bytes == 0
+        for step, expected in ((2, edited), (3, edited), (4, edited)):
+            back = repository.restore(f"a@{step}", keys=["words", "data"])
+            same(back, {name: state_of_ranks(0, expected)[name] for name in ("words", "data")})
+        assert repository.restore("a@3", keys="words.word 77") == {"words": {"word 77": 77 * 7919 % 100_003}}
+    managers = Managers(store, 3, async_save=False)
+    for rank, back in enumerate(managers.all(lambda m, _: m.restore(3))):
+        assert back["own"] == state_of_ranks(rank, words)["own"].value
+        assert back["words"] == edited
+    managers.end()
+
+
+def test_small_trees_of_several_ranks_put_no_pack():
+    store = MemoryStore()
+    Repository.create(store, options=OPTIONS).close()
+    managers = Managers(store, 2, async_save=False)
+    managers.all(lambda m, _: m.save(0, {"words": vocabulary(500)}).result())
+    managers.end()
+    assert not list(store.list("packs/"))
 
 
 def test_a_damaged_page_is_found_named_and_no_other_part_suffers():

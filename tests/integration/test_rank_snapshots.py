@@ -394,6 +394,8 @@ HOSTILE = {
     "a child twice": lambda c: replace(
         c, children=[*c.children, c.children[-1]], logical_bytes=c.logical_bytes + c.children[-1].logical_bytes
     ),
+    "pages that are tensors": lambda c: replace(c, tree=["pages", 0, 1]),
+    "pages that nobody has": lambda c: replace(c, tree=["pages", len(c.tensors), 1]),
     "a sum that lies": lambda c: replace(c, logical_bytes=c.logical_bytes + 1),
     "another world": lambda c: replace(c, world_size=9),
     "no world": lambda c: replace(c, world_size=0),

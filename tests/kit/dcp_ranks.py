@@ -1157,6 +1157,26 @@ def case_next_saves_are_deltas(world: World) -> None:
     writer.close()
 
 
+def case_large_trees(world: World) -> None:
+    """A large tree of plain values costs nothing at the next save, an edit a few chunks; DCP loads it."""
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore.dcp import save
+
+    writer = world.writer("trees")
+    words = {f"word {i}": i * 7919 % 100_003 for i in range(20_000)}
+    for step in range(1, 4):
+        words["word 700"] = step // 3
+        save({"w": whole((3, 4)), "data": [words]}, writer, step)
+        if world.rank == 0:
+            new = writer.snapshot.new_chunks
+            assert new == 0 if step == 2 else 0 < new <= (9 if step == 1 else 1), (step, new)
+    target = {"w": whole((3, 4), 5), "data": [dict.fromkeys(words, -1)]}
+    dcp.load(target, storage_reader=world.reader("trees"), checkpoint_id=3, no_dist=True)
+    assert target["data"] == [words]
+    writer.close()
+
+
 # --- the manager, and other world sizes
 
 

@@ -166,6 +166,8 @@ def whole_of_job(step: int) -> dict[str, Any]:
             "empty": torch.empty(0, 3),
             "array": np.arange(1500, dtype=">i4") * (step + 1),
             "weight": torch.nn.Parameter(torch.linspace(0, 1, 1100)),
+            # A tree of more than 64 KiB lies in pages of the root; one of them changes from step to step.
+            "seen": [bytes([i]) * 3600 + bytes([step] * (i == 9)) for i in range(20)],
         },
         "stages": {"first": torch.full((5, 7), float(step)), "last": torch.arange(2000)},
         "optimizer": {"ref": model["w"], "lr": 0.1 / (step + 1)},

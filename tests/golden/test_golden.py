@@ -15,7 +15,7 @@ from kit.packs import scan
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
-from snapstore.format import blob, hashing, pack, planes, records
+from snapstore.format import blob, hashing, manifest, pack, planes, records
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
 from snapstore.storage.memory import MemoryStore
@@ -106,6 +106,19 @@ def test_a_snapshot_of_several_ranks_restores_into_other_shards(golden, step):
         target = {name: part_of(torch.zeros_like(value), int(name != "h"), rank, 4) for name, value in whole.items()}
         repo.restore_into(f"job@{step}", {"model": target}, keys="model")
         assert all(torch.equal(target[name].data, data) for name, data in expected.items())
+
+
+def test_a_large_tree_of_several_ranks_lies_in_pages_of_its_root(golden):
+    """The pages of a step that are as they were are known chunks: their packs are those of the step before."""
+    repo, _ = golden
+    packs = []
+    for step in JOB:
+        roots = [manifest.read(repo.context.store, ref, None) for ref in repo.snapshot(f"job@{step}").manifests]
+        (root,) = (root for root in roots if root.header.chunks)
+        assert root.tree[0] == "pages"
+        packs.append(set(root.own_packs))
+    assert all(packs[0] & later for later in packs)
+    assert not packs[0] >= packs[-1]
 
 
 def test_ranks_save_on_top(golden, tmp_path):

@@ -53,7 +53,8 @@ def new_roots(
         rootless -= of_root
         root = manifest.decode(written[ref.sha256][1], ref.key) if ref.sha256 in written else read(ref)
         children, depth, packs = list[ManifestRef](), int(root.table.depths.max(initial=0)), root.own_packs
-        numbers = np.array([list(packs).index(name) if name in packs else 0 for name in root.header.pack_names] or [0])
+        places = {name: number for number, name in enumerate(packs)}  # its own packs come first
+        numbers = np.array([places.get(name, 0) for name in root.header.pack_names] or [0], np.uint32)
         for child in old:
             new, data = written.get(child.sha256, (child, b""))
             header = manifest.decode_header(data, new.key) if data else index.header(child)
@@ -63,7 +64,7 @@ def new_roots(
         contents = replace(
             manifest.ManifestContents.of(root),
             save_id=bytes.fromhex(claim.id),
-            table=replace(root.table, ref_packs=numbers[root.table.ref_packs].astype(np.uint32)),
+            table=replace(root.table, ref_packs=numbers[root.table.ref_packs]),
             packs=list(packs),
             pack_sizes=list(packs.values()),
             made_for=claim.made_for,

@@ -7,6 +7,8 @@ A restore by one process gives every tensor back, bit by bit, after each verb.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -164,6 +166,51 @@ def test_a_damaged_page_is_found_and_healed_by_the_same_tree_saved_again(store):
         repository.gc()
         assert key not in keys_of(store, "packs/")
         assert repository.check("restore").unneeded_bytes == 0
+    require_good(store, 0, 1, 2)
+
+
+def test_a_root_whose_children_alone_are_rewritten_may_name_its_packs_in_any_order(monkeypatch):
+    """Its own chunks stay where they are, and its table counts the packs anew."""
+    encode, reversed_roots = manifest.encode, []
+
+    def encode_reversed(contents):
+        table = contents.table
+        if not contents.children or not len(table):
+            return encode(contents)
+        reversed_roots.append(contents.part)
+        table = replace(table, ref_packs=np.uint32(len(contents.packs) - 1) - table.ref_packs)
+        packs, sizes = contents.packs[::-1], contents.pack_sizes[::-1]
+        return encode(replace(contents, table=table, packs=packs, pack_sizes=sizes))
+
+    def changed(make):
+        state = make()
+        return state | {"model": state["model"] | {"losses": losses(0)}}
+
+    store = MemoryStore()
+    foreign.readable(monkeypatch)
+    with Repository.create(store, chunk_bytes=1024) as repository:
+        rank_saves.save(repository, states(0), 0)
+        with monkeypatch.context() as patch, foreign.written():
+            patch.setattr(manifest, "encode", encode_reversed)
+            last, _ = rank_saves.save(repository, [partial(changed, make) for make in states(1)], 1)
+        before = manifest.read(store, last.manifests[1], None)
+        assert [s.ref for s in repository.recode().recoded] == ["r@1"]
+        after = manifest.read(store, repository.view().resolve("r@1").manifests[1], None)
+        assert reversed_roots == ["model"]
+        assert after.header.children != before.header.children
+        assert after.own_packs == before.own_packs
+        assert repository.check("restore").ok
+        assert repository.restore("r@1", keys="model.losses")["model"]["losses"] == losses(0)
+
+
+def test_a_lost_record_is_reconstructed_with_the_pages_of_its_roots(store):
+    with opened(store) as repository:
+        last = repository.view().resolve("r@2")
+    flip(store, last.key, 40)
+    with opened(store) as repository:
+        repository.repair(apply=True)
+        found = repository.view().resolve(f"id:{last.id}")
+        assert (found.manifests, found.chunks, found.depth) == (last.manifests, last.chunks, last.depth)
     require_good(store, 0, 1, 2)
 
 

@@ -493,12 +493,17 @@ class Part:
         ranks = [c["rank"] for c in children]
         need(ranks == sorted(set(ranks)) and header["rank"] == 0, "the ranks of children")
         need(all(0 <= rank < self.world_size for rank in ranks), "a rank beyond the world size")
-        need(header["chunks"] == 0 and not self.root.inline, "a root has chunks or inline bytes")
-        need(not any(e.boxes or e.kind == "page" for e in self.root.entries), "a root has boxes or pages")
-        need(header["logical_bytes"] == sum(h["logical_bytes"] for h in found), "a root's logical_bytes")
-        need(header["depth"] == max((h["depth"] for h in found), default=0), "a root's depth")
-        packs = {name: size for c in self.children.values() for name, size in c.pack_sizes.items()}
-        need(self.root.pack_sizes == packs, "a root's packs are not those of its children")
+        kinds = [entry.kind == "page" for entry in self.root.entries]
+        need(kinds == sorted(kinds), "a tensor behind the pages of a root")
+        need(not self.root.inline, "a root has inline bytes")
+        need(not any(e.boxes and e.kind != "page" for e in self.root.entries), "a root has boxes of tensors")
+        own = sum(len(data) for entry in self.root.entries for _, _, data in entry.pieces)
+        need(header["logical_bytes"] == own + sum(h["logical_bytes"] for h in found), "a root's logical_bytes")
+        need(header["depth"] == max([self.root.depth, *(h["depth"] for h in found)]), "a root's depth")
+        used = {self.root.packs[number] for number in self.root.table["ref_packs"].tolist()}
+        packs = {name: size for name, size in self.root.pack_sizes.items() if name in used}
+        packs |= {name: size for c in self.children.values() for name, size in c.pack_sizes.items()}
+        need(self.root.pack_sizes == packs, "a root's packs are not its own and its children's")
         for h, child in zip(found, self.children.values(), strict=True):
             need(h["part"] == header["part"] and h["world_size"] == self.world_size, "a child of another root")
             need("ranks" in h["features"] and not h["children"], "a child with children")
@@ -516,8 +521,9 @@ class Part:
             rows = table[at : at + (1 + 2 * d) * n].reshape(1 + 2 * d, n).cumsum(axis=1).T
             found.append(Counter(map(tuple, rows.tolist())))
             at += (1 + 2 * d) * n
-        need(at == len(table) and len(numbers) == 4 * len(self.boxes), "the map of boxes has another length")
-        for number, boxes in zip(numbers.view("<u4").tolist(), self.boxes, strict=True):
+        tensors = [boxes for e, boxes in zip(self.root.entries, self.boxes, strict=True) if e.kind != "page"]
+        need(at == len(table) and len(numbers) == 4 * len(tensors), "the map of boxes has another length")
+        for number, boxes in zip(numbers.view("<u4").tolist(), tensors, strict=True):
             need(number < len(found), "a pattern that the map of boxes lacks")
             need(found[number] in (None, boxes), "the map of boxes contradicts the children")
 
@@ -530,7 +536,8 @@ class Part:
         """Give the boxes of a child to the root's entries of their paths; the entries beyond are its own values'."""
         places = defaultdict(list)
         for i, entry in enumerate(self.root.entries):
-            places[entry.path].append(i)
+            if entry.kind != "page":
+                places[entry.path].append(i)
         seen, own = Counter[tuple[Any, ...]](), False
         for i, entry in enumerate(child.entries):
             nth, places_here = seen[entry.path], places[entry.path]

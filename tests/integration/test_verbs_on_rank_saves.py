@@ -170,7 +170,7 @@ def test_a_damaged_page_is_found_and_healed_by_the_same_tree_saved_again(store):
 
 
 def test_a_root_whose_children_alone_are_rewritten_may_name_its_packs_in_any_order(monkeypatch):
-    """Its own chunks stay where they are, and its table counts the packs anew."""
+    """Its own chunks stay where they are, and its table counts the packs again."""
     encode, reversed_roots = manifest.encode, []
 
     def encode_reversed(contents):

@@ -123,7 +123,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Wait until the threads are idle, and end them."""
+        """Wait until the threads are idle, and end them; a thread of the pool itself does not wait."""
         if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:
@@ -131,8 +131,9 @@ class Threads:
             self._members, self._work = [], SimpleQueue()
         for _ in members:
             work.put(None)
-        for member in members:
-            member.join()
+        if threading.current_thread() not in members:
+            for member in members:
+                member.join()
 
 
 def _work(work: Work) -> None:

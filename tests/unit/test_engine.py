@@ -198,7 +198,6 @@ def test_threads_are_made_at_first_use_and_run_at_once():
 
 
 def test_threads_are_closed_by_one_of_them():
-    """The garbage collector ends what nobody refers to in whichever thread it runs."""
     threads = Threads(2)
     assert threads.start(lambda _: threads.close(), [None])() == [None]
     assert threads.start(abs, [-1])() == [1]

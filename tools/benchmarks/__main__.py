@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks")
+BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks", "bytes")
 
 
 def main() -> None:

@@ -165,7 +165,7 @@ def unbuilt(
 
     Args:
         proven: receives, for each row that does not fail, the digests that the blobs of its chain give
-            (`blob.prove_chain`).
+            (`chain_decode.prove_chain`).
 
     Raises:
         StorageError: the store does not answer at all.

@@ -16,8 +16,9 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..errors import InvalidInputError
-from ..format import blob, delta_choice, planes
+from ..format import blob, chain_decode, delta_choice, planes
 from ..format.codec_choice import estimate_bytes
+from ..format.codecs import sparse
 from ..format.hashing import digest
 from ..format.pack import Encoded
 from ..state.arrays import Memory
@@ -128,7 +129,7 @@ class CpuEngine:
         return self._threads.start(self._decode_chunk, _decode_jobs(batch))
 
     def _decode_chunk(self, job: DecodeJob) -> None:
-        blob.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
+        chain_decode.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
 
     def poll(self) -> None:
         """Do nothing: the threads go on by themselves."""
@@ -158,7 +159,8 @@ class ProvingEngine(CpuEngine):
     """Rebuilds chunks and every chunk that they build on, on the threads of another CPU engine.
 
     Attributes:
-        proven: one list per chunk so far, in order: the digests that the blobs of its chain give (`blob.prove_chain`).
+        proven: one list per chunk so far, in order: the digests that the blobs of its chain give
+            (`chain_decode.prove_chain`).
     """
 
     def __init__(self, engine: CpuEngine) -> None:
@@ -171,7 +173,7 @@ class ProvingEngine(CpuEngine):
         return lambda: self.proven.extend(wait())
 
     def _prove_chunk(self, job: DecodeJob) -> list[bytes]:
-        return blob.prove_chain(job.blobs, job.wheres, job.digest, job.out, seed=self.digest_seed)
+        return chain_decode.prove_chain(job.blobs, job.wheres, job.digest, job.out, seed=self.digest_seed)
 
 
 def default_threads() -> int:
@@ -221,7 +223,10 @@ def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
 
 
 def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Encode one chunk into `out` (see `blob.bound`): as a delta or full, whichever sampled histograms favour."""
+    """Encode one chunk into `out` (see `blob.bound`): full or as a delta, as planes or sparse, whichever is smaller.
+
+    The sizes of planes are estimated from sampled histograms; a sparse delta is tried if few elements changed.
+    """
     source, base, chosen = job.chunk, None, _statistics(job.chunk, job)
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)
@@ -229,7 +234,15 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
         xor = _statistics(difference, job)
         plane_bytes = job.chunk.size // job.element_size
         full_bytes = estimate_bytes(chosen.bits.tolist(), plane_bytes)
-        if delta_choice.pays(estimate_bytes(xor.bits.tolist(), plane_bytes), full_bytes, job.base_chain_bytes):
+        xor_bytes = estimate_bytes(xor.bits.tolist(), plane_bytes)
+        changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
+        if sparse.worth_trying(changed, plane_bytes):
+            digests = (job.digest, job.base_digest)
+            most = min(full_bytes, xor_bytes) + blob.HEADER.size
+            data = blob.encode_sparse(job.chunk, job.base, job.element_size, job.layout, digests, most, out)
+            if data is not None and delta_choice.pays(len(data), full_bytes, job.base_chain_bytes):
+                return EncodedChunk(data, True, out)
+        if delta_choice.pays(xor_bytes, full_bytes, job.base_chain_bytes):
             source, base, chosen = difference, job.base_digest, xor
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
     return EncodedChunk(data, base is not None, out)

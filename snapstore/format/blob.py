@@ -1,7 +1,7 @@
 """Blob: one chunk as stored, header and encoded planes (docs/format.md, "Blob").
 
-In: a chunk (r,) uint8, or its XOR with a base. Out: one bytes-like blob; and back, a chain of blobs to one chunk. The
-checksum of stored bytes is verified before any decoder sees them, the digest of the chunk after the last decoder.
+In: a chunk (r,) uint8, its XOR with a base, or chunk and base (sparse). Out: one bytes-like blob; and back, to planes;
+chain_decode.py rebuilds chunks. The checksum of stored bytes is verified before any decoder sees them.
 
     off size field               off size field
       0    4 magic SNBL           24    4 payload length
@@ -29,8 +29,8 @@ from ..arrays import Bytes, Column
 from ..errors import FormatError, IntegrityError, UnknownFormatError
 from . import codecs, planes
 from .codec_choice import NOISE, REPEATS, RUNS, plane_kinds
-from .codecs import deflate, zstd
-from .hashing import checksum, digest
+from .codecs import deflate, sparse, zstd
+from .hashing import checksum
 
 HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
 MAGIC = b"SNBL"
@@ -135,7 +135,48 @@ def encode(
     encoded = [_encode_plane(plane, kind) for kind, plane in zip(kinds, split, strict=True)]
     payload = [block for _, blocks in encoded for block in blocks]
     lengths = [len(block) for codec, blocks in encoded if codec != codecs.RAW for block in blocks]
-    at = HEADER.size + 4 * len(lengths)
+    codec_ids = bytes(codec for codec, _ in encoded)
+    return _assemble((source.size, element_size, layout, codec_ids), payload, lengths, (chunk_digest, base), out)
+
+
+def encode_sparse(
+    chunk: Bytes,
+    base: Bytes,
+    element_size: int,
+    layout: int,
+    digests: tuple[bytes, bytes],
+    max_bytes: float,
+    out: Bytes,
+) -> memoryview | None:
+    """Encode one blob as the elements of a chunk that differ from its base.
+
+    Args:
+        chunk, base: (r,) uint8.
+        element_size, layout, out: as for `encode`.
+        digests: of the chunk and of its base.
+        max_bytes: the blob must be smaller.
+
+    Returns:
+        The blob, which is the beginning of `out`, or None if it is too large.
+    """
+    encoded = sparse.encode(chunk, base, element_size, layout, codecs.BLOCK_BYTES)
+    lengths = encoded.frame_lengths
+    if HEADER.size + 4 * len(lengths) + sum(map(len, encoded.pieces)) >= min(max_bytes, out.size):
+        return None
+    return _assemble((chunk.size, element_size, layout, bytes([codecs.SPARSE])), encoded.pieces, lengths, digests, out)
+
+
+def _assemble(
+    shape: tuple[int, int, int, bytes],
+    payload: Sequence[bytes | memoryview],
+    block_lengths: Sequence[int],
+    digests: tuple[bytes, bytes | None],
+    out: Bytes,
+) -> memoryview:
+    """Write header, block lengths and payload into `out`; `shape` is raw length, element size, layout and codecs."""
+    raw_bytes, element_size, layout, codec_ids = shape
+    chunk_digest, base = digests
+    at = HEADER.size + 4 * len(block_lengths)
     HEADER.pack_into(
         out.data,
         0,
@@ -147,16 +188,16 @@ def encode(
         element_size,
         layout,
         0,
-        source.size,
+        raw_bytes,
         sum(map(len, payload)),
         codecs.BLOCK_BYTES,
-        bytes(codec for codec, _ in encoded).ljust(8, b"\0"),
-        len(lengths),
+        codec_ids.ljust(8, b"\0"),
+        len(block_lengths),
         0,
         chunk_digest,
         base or NO_BASE,
     )
-    struct.pack_into(f"<{len(lengths)}I", out.data, HEADER.size, *lengths)
+    struct.pack_into(f"<{len(block_lengths)}I", out.data, HEADER.size, *block_lengths)
     for piece in payload:
         out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
         at += len(piece)
@@ -313,6 +354,8 @@ def entry(blob: memoryview, offset: int) -> bytes:
 def stored_plane_bytes(blob: memoryview) -> list[int]:
     """Return the stored lengths of planes 0 to 7 of a blob from `encode`, zero beyond its element size."""
     _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
+    if codec_ids[0] == codecs.SPARSE:  # one payload for all planes
+        return [len(blob) - HEADER.size - 4 * count] + [0] * 7
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
     plane_bytes = raw_bytes // element_size
     blocks = -(-plane_bytes // block_bytes)
@@ -390,87 +433,3 @@ def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) 
     blob[16:17] = bytes([transform])
     blob[48:80] = chunk_digest + base
     struct.pack_into("<Q", blob, 8, checksum(blob[16:]))
-
-
-def prove_chain(
-    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
-) -> list[bytes]:
-    """Rebuild one chunk as `decode_chain` does, and every chunk that it builds on.
-
-    Returns:
-        For each blob, newest first, the digest of the chunk that its chain decodes to; only the first digest if an
-        older blob does not decode to its chunk.
-
-    Raises:
-        FormatError, IntegrityError: the requested chunk cannot be rebuilt.
-    """
-    digests = [
-        chunk_digest,
-        *(bytes(blob[64:80]) for blob in blobs[:-1]),
-    ]  # of each blob's chunk
-    rooms, base = (out, planes.scratch.room("link", out.size)), None
-    try:
-        for i in range(len(blobs) - 1, -1, -1):
-            decode_chain(blobs[i : i + 1], wheres[i : i + 1], digests[i], rooms[i % 2], base, seed=seed)
-            base = rooms[i % 2]
-    except (FormatError, IntegrityError):
-        decode_chain(blobs, wheres, chunk_digest, out, seed=seed)
-        return digests[:1]
-    return digests
-
-
-def decode_chain(
-    blobs: Sequence[memoryview],
-    wheres: Sequence[str],
-    chunk_digest: bytes,
-    out: Bytes,
-    base: Bytes | None = None,
-    *,
-    seed: int,
-) -> None:
-    """Rebuild one chunk from its chain, newest first: planes are XORed, then merged once.
-
-    Args:
-        blobs: the stored blobs; all but the last are xor, and the base of each is the chunk of the next.
-        wheres: names of the blobs in errors.
-        chunk_digest: of the requested chunk.
-        out: (r,) uint8, filled.
-        base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
-        seed: the repository's.
-
-    Raises:
-        FormatError, IntegrityError: `out` is then garbage.
-    """
-    by_layout: dict[tuple[int, int], Bytes] = {}  # deduplication across dtypes can give a chain two
-    expected = chunk_digest
-    for blob, where in zip(blobs, wheres, strict=True):
-        header = parse(blob, where)
-        if header.digest != expected or header.raw_bytes != out.size:
-            raise IntegrityError(
-                f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
-                f"expected {expected.hex()} ({out.size} bytes); run 'snapstore check'"
-            )
-        kind = (header.element_size, header.layout)
-        fresh = kind not in by_layout
-        if fresh:
-            room = planes.scratch.room(f"planes {kind}", out.size)
-            by_layout[kind] = room.reshape(header.element_size, -1)
-        patch_planes(blob, header, by_layout[kind], fresh, where)
-        expected = header.base
-    if expected != NO_BASE and base is None:
-        raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {expected.hex()} is not referenced")
-    for i, ((_, layout), merged) in enumerate(by_layout.items()):
-        if i == 0:
-            planes.merge(merged, out, layout)
-        else:
-            other = np.empty_like(out)
-            planes.merge(merged, other, layout)
-            np.bitwise_xor(out, other, out=out)
-    if base is not None:
-        np.bitwise_xor(out, base, out=out)
-    got = digest(out, seed)
-    if got != chunk_digest:
-        raise IntegrityError(
-            f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "
-            "run 'snapstore check --restore'"
-        )

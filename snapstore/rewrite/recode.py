@@ -34,8 +34,11 @@ from .base import Part, Target, Work, places_of
 from .blob_rewriting import BlobRewriting
 from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
 
-#: The codecs that each choice leaves as they are.
-KEPT = {"portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE), "ans": (codecs.RAW, codecs.ANS)}
+#: The codecs that each choice leaves as they are; a sparse delta cannot be decoded without its base.
+KEPT = {
+    "portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.SPARSE),
+    "ans": (codecs.RAW, codecs.ANS, codecs.SPARSE),
+}
 #: A pack is emptied if this share of it or more is to be rewritten, so that gc can free it.
 EMPTIED_ABOVE_SHARE = 0.5
 

@@ -20,7 +20,7 @@ from kit.forge import (
     xor,
 )
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, manifest, pack
+from snapstore.format import blob, chain_decode, manifest, pack
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
 from snapstore.format.manifest import Box, TensorEntry
@@ -242,7 +242,7 @@ def test_a_forged_cycle():
             world.store.get_range(pack_key(world.packs[number][0]), offset, size) for number, offset, size in chain
         ]
         with pytest.raises(IntegrityError, match="ends in a delta"):
-            blob.decode_chain(blobs, ["x"] * length, digest(A), out, seed=SEED)
+            chain_decode.decode_chain(blobs, ["x"] * length, digest(A), out, seed=SEED)
         assert manifest.decode(data, "x").header.depth == length - 1
     world.commit(world.manifest([(digest(A), [ab, ba])]))
     refused(world, IntegrityError, "ends in a delta")

@@ -14,7 +14,7 @@ import xxhash
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, hashing, planes
+from snapstore.format import blob, codecs, hashing, planes
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)
@@ -207,6 +207,8 @@ def check_entries(entries, blobs, arrays, sizes, layouts):
         assert entry["plane_bytes"].tolist() == blob.stored_plane_bytes(memoryview(data))
         assert (header.transform == blob.XOR) == (header.base != blob.NO_BASE)
         assert len(data) <= blob.bound(array.size, header.element_size)
+        if header.codecs[0] == codecs.SPARSE:
+            continue
         for codec, blocks in blob.stored_planes(memoryview(data), header, "here"):
             coded = sum(map(len, blocks)) + 4 * len(blocks)
             assert not codec or coded < array.size // header.element_size
@@ -364,6 +366,29 @@ def test_chains_link_by_link(engine, cpu, size, bytes_of_chunk):
     for i, (top, whole) in enumerate(zip(tops, chains, strict=True)):
         plain.append(versions[i - len(top)] if len(top) < len(whole) else None)
     check_decodes([engine, cpu], tops, versions, plain)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
+def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
+    """Every engine rebuilds them, in chains with xor deltas and beside chunks without any, and from plain bases."""
+    size, layout = np.dtype(dtype).itemsize, int(np.dtype(dtype).kind == "f")
+    versions = [np.random.default_rng(0).normal(0, 20, 5000).astype(dtype).view(np.uint8)]
+    _, chain = encode(cpu, versions, size, layout)
+    found = []
+    for depth in range(1, 6):
+        after = versions[-1].copy().view(f"u{size}")
+        after[depth :: 1 if depth == 3 else 50] ^= 1
+        after = after.view(np.uint8)
+        by = engine if depth == 3 else cpu
+        (entry,), (data,) = encode(by, [after], size, layout, [versions[-1]], 0)
+        assert entry["transform"] == blob.XOR
+        found.append(entry["codecs"][0] == codecs.SPARSE)
+        chain.insert(0, data)
+        versions.append(after)
+    assert found == [True, True, False, True, True]
+    _, (plain,) = encode(engine, [versions[0]], size, layout)
+    check_decodes([engine, cpu], [chain, [plain], chain[1:]], [versions[-1], versions[0], versions[-2]])
+    check_decodes([engine, cpu], [chain[:2]], [versions[-1]], [versions[-3]])
 
 
 def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):

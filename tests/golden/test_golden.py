@@ -15,7 +15,7 @@ from kit.packs import scan
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
-from snapstore.format import blob, hashing, manifest, pack, planes, records
+from snapstore.format import blob, chain_decode, hashing, manifest, pack, planes, records
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
 from snapstore.storage.memory import MemoryStore
@@ -208,7 +208,7 @@ DIGESTS = {
 
 def decode(blobs, wanted):
     out = np.empty_like(wanted)
-    blob.decode_chain([memoryview(b) for b in blobs], ["x"] * len(blobs), digest(wanted), out, seed=0)
+    chain_decode.decode_chain([memoryview(b) for b in blobs], ["x"] * len(blobs), digest(wanted), out, seed=0)
     return out
 
 

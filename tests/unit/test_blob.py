@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, codecs, hashing, planes
+from snapstore.format import blob, chain_decode, codecs, hashing, planes
 from snapstore.format.codec_choice import NOISE, REPEATS, RUNS, SKEWED, estimate_bytes, estimates, plane_kinds
 from snapstore.format.hashing import checksum
 
@@ -49,7 +49,7 @@ def xor(chunk, base, element_size=4, layout=planes.ROTATED):
 
 def decode(blobs, chunk_digest, size):
     out = np.full(size, 0xAA, np.uint8)
-    blob.decode_chain(
+    chain_decode.decode_chain(
         [memoryview(b) for b in blobs], [f"blob {i}" for i in range(len(blobs))], chunk_digest, out, seed=SEED
     )
     return out
@@ -323,7 +323,7 @@ def test_a_chain_on_plain_bytes(deltas):
 
     def decode_on(plain):
         out = np.full(4096, 0xAA, np.uint8)
-        blob.decode_chain(
+        chain_decode.decode_chain(
             [memoryview(b) for b in blobs], list(map(str, range(deltas))), digest(chunk), out, plain, seed=SEED
         )
         return out
@@ -336,4 +336,4 @@ def test_a_chain_on_plain_bytes(deltas):
     with pytest.raises(IntegrityError, match="ends in a delta"):
         decode_on(None)
     with pytest.raises(IntegrityError):
-        blob.decode_chain([memoryview(full(base))], ["0"], digest(base), np.empty_like(base), base, seed=SEED)
+        chain_decode.decode_chain([memoryview(full(base))], ["0"], digest(base), np.empty_like(base), base, seed=SEED)

@@ -143,12 +143,15 @@ def test_flipped_bytes_decode_to_the_length_or_not_at_all():
                 continue
 
 
-@pytest.mark.parametrize(("codec", "name"), [(3, "unknown"), (63, "unknown"), (69, "nvCOMP 5"), (255, "unknown")])
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [(3, "sparse, which codes all planes"), (4, "unknown"), (63, "unknown"), (69, "nvCOMP 5"), (255, "unknown")],
+)
 def test_unknown_codecs_are_refused_by_name(codec, name):
     with pytest.raises(FormatError, match=rf"^somewhere: .* does not read codec {codec} \({name}"):
         codecs.decoder(codec, "somewhere")
 
 
 def test_names():
-    assert codecs.NAMES == {0: "raw", 1: "zstd", 2: "deflate", 70: "nvCOMP 6 ANS"}
+    assert codecs.NAMES == {0: "raw", 1: "zstd", 2: "deflate", 3: "sparse", 70: "nvCOMP 6 ANS"}
     assert (codecs.RAW, codecs.ZSTD, codecs.DEFLATE) == (0, 1, 2)

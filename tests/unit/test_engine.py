@@ -14,7 +14,7 @@ import xxhash
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, EncodeJob
 from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
-from snapstore.format import blob, hashing, planes
+from snapstore.format import blob, chain_decode, hashing, planes
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)
@@ -116,7 +116,7 @@ def test_a_delta_is_smaller_and_decodes():
     assert len(xor.data) < 0.7 * len(full.data)
     out = np.empty_like(chunk)
     chain = [memoryview(xor.data), memoryview(encoded(EncodeJob(base, digest(base), 4)).data)]
-    blob.decode_chain(chain, ["a", "b"], digest(chunk), out, seed=SEED)
+    chain_decode.decode_chain(chain, ["a", "b"], digest(chunk), out, seed=SEED)
     np.testing.assert_array_equal(out, chunk)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
-from snapstore.format.codecs import deflate, zstd
+from snapstore.format.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
 from snapstore.state import classes, containers, tensors, tree, tree_decode
 from snapstore.state import columns as state_columns
@@ -137,6 +137,21 @@ def test_codecs():
     assert columns == ["codec", "name", "a block is"]
     assert {int(row[0]): row[1] for row in rows if row[0].isdecimal()} == codecs.NAMES
     assert (codecs.RAW, zstd.ID, deflate.ID) == (0, 1, 2)
+
+
+def test_sparse_deltas():
+    columns, rows = tables("Blob")[2]
+    assert columns == ["offset", "size", "field of a group"]
+    assert [(int(at), int(size)) for at, size, _ in rows] == [
+        (offset, dtype.itemsize) for dtype, offset in sparse.GROUP.fields.values()
+    ]
+    text = section("Blob")
+    assert (sparse.MAX_GAP_SHIFT, sparse.DENSE) == (26, 255)
+    assert "0 to 26; 255: dense" in text
+    assert (sparse.GAP_ESCAPE, sparse.OTHER, sparse.VALUE_ESCAPE) == (84, 2, 255)
+    assert "3 min(g >> s, 84) + k" in text
+    assert "min(w >> t, 255)" in text
+    assert codecs.SPARSE == sparse.ID == 3
 
 
 def test_pack():

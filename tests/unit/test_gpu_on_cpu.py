@@ -18,6 +18,7 @@ RUNS = [
         "gpu/test_gpu_staging.py", "gpu/test_gpu_first_save.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
         "gpu/test_gpu_ranks.py",
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
+        "contract/test_engines.py::test_sparse_deltas_of_the_cpu_engine",
     ],
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ def identity(header):
     return header.transform, header.element_size, header.layout, header.raw_bytes, header.digest, header.base
 
 
-def stale(headers, kept=(codecs.RAW, codecs.ZSTD, codecs.DEFLATE)):
+def stale(headers, kept=(codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.SPARSE)):
     return {place: h for place, h in headers.items() if any(codec not in kept for codec in h.codecs[: h.element_size])}
 
 
@@ -236,7 +236,7 @@ def test_there_and_back_again(repo, monkeypatch):
     assert result.failed == []
     assert "a@2" in [s.ref for s in result.recoded]
     assert portable.blobs
-    assert not stale(blobs(repo), (codecs.RAW, codecs.ANS))
+    assert not stale(blobs(repo), (codecs.RAW, codecs.ANS, codecs.SPARSE))
     check_restores(repo)
     repo.gc()
     assert ANS in repo.stats().codecs

@@ -1,4 +1,4 @@
-"""Codecs: the blocks of a plane to stored bytes and back; every function takes a whole plane.
+"""Codecs: the blocks of a plane to stored bytes and back; every function takes a whole plane, but those of sparse.py.
 
 docs/format.md, "Blob", defines codec ids and streams. Encoders may run in any thread: a compression context belongs to
 one call or to one thread. Read zstd.py first: most planes go through it.
@@ -11,13 +11,14 @@ from typing import Protocol
 
 from ...arrays import Bytes
 from ...errors import UnknownFormatError
-from . import deflate, nvcomp, zstd
+from . import deflate, nvcomp, sparse, zstd
 
 RAW = 0
 ZSTD = zstd.ID
 DEFLATE = deflate.ID
+SPARSE = sparse.ID  # of a whole delta, not of a plane
 ANS = nvcomp.ID
-NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
+NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", SPARSE: "sparse", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
 BLOCK_BYTES = 64 * 1024
 #: The codings that a save may choose: standard streams that every machine reads, or nvCOMP's ANS.
 CODECS = ("portable", "ans")
@@ -39,7 +40,7 @@ def decoder(codec: int, where: str) -> Decoder:
     try:
         return _DECODERS[codec]
     except KeyError:
-        hint = "unknown"
+        hint = "unknown" if codec != SPARSE else "sparse, which codes all planes of a delta and stands in plane 0"
         if 64 <= codec < 128:
             hint = f"nvCOMP {codec - 64}'s own format, which only nvCOMP {codec - 64} reads: use the release of "
             hint += "snapstore that wrote it, and 'snapstore recode' there"

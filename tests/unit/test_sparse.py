@@ -1,0 +1,344 @@
+"""Sparse deltas round-trip for every dtype, are read as docs/format.md says, and contradictions are refused."""
+
+import struct
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapstore import Repository
+from snapstore.engine.batches import EncodeJob
+from snapstore.engine.cpu import encode_chunk
+from snapstore.errors import FormatError, IntegrityError
+from snapstore.format import blob, chain_decode, codecs, hashing, planes
+from snapstore.format.codecs import sparse
+from snapstore.state.tensors import TORCH_DTYPES
+from snapstore.storage.memory import MemoryStore
+
+SEED = 0xD1A5ED5EED
+digest = partial(hashing.digest, seed=SEED)
+BLOCK = codecs.BLOCK_BYTES
+
+
+def pair(size, layout, elements, share, seed, most=3):
+    """A base like trained weights, or any integers, and a chunk that differs by up to `most` in a share of elements."""
+    rng = np.random.default_rng(seed)
+    if layout and size > 1:
+        bits = rng.normal(0, 0.02, elements).astype({2: np.float16, 4: np.float32, 8: np.float64}[size])
+    else:
+        bits = rng.integers(0, 2**63, elements, np.uint64).astype(f"u{size}")
+    base = bits.view(f"u{size}")
+    chunk = base.copy()
+    at = rng.random(elements) < share
+    moves = rng.integers(-most, most + 1, int(at.sum())).astype(np.int64)
+    chunk[at] += moves.astype(f"i{size}").view(f"u{size}")
+    return base.view(np.uint8), chunk.view(np.uint8)
+
+
+def payload_of(base, chunk, size, layout, block_bytes=BLOCK):
+    encoded = sparse.encode(chunk, base, size, layout, block_bytes)
+    return b"".join(encoded.pieces), encoded.frame_lengths
+
+
+def applied(payload, frame_lengths, base, size, layout, block_bytes=BLOCK):
+    out = base.copy()
+    sparse.apply(memoryview(payload), frame_lengths, out, size, layout, block_bytes)
+    return out
+
+
+def read_as_the_page_says(payload, frame_lengths, base, size, layout, block_bytes):
+    """docs/format.md, "Sparse deltas", element by element; it trusts the payload."""
+    bits, (count,) = 8 * size, struct.unpack_from("<I", payload)
+    table = [struct.unpack_from("<BBBBII", payload, 4 + 12 * i) for i in range(count)]
+    at, lengths = 4 + 12 * count, list(frame_lengths)
+
+    def stream(symbols):
+        nonlocal at
+        found = b""
+        for _ in range(-(-symbols // block_bytes)):
+            length = lengths.pop(0)
+            found += zstandard.ZstdDecompressor().decompress(payload[at : at + length])
+            at += length
+        return list(found)
+
+    def take(n):
+        nonlocal at
+        at += n
+        return payload[at - n : at]
+
+    symbols, values, begin = [], [], 0
+    for i, row in enumerate(table):
+        if row[3]:
+            symbols += stream(sum(r[4] for r in table[begin : i + 1]))
+            values += stream(sum(r[5] for r in table[begin : i + 1]))
+            begin = i + 1
+    elements = [int(x) for x in base.view(f"<u{size}")]
+    keys = [((x << 1 | x >> (bits - 1)) >> (bits - 8)) & 255 if layout else 0 for x in elements]
+    first = 0
+    for last, shift, value_shift, _, gaps, some in table:
+        members = [i for i, key in enumerate(keys) if first <= key <= last]
+        first = last + 1
+        own, symbols = symbols[:gaps], symbols[gaps:]
+        packed = take((gaps * (0 if shift == 255 else shift) + 7) // 8)
+        low = "".join(f"{byte:08b}" for byte in packed)
+        quotients = [s // 3 if s // 3 < 84 else int.from_bytes(take(4), "little") for s in own]
+        w_own, values = values[:some], values[some:]
+        w_low = [int.from_bytes(take(value_shift // 8), "little") for _ in w_own]
+        w = [
+            (w if w < 255 else int.from_bytes(take(size), "little")) << value_shift | n
+            for w, n in zip(w_own, w_low, strict=True)
+        ]
+        if shift == 255:
+            changes = list(zip(members, w, strict=True))
+        else:
+            changes, position, others = [], -1, iter(w)
+            for k, (symbol, quotient) in enumerate(zip(own, quotients, strict=True)):
+                position += 1 + (quotient << shift | int(low[k * shift : (k + 1) * shift] or "0", 2))
+                changes.append((members[position], symbol % 3 + 1 if symbol % 3 < 2 else next(others) + 3))
+        for i, z in changes:
+            difference = z // 2 if z % 2 == 0 else -(z + 1) // 2
+            flip = (1 << (bits - 1)) - 1
+            x = elements[i]
+            ordered = x ^ flip if layout and x >> (bits - 1) else x
+            ordered = (ordered + difference) % (1 << bits)
+            elements[i] = ordered ^ flip if layout and ordered >> (bits - 1) else ordered
+    assert at == len(payload)
+    assert not lengths
+    return np.array(elements, f"<u{size}").view(np.uint8)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([planes.BYTES, planes.ROTATED]),
+    st.integers(0, 3000),
+    st.sampled_from([0, 0.001, 0.02, 0.3, 0.6, 1]),
+    st.sampled_from([1, 3, 100, 2**7 - 1, 2**31, 2**62]),
+    st.sampled_from([7, 300, BLOCK]),
+    st.integers(0, 1000),
+)
+def test_round_trip_and_a_reader_by_the_page(size, layout, elements, share, most, block_bytes, seed):
+    base, chunk = pair(size, layout, elements, share, seed, min(most, 2 ** (8 * size - 1) - 1))
+    payload, lengths = payload_of(base, chunk, size, layout, block_bytes)
+    np.testing.assert_array_equal(applied(payload, lengths, base, size, layout, block_bytes), chunk)
+    found = read_as_the_page_says(payload, lengths, base, size, layout, block_bytes)
+    np.testing.assert_array_equal(found, chunk)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
+def test_extreme_elements(size, layout):
+    """Zeros of both signs, infinities, NaNs, the least and greatest integers: every one to every other one."""
+    top = 2 ** (8 * size - 1)
+    ends = np.array([0, 1, 2, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, top // 2, top + top // 2], np.uint64)
+    base, chunk = (np.ascontiguousarray(x).ravel().astype(f"u{size}").view(np.uint8) for x in np.meshgrid(ends, ends))
+    np.testing.assert_array_equal(applied(*payload_of(base, chunk, size, layout), base, size, layout), chunk)
+
+
+def test_gaps_beyond_a_symbol():
+    """Runs of changes with nothing between them for long: the median gap is 0."""
+    base = np.zeros(300_000, np.uint8)
+    chunk = base.copy()
+    chunk[:200], chunk[150_000:150_200], chunk[-1] = 1, 2, 255
+    payload, lengths = payload_of(base, chunk, 1, 0)
+    np.testing.assert_array_equal(applied(payload, lengths, base, 1, 0), chunk)
+    assert len(payload) < 200
+
+
+# --- blobs and chains
+
+
+def encoded(chunk, base=None, size=2, layout=planes.ROTATED, chain_bytes=0):
+    out = np.empty(blob.bound(chunk.size, size), np.uint8)
+    base_digest = b"" if base is None else digest(base)
+    return bytes(encode_chunk(EncodeJob(chunk, digest(chunk), size, layout, base, base_digest, chain_bytes), out).data)
+
+
+def rebuilt(blobs, chunk, base=None):
+    out = np.full(chunk.size, 0xAA, np.uint8)
+    wheres = [f"blob {i}" for i in range(len(blobs))]
+    chain_decode.decode_chain([memoryview(b) for b in blobs], wheres, digest(chunk), out, base, seed=SEED)
+    return out
+
+
+def is_sparse(data):
+    return blob.parse(memoryview(data), "here").codecs[0] == codecs.SPARSE
+
+
+def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
+    for share, most, expected in ((0, 1, True), (0.01, 1, True), (0.4, 2**14, True), (0.9, 1, False)):
+        base, chunk = pair(2, planes.ROTATED, 100_000, share, 1, most)
+        data = encoded(chunk, base)
+        assert is_sparse(data) == expected, (share, most)
+        np.testing.assert_array_equal(rebuilt([data], chunk, base), chunk)
+        assert not is_sparse(encoded(chunk))
+    rng = np.random.default_rng(1)
+    base = rng.integers(0, 256, 200_000, np.uint8)
+    assert not is_sparse(encoded(base ^ (rng.random(base.size) < 0.48), base, 1, 0)), "XORs have no sign"
+    base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
+    header = blob.parse(memoryview(encoded(chunk, base, chain_bytes=10**9)), "here")
+    assert header.transform == blob.FULL, "the chain is too long"
+
+
+def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():
+    """The elements that changed, given the exponents of the base: fp32 weights that move by 1e-6, kept as bf16."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(0, 0.02, 400_000).astype(np.float32)
+    later = weights + rng.normal(0, 1e-6, weights.size).astype(np.float32)
+    base, chunk = (torch.from_numpy(w).bfloat16().view(torch.uint8).numpy() for w in (weights, later))
+    keys, moved = (base.view(np.uint16) >> 7).astype(np.uint8), base.view(np.uint16) ^ chunk.view(np.uint16)
+    entropy = 0.0
+    for key in np.unique(keys):
+        counts = np.unique(moved[keys == key], return_counts=True)[1]
+        entropy += (counts * np.log2(counts.sum() / counts)).sum() / 8
+    data = encoded(chunk, base)
+    assert is_sparse(data)
+    assert entropy * 0.9 < len(data) < 1.2 * entropy
+
+
+def test_chains_of_planes_and_sparse_deltas():
+    """Every order of a full blob, xor and sparse deltas, up to five; each link is also proven."""
+    for order in range(16):
+        version, _ = pair(4, planes.ROTATED, 5000, 0, order)
+        chain, kinds = [encoded(version, size=4)], []
+        for i in range(4):
+            few = bool(order >> i & 1)
+            base, elements = version, version.copy().view(np.uint32)
+            elements[:: 100 if few else 1] ^= 1 + i
+            version = elements.view(np.uint8)
+            chain.insert(0, encoded(version, base, 4))
+            kinds.append(is_sparse(chain[0]))
+            assert kinds[-1] == few
+            np.testing.assert_array_equal(rebuilt(chain[:1], version, base), version)
+        np.testing.assert_array_equal(rebuilt(chain, version), version)
+        out = np.empty_like(version)
+        wheres = [str(i) for i in range(5)]
+        proven = chain_decode.prove_chain([memoryview(b) for b in chain], wheres, digest(version), out, seed=SEED)
+        assert proven == [bytes(b[48:64]) for b in chain]
+
+
+@pytest.mark.parametrize("dtype", [name for name in TORCH_DTYPES if hasattr(torch, name)])
+def test_every_dtype_through_a_repository(dtype):
+    torch_dtype = getattr(torch, dtype)
+    itemsize = TORCH_DTYPES[dtype][0]
+    states = []
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 2 if dtype == "bool" else 256, 8192 * itemsize, np.uint8)
+    for step in range(3):
+        after = first if not step else states[-1].copy()
+        after[step * itemsize :: 200 * itemsize] ^= 1
+        states.append(after)
+    with Repository.create(MemoryStore()) as repository:
+        for step, state in enumerate(states):
+            repository.save({"w": torch.from_numpy(state.copy()).view(torch_dtype)}, run="r", step=step)
+        for step, state in enumerate(states):
+            found = repository.restore(f"r@{step}")["w"]
+            assert found.dtype == torch_dtype
+            np.testing.assert_array_equal(found.view(torch.uint8).numpy(), state)
+        assert "sparse" in repository.stats().codecs
+        assert repository.check("restore").ok
+
+
+# --- hostile payloads
+
+
+def frame(symbols):
+    return zstandard.ZstdCompressor().compress(bytes(symbols)) if symbols else b""
+
+
+def forged(rows, symbols=(), values=(), low=b"", more_frames=()):
+    """A payload of one run of groups over a base of 100 zero bytes."""
+    frames = [f for f in (frame(symbols), frame(values), *more_frames) if f]
+    table = b"".join(struct.pack("<BBBBII", *row) for row in rows)
+    return struct.pack("<I", len(rows)) + table + b"".join(frames) + low, [len(f) for f in frames]
+
+
+GOOD = [(255, 0, 0, 1, 2, 1)], [3 * 10 + 0, 3 * 5 + 2], [4]
+HOSTILE = {
+    "no groups": lambda: forged([]),
+    "more groups than bytes": lambda: (struct.pack("<I", 200), []),
+    "2^32 groups": lambda: (struct.pack("<I", 2**32 - 1) + bytes(100), []),
+    "less than a count": lambda: (b"\1", []),
+    "last key": lambda: forged([(254, 0, 0, 1, 0, 0)]),
+    "keys that do not rise": lambda: forged([(255, 0, 0, 0, 0, 0), (255, 0, 0, 1, 0, 0)]),
+    "keys that fall": lambda: forged([(7, 0, 0, 0, 0, 0), (6, 0, 0, 0, 0, 0), (255, 0, 0, 1, 0, 0)]),
+    "no end of frames": lambda: forged([(255, 0, 0, 0, 0, 0)]),
+    "a flag": lambda: forged([(255, 0, 0, 3, 0, 0)]),
+    "a gap shift": lambda: forged([(255, 27, 0, 1, 0, 0)]),
+    "a value shift": lambda: forged([(255, 0, 8, 1, 0, 0)]),
+    "a value shift within a byte": lambda: forged([(255, 0, 4, 1, 0, 0)]),
+    "more gaps than elements": lambda: forged([(255, 0, 0, 1, 101, 0)], [0] * 101),
+    "2^32 gaps": lambda: forged([(255, 0, 0, 1, 2**32 - 1, 0)], [0]),
+    "gaps in a group of no elements": lambda: forged([(0, 0, 0, 0, 0, 0), (255, 0, 0, 1, 1, 0)], [0]),
+    "more values than gaps": lambda: forged([(255, 0, 0, 1, 1, 2)], [2], [0, 0]),
+    "fewer values than symbols say": lambda: forged([(255, 0, 0, 1, 2, 1)], [2, 2], [0]),
+    "more values than symbols say": lambda: forged([(255, 0, 0, 1, 2, 1)], [0, 0], [0]),
+    "gaps in a dense group": lambda: forged([(255, 255, 0, 1, 1, 100)], [0], [0] * 100),
+    "a dense group of few": lambda: forged([(255, 255, 0, 1, 0, 99)], [], [0] * 99),
+    "a dense group of many": lambda: forged([(255, 255, 0, 1, 0, 101)], [], [0] * 101),
+    "a symbol of 255": lambda: forged([(255, 0, 0, 1, 1, 0)], [255]),
+    "a position beyond": lambda: forged([(255, 0, 0, 1, 2, 0)], [3 * 60, 3 * 60]),
+    "the position after the last": lambda: forged([(255, 0, 0, 1, 2, 0)], [3 * 49, 3 * 50]),
+    "a gap beyond": lambda: forged([(255, 0, 0, 1, 1, 0)], [3 * 84], low=struct.pack("<I", 100)),
+    "gaps whose sum overflows": lambda: forged(
+        [(255, 26, 0, 1, 100, 0)], [3 * 84] * 100, low=bytes(325) + b"\xff" * 400
+    ),
+    "an escape that is cut": lambda: forged([(255, 0, 0, 1, 1, 0)], [3 * 84], low=b"\1\0\0"),
+    "low bits that are cut": lambda: forged([(255, 3, 0, 1, 3, 0)], [0, 0, 0], low=b"\0"),
+    "a value that is cut": lambda: forged([(255, 0, 0, 1, 1, 1)], [2], [255]),
+    "a z beyond the element": lambda: forged([(255, 0, 0, 1, 1, 1)], [2], [253]),
+    "trailing bytes": lambda: forged(*GOOD, low=b"\0"),
+    "one frame more": lambda: forged(*GOOD, more_frames=[frame([1])]),
+    "one frame less": lambda: forged([(255, 0, 0, 1, 2, 1)], [32, 17]),
+    "a longer frame": lambda: forged([(255, 0, 0, 1, 2, 0)], [0, 0, 0]),
+    "a shorter frame": lambda: forged([(255, 0, 0, 1, 2, 0)], [0]),
+    "a frame beyond the payload": lambda: (forged(*GOOD)[0], [11, 2**32 - 1]),
+    "no frames": lambda: (forged(*GOOD)[0], []),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_contradictions_are_refused(what):
+    payload, lengths = HOSTILE[what]()
+    with pytest.raises(IntegrityError):
+        applied(payload, lengths, np.zeros(100, np.uint8), 1, planes.BYTES)
+
+
+def test_the_contradicted_payload_is_a_good_one():
+    out = applied(*forged(*GOOD), np.zeros(100, np.uint8), 1, planes.BYTES)
+    assert np.flatnonzero(out).tolist() == [10, 16]
+    assert out[[10, 16]].tolist() == [255, 252]  # z = 1 and 7: -1 and -4
+
+
+def relabelled(data, **fields):
+    """A blob with other header fields and a checksum that holds."""
+    bad = bytearray(data)
+    header = np.frombuffer(bad, blob.HEADER_COLUMNS, 1)
+    for name, value in fields.items():
+        header[name] = value
+    struct.pack_into("<Q", bad, 8, hashing.checksum(memoryview(bad)[16:]))
+    return bytes(bad)
+
+
+def test_sparse_blobs_where_none_may_be():
+    base, chunk = pair(2, planes.ROTATED, 10_000, 0.02, 1)
+    data = encoded(chunk, base)
+    np.testing.assert_array_equal(rebuilt([data], chunk, base), chunk)
+    cases = {
+        "transform 0": relabelled(data, transform=0),
+        "codecs 0303": relabelled(data, codecs=np.array([3, 3, 0, 0, 0, 0, 0, 0], np.uint8)),
+        "names no base": relabelled(data, base=np.zeros(16, np.uint8)),
+    }
+    for message, bad in cases.items():
+        with pytest.raises(IntegrityError, match=message):
+            rebuilt([bad], chunk, None if "base" in message else base)
+    with pytest.raises(FormatError, match="sparse, which codes all planes"):
+        rebuilt([relabelled(encoded(chunk), codecs=np.array([0, 3, 0, 0, 0, 0, 0, 0], np.uint8))], chunk)
+    with pytest.raises(IntegrityError, match=r"digest mismatch|sparse"):
+        rebuilt([relabelled(data, layout=0)], chunk, base)
+    with pytest.raises(IntegrityError, match=r"digest mismatch|sparse"):
+        rebuilt([data], chunk, base ^ np.uint8(1))

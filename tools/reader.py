@@ -189,7 +189,7 @@ CODECS: dict[int, Callable[[bytes, int], bytes]] = {1: unzstd, 2: inflate}
 
 
 class Blob:
-    """One chunk, or its difference to a base: header fields, plane lengths, and `decoded` bytes."""
+    """One chunk, or its difference to a base: header fields, plane lengths, and `decoded` bytes if it has planes."""
 
     def __init__(self, data: bytes) -> None:
         need(len(data) >= 80, "a blob is shorter than its header")
@@ -207,7 +207,12 @@ class Blob:
         need(block > 0, "a blob's block size is zero")
         self.plane_bytes = self.raw // self.element
         self.lengths = iter(struct.unpack_from(f"<{n}I", data, 80))
-        self.payload, self.at = data[80 + 4 * n :], 0
+        self.payload, self.at, self.block = data[80 + 4 * n :], 0, block
+        self.is_sparse = self.codecs[0] == 3
+        if self.is_sparse:
+            need(self.transform == 1 and not any(self.codecs[1:]), "a sparse blob's transform or codecs")
+            self.stored = [payload] + [0] * 7
+            return
         planes = [self._plane(codec, block) for codec in self.codecs[: self.element]]
         self.stored = [size for size, _ in planes] + [0] * (8 - self.element)
         need(self.at == payload and next(self.lengths, None) is None, "a blob has more blocks than planes")
@@ -215,6 +220,84 @@ class Blob:
         if self.layout == 1:  # rotated left by one bit
             elements = (elements >> 1) | (elements << (8 * self.element - 1))
         self.decoded = elements.reshape(-1).view(np.uint8)
+
+    def on(self, base: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+        """Return the plain chunk, given the plain base of a delta."""
+        if base is None:
+            need(not self.is_sparse, "a sparse blob without a base")
+            return self.decoded
+        return self._patched(base) if self.is_sparse else base ^ self.decoded
+
+    def _patched(self, base: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Apply the changed elements of a sparse delta to its base."""
+        bits, elements = 8 * self.element, base.copy().view(f"<u{self.element}")
+        keys = np.zeros(elements.size, np.uint8)
+        if self.layout == 1:
+            keys = ((elements << 1 | elements >> (bits - 1)) >> (bits - 8)).astype(np.uint8)
+        (count,) = struct.unpack("<I", self._take(4))
+        need(1 <= count <= 256, "a sparse blob's number of groups")
+        groups, first, members = [struct.unpack("<4B2I", self._take(12)) for _ in range(count)], 0, []
+        for i, (last, shift, value_shift, ends, gaps, values) in enumerate(groups):
+            members.append(np.flatnonzero((keys >= first) & (keys <= last)))
+            need(first <= last and (last == 255) == (i == count - 1) and ends in (0, 1), "a sparse group's keys")
+            need(
+                (shift <= 26 or shift == 255) and value_shift % 8 == 0 and value_shift < bits, "a sparse group's shifts"
+            )
+            size = len(members[-1])
+            need((gaps == 0 and values == size) if shift == 255 else values <= gaps <= size, "a sparse group's counts")
+            first = last + 1
+        need(groups[-1][3] == 1, "a sparse blob's last group goes on")
+        symbols, values, begin = b"", b"", 0
+        for i, group in enumerate(groups):
+            if group[3]:
+                symbols += self._stream(sum(g[4] for g in groups[begin : i + 1]))
+                values += self._stream(sum(g[5] for g in groups[begin : i + 1]))
+                begin = i + 1
+        need(next(self.lengths, None) is None, "a sparse blob has more frames than symbols")
+        for (_, shift, value_shift, _, gaps, some), where in zip(groups, members, strict=True):
+            own, symbols, kinds, values = symbols[:gaps], symbols[gaps:], values[:some], values[some:]
+            for position, z in self._changes(shift, value_shift, own, kinds, len(where)):
+                need(z < 1 << bits, "a sparse value is too large")
+                difference = z // 2 if z % 2 == 0 else -(z + 1) // 2
+                at, flip = where[position], (1 << bits - 1) - 1 if self.layout else 0
+                old = int(elements[at])
+                new = ((old ^ flip if old >> bits - 1 else old) + difference) % (1 << bits)
+                elements[at] = new ^ flip if new >> bits - 1 else new
+        need(self.at == len(self.payload), "a sparse blob has bytes behind its groups")
+        return elements.view(np.uint8)
+
+    def _stream(self, size: int) -> bytes:
+        """Return the next symbols of a sparse delta."""
+        out = b""
+        for at in range(0, size, self.block):
+            length = next(self.lengths, None)
+            need(length is not None, "a sparse blob has fewer frames than symbols")
+            out += unzstd(self._take(length or 0), min(self.block, size - at))
+        return out
+
+    def _changes(
+        self, shift: int, value_shift: int, symbols: bytes, values: bytes, size: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (position, zigzag difference) of the changed elements of a group."""
+        shift, dense = 0 if shift == 255 else shift, shift == 255
+        packed = int.from_bytes(low := self._take((len(symbols) * shift + 7) // 8))
+        gaps = []
+        for i, symbol in enumerate(symbols):
+            need(symbol < 255, "a sparse symbol of 255")
+            high = struct.unpack("<I", self._take(4))[0] if symbol // 3 == 84 else symbol // 3
+            gaps.append(high << shift | packed >> 8 * len(low) - (i + 1) * shift & (1 << shift) - 1)
+        lows = [int.from_bytes(self._take(value_shift // 8), "little") for _ in values]
+        highs = [int.from_bytes(self._take(self.element), "little") if v == 255 else v for v in values]
+        found = iter([high << value_shift | low for high, low in zip(highs, lows, strict=True)])
+        if dense:
+            yield from enumerate(found)
+            return
+        need(sum(symbol % 3 == 2 for symbol in symbols) == len(values), "a sparse group's values")
+        position = -1
+        for gap, symbol in zip(gaps, symbols, strict=True):
+            position += gap + 1
+            need(position < size, "a sparse position beyond its group")
+            yield position, next(found) + 3 if symbol % 3 == 2 else symbol % 3 + 1
 
     def _take(self, count: int) -> bytes:
         need(self.at + count <= len(self.payload), "a blob's payload is too short")
@@ -440,7 +523,7 @@ class Manifest:
         return b"".join(out)
 
     def _chunk(self, chunk: int) -> np.ndarray[Any, Any]:
-        """XOR the blobs of a chunk, the oldest first, and compare the digest after each."""
+        """Apply the blobs of a chunk, the oldest first, and compare the digest after each."""
         begin, end = (int(n) for n in self.first_ref[chunk : chunk + 2])
         need(begin < end <= begin + CHAIN, "a chain of another length")
         t, decoded, base = self.table, None, bytes(16)
@@ -454,7 +537,7 @@ class Manifest:
             need((blob.digest, blob.base) == (digest, base), "a blob of another chunk or base")
             need(t["ref_starts"][ref] == 0 and t["ref_sizes"][ref] == blob.raw, "a reference to a part of a chunk")
             need(decoded is None or decoded.size == blob.raw, "chunk and base have other lengths")
-            decoded = blob.decoded if decoded is None else decoded ^ blob.decoded
+            decoded = blob.on(decoded)
             need(self.repository.digest(decoded) == digest, "the digest of a chunk")
             base = digest
         need(decoded is not None and base == t["digests"][chunk].tobytes(), "a chunk and its newest reference differ")

@@ -72,6 +72,29 @@ def test_ties_are_one_memory(golden):
     assert ref.data is state["model"]["w"].data is state["model"]["tied"].data
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float64", "int16", "int8"])
+def test_sparse_deltas(tmp_path, name):
+    """Steps of one unit and of any size; many elements in some groups, so that they are dense; and runs."""
+    rng = np.random.default_rng(0)
+    bits = getattr(torch, f"int{8 * getattr(torch, name).itemsize}")
+    weights = torch.from_numpy(rng.normal(0, 20, 20_000)).to(getattr(torch, name))
+    with Repository.create(tmp_path / "repo") as repository:
+        for step in range(4):
+            repository.save({"w": weights}, run="r", step=step)
+            weights = weights.clone()
+            moved = torch.from_numpy(rng.random(weights.numel()) < (0.02 if step < 2 else 0.2))
+            moved |= weights.double().abs() < 3 * step
+            moved[5000:12_000] = False
+            moved[100 : 200 * step] = True
+            sizes = torch.from_numpy(rng.integers(1, 3 if step == 0 else 100, weights.numel()))
+            weights.view(bits)[moved] += sizes.to(bits)[moved]
+        assert "sparse" in repository.stats().codecs
+        for step in range(4):
+            found = snapshot(tmp_path / "repo", "r", step).state()["w"]
+            expected = repository.restore(f"r@{step}")["w"].view(torch.uint8).numpy()
+            np.testing.assert_array_equal(found.data.view(np.uint8), expected)
+
+
 class Colour(enum.Enum):
     RED = "red"
     BOTH = (1, 2)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .classes import view_of
+from .containers import leaves
 from .stateful import is_stateful
 
 
@@ -18,11 +20,15 @@ class PerRank:
     Plain values and plain tensors of a state must be equal on all ranks, but not within a `PerRank`. A restore gives
     each rank its own value back if there are as many ranks.
 
+    The value may be an object, or have objects in its containers: `PerRank(loader)`. `restore_into` then keeps
+    each object and calls its `load_state_dict` with the state of its rank. Such a value is filled as a whole state is:
+    its keys must be those of the snapshot.
+
     Args:
         value: containers, plain values, plain tensors, arrays, and objects with state_dict/load_state_dict.
 
     Attributes:
-        value: the value; a restore into this object replaces it.
+        value: the value; a restore into this object replaces it, unless it is or has such objects.
         per_rank: Makes a save of several ranks keep the value of each.
     """
 
@@ -46,3 +52,13 @@ class PerRank:
 def is_per_rank(value: Any) -> bool:
     """Return whether each rank of a job keeps its own of this value."""
     return getattr(type(value), "per_rank", False) is True and is_stateful(value)
+
+
+def has_objects(value: Any) -> bool:
+    """Return whether a value is an object that is stored as its state, or has one in its containers and dataclasses.
+
+    Raises:
+        InvalidInputError: The value is nested too deeply, or contains itself.
+    """
+    found = (leaf for _, leaf in leaves(value, ()))
+    return any(is_stateful(leaf) or ((view := view_of(leaf)) is not None and has_objects(view)) for leaf in found)

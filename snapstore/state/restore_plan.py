@@ -14,6 +14,7 @@ Rules that users see:
 - Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer without state gets that of
   its sharded parameters in their sharding.
 - Values of other ranks are left out, and `into` keeps what it has in their places.
+- A `PerRank` takes the stored value whatever `into` has there. If objects are in it, its value is filled as `into` is.
 - An object whose class has `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
 
 torch is imported only when there are tensors. `RestorePlan.__init__` and `finish` belong to the thread that owns the
@@ -36,6 +37,7 @@ from . import classes
 from .arrays import Memory, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
+from .per_rank import PerRank, has_objects
 from .restore_buffers import RestoreBuffers, Want
 from .selection import Selection
 from .sharded_optimizer import with_sharded_state
@@ -152,6 +154,9 @@ class RestorePlan:
             return None
         if len(path) >= MAX_DEPTH and type(target) in CONTAINERS:
             raise InvalidInputError(f"{shown(path[:8])}...: `into` is more than {MAX_DEPTH} levels deep")
+        if type(target) is PerRank and has_objects(target.value):
+            self._plan_per_rank(stored, target, path)
+            return None
         if is_stateful(target):
             self._plan_object(stored, target, path, extent)
             return None
@@ -192,6 +197,12 @@ class RestorePlan:
         if type(view) is not tuple:
             self._updates.append(lambda: classes.put_back(target, view))
         return None if replaced is None else lambda: target._make(replaced())
+
+    def _plan_per_rank(self, stored: Any, target: PerRank, path: Path) -> None:
+        """Plan a rank's own value with objects in it: they stay, and each loads its own state."""
+        replaced = self._plan(stored, target.value, path)
+        if replaced is not None:
+            self._updates.append(lambda: setattr(target, "value", replaced()))
 
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""

@@ -270,6 +270,52 @@ def test_a_rank_that_alone_failed_after_the_commit_saves_with_the_others_again(s
         assert repository.check("restore").ok
 
 
+class Loader:
+    """An object of each rank's own."""
+
+    def __init__(self, position):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position, "seen": torch.full((4,), self.position)}
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["seen"], torch.full((4,), state["position"]))
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loader: PerRank(loader),
+        lambda loader: PerRank({"epoch": loader.position, "of": [(loader, 1)]}),
+        lambda loader: PerRank((loader, loader.position)),
+        lambda loader: {"below": PerRank(SimpleNamespace(loader=loader))},
+    ],
+    ids=["object", "dict", "tuple", "namespace"],
+)
+@pytest.mark.parametrize("count", [2, 1])
+def test_an_object_of_each_rank_loads_its_own_state(store, wrap, count):
+    """The object stays in its place, so that the next save stores what it has become."""
+    managers = Managers(store, count, async_save=False)
+
+    def round_trip(manager, rank):
+        manager.save(1, {"w": torch.arange(9), "own": wrap(Loader(rank + 10))})
+        loader = Loader(0)
+        target = {"w": torch.zeros(9, dtype=torch.int64), "own": wrap(loader)}
+        manager.restore_into(target, 1)
+        restored = loader.position
+        manager.save(2, target)
+        assert same(manager.restore(2), manager.restore(1))
+        loader.position = rank + 20
+        manager.save(3, target)
+        manager.restore_into({**target, "own": wrap(again := Loader(0))}, 3)
+        return restored, again.position
+
+    assert managers.all(round_trip) == [(rank + 10, rank + 20) for rank in range(count)]
+    managers.end()
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch):

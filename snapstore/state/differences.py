@@ -8,12 +8,12 @@ Stateless but for `Differences`, which one restore fills; torch is not imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
 from ..text import counted
-from .containers import CONTAINERS, Path, children, is_mapping, shown
+from .containers import CONTAINERS, Path, children, display, is_mapping, leaves, shown
 
 MAX_LINES = 50  # differences that one error lists
 MIN_LINES = 4  # differences that it lists of each part, if the part has so many
@@ -61,7 +61,9 @@ class Differences:
         if len(self._parts) > MAX_LINES:
             lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
         fitting = self._fitting(stored) if all_selected else []
-        only = f"only the parts that fit: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
+        lacks = not self._renamed and all(text == IN_INTO for found in self._parts.values() for _, text in found)
+        what = "what `into` has" if lacks else "the parts that fit"
+        only = f"only {what}: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
         return [
             "the snapshot does not fit `into`; nothing was changed:",
             *(f"  {line}" for line in lines),
@@ -86,14 +88,43 @@ class Differences:
         return [*lines, f"  ... and {len(found) - each} more"] if len(found) > each else lines
 
     def _fitting(self, stored: Any) -> list[str]:
-        """Return `keys` for the parts without a difference; empty if no short list selects just these."""
+        """Return `keys` for what fits: parts without a difference, and what `into` has of parts that lack only names.
+
+        Empty if no short list of names selects just these.
+        """
         if not is_mapping(stored) or () in self._parts:
             return []
-        keys = [str(name) for name in _names(stored) if (name,) not in self._parts]
-        others = [shown(part) for part in self._parts]
-        if len(keys) > MAX_KEYS or any(other.startswith(f"{key}.") for key in keys for other in others):
+        names = _names(stored)
+        others = [shown(part) for part in self._parts if part[0] not in names]  # what the keys may not select
+        keys: dict[str, None] = {}
+        within: list[str] = []
+        for element, _, child in children(stored):
+            path: Path = (element,)
+            found = self._parts.get(path)
+            if found is None:
+                keys[str(element)] = None
+            elif path in self._renamed or any(text != IN_INTO for _, text in found):
+                others.append(shown(path))
+            else:
+                missing = {leaf for leaf, _ in found}
+                for leaf, _ in leaves(child, path):
+                    lacks = any(leaf[:length] in missing for length in range(1, len(leaf) + 1))
+                    (others if lacks else within).append(display(leaf))
+        avoid = {start for other in others for start in _starts(other)}
+        for text in within:
+            keys[next((start for start in _starts(text) if start not in avoid), text)] = None
+        if len(keys) > MAX_KEYS or avoid & keys.keys():
             return []
-        return keys
+        return [] if any(start in others for key in keys for start in _starts(key)) else list(keys)
+
+
+def _starts(text: str) -> Iterator[str]:
+    """Yield the beginnings of a dotted path that end before a dot, and the path, which `keys` would select it by."""
+    at = text.find(".")
+    while at >= 0:
+        yield text[:at]
+        at = text.find(".", at + 1)
+    yield text
 
 
 def _names(tree: Any) -> dict[Any, None]:

@@ -86,6 +86,42 @@ def test_no_line_where_no_keys_select_just_the_parts_that_fit():
     assert "with `keys` what fits" in refusal({str(i): i for i in range(99)}, {str(i): 0 for i in range(98)})
 
 
+def layers(numbers):
+    return nn.ModuleDict({"layers": nn.ModuleDict({str(number): nn.Linear(2, 2) for number in numbers})})
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+@pytest.mark.parametrize("numbers", [(0, 10), (1, 11)])
+def test_a_stage_of_a_pipeline_gets_the_line_that_restores_all_of_it(numbers, as_module):
+    """The snapshot has the layers of all stages: the keys name the stage's own in each part, and leave no part out."""
+    model, stage = layers((0, 1, 10, 11)), layers(numbers)
+    own = [f"layers.{number}" for number in numbers]
+    optimizer = {"state": {f"layers.{number}": {"step": number, "seen": [1]} for number in (0, 1, 10, 11)}, "lr": 0.1}
+    into = {
+        "model": stage if as_module else stage.state_dict(),
+        "optimizer": {"state": {name: {"step": -1, "seen": []} for name in own}, "lr": 0.0},
+        "rng": 0,
+    }
+    state = {"model": model if as_module else model.state_dict(), "optimizer": optimizer, "rng": 7}
+    text = refusal(state, into)
+    keys = eval(re.search(r"only what `into` has: restore_into\(\.\.\., keys=(\[.*\])\)", text)[1])
+    expected = {f"{part}.{name}" for name in own for part in ("model", "optimizer.state")}
+    assert set(keys) == expected | {"optimizer.lr", "rng"}
+    again(state, into=into, keys=keys)
+    for name, value in stage.state_dict().items():
+        same(value, model.state_dict()[name])
+    assert into["optimizer"] == {"state": {name: optimizer["state"][name] for name in own}, "lr": 0.1}
+    assert into["rng"] == 7
+
+
+def test_no_line_that_leaves_out_a_part_of_into_which_fits():
+    """No short list of keys selects the names of `m` that `into` has; so `same` alone is not recommended."""
+    state = {"m": {"a": 1, "a.b": 2}, "same": 1}
+    assert "with `keys` what fits" in refusal(state, {"m": {"a": 0}, "same": 0})
+    many = {"m": {f"{i}.{name}": i for i in range(99) for name in "ab"}, "same": 1}
+    assert "with `keys` what fits" in refusal(many, {"m": {f"{i}.a": 0 for i in range(99)}, "same": 0})
+
+
 class Inner(nn.Module):
     """A module that may wrap another one inside."""
 

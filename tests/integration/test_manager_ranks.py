@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from kit.faults import FaultStore
 from kit.objects import keys_of
@@ -33,6 +34,7 @@ from snapstore.distributed.local import LocalRanks
 from snapstore.storage.memory import MemoryStore
 
 COUNT = 3
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def state(version: int, rank: int = 0):
@@ -341,6 +343,54 @@ def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch)
         expected = {name: value for rank in range(COUNT) for name, value in staged(2, rank)["model"].items()}
         assert whole["model"].keys() == expected.keys()
         assert all(same(whole["model"][name], value) for name, value in expected.items())
+
+
+class Stage:
+    """Layers of a model and their optimizer, as docs/guides/distributed.md saves and restores them."""
+
+    def __init__(self, numbers, seed=None):
+        self.model = torch.nn.ModuleDict({f"layer{number}": torch.nn.Linear(3, 3) for number in numbers})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        if seed is not None:
+            for number, value in enumerate(self.model.parameters()):
+                value.data.fill_(seed + number)
+                value.grad = torch.full_like(value, seed + number)
+            self.optimizer.step()
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": model, "optimizer": optimizer, "step": 1}
+
+    def load(self, state):
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=FLAT)
+
+
+@pytest.mark.parametrize("cuts", [[(0, 1), (2,)], [(0,), (1, 2)], [(0, 1, 2)]])
+def test_stages_of_a_pipeline_restore_what_they_have(store, cuts):
+    """With the keys of its own state, as the guide makes them; one process that has all layers needs none."""
+    saved = [Stage(numbers, seed) for seed, numbers in ((1, (0, 1)), (7, (2,)))]
+    states = [stage.state() for stage in saved]
+    managers = Managers(store, 2, async_save=False)
+    assert not any(isinstance(one, Exception) for one in managers.all(lambda m, rank: m.save(1, states[rank])))
+    managers.end()
+    expected = {part: {**states[0][part], **states[1][part]} for part in ("model", "optimizer")}
+    stages = [Stage(numbers) for numbers in cuts]
+    targets = [stage.state() for stage in stages]
+
+    def restored(manager, rank):
+        names = [f"{part}.{name}" for part in ("model", "optimizer") for name in targets[rank][part]]
+        manager.restore_into(targets[rank], keys=[*names, "step"] if len(cuts) > 1 else None)
+
+    managers = Managers(store, len(cuts))
+    assert managers.all(restored) == [None] * len(cuts)
+    managers.end()
+    for stage, target in zip(stages, targets, strict=True):
+        stage.load(target)
+        for part, values in expected.items():
+            present = stage.state()[part]
+            assert present
+            assert all(same(value, values[name]) for name, value in present.items())
 
 
 @pytest.mark.parametrize("async_save", [True, False])

@@ -120,12 +120,12 @@ class SnapshotManager(Steps):
         self._exchange = None
         self._owned = not isinstance(repository, Repository)
         try:
-            self.repository: Repository = self._first_on_rank_0(
-                f"open, replicas={replicas!r}", lambda: self._opened(repository, options, parent)
-            )
-        except BaseException:
+            alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, run={run!r}"
+            opened = partial(self._opened, repository, options, parent)
+            self.repository: Repository = opened() if self._job is None else self._job.open(alike, opened)
+        except BaseException as error:
             if self._job is not None:
-                self._job.close(ends_channel=self._made_ranks)
+                self._job.close(error, ends_channel=self._made_ranks)
             raise
         shares = self._job.shares(self.repository.context) if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
@@ -144,17 +144,9 @@ class SnapshotManager(Steps):
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
-    def _first_on_rank_0(self, question: str, act: Callable[[], Any]) -> Any:
-        """Call a function on rank 0, and once it is through there, on the other ranks; return what it returns."""
-        if self._job is None:
-            return act()
-        done: list[Any] = []
-        self._job.questions.ask(question, lambda: done.append(act()))
-        return done[0] if done else act()
-
     def _opened(
         self, url: str | Path | ObjectStore | Repository, options: SaveOptions | None, parent: str | None
-    ) -> Any:
+    ) -> Repository:
         """Return the repository, with the policies and the parent of the run."""
         repository = url if isinstance(url, Repository) else self._open(url, options)
         if self._job is None or self._job.leads:
@@ -398,13 +390,20 @@ class SnapshotManager(Steps):
     def close(self, timeout: float | None = None) -> None:
         """Wait for the running save, release memory and repository, and raise what failed in the background.
 
+        With `TorchRanks`, rank 0 also waits until the other ranks have closed: at most `silent_s`, 5 s after an error.
+
         Args:
             timeout: give the running save up after this time, so that nothing of it is committed; None: wait for it.
+                Also the longest that rank 0 waits for the others [s].
 
         Raises:
             SnapstoreError: a save failed, or was given up.
             TimeoutError: the store does not answer, so that the save goes on; its memory is kept.
         """
+        self._close(timeout, None)
+
+    def _close(self, timeout: float | None, error: BaseException | None) -> None:
+        """Close; tell the other ranks of the error that has ended this one, if any."""
         if self._closed:
             return
         ended = self._background.join(timeout)
@@ -417,7 +416,7 @@ class SnapshotManager(Steps):
         if self._exchange is not None:
             self._exchange.close()
         if self._job is not None:
-            self._job.close(ends_channel=self._made_ranks)
+            self._job.close(error, ends_channel=self._made_ranks, limit_s=timeout)
         if not ended:
             raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
         self._staging.clear()
@@ -471,7 +470,7 @@ class SnapshotManager(Steps):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close(None, error)
         except Exception as failure:
             if error is None:
                 raise

@@ -8,6 +8,7 @@ Invariant: every message belongs to one attempt of the job: a restarted job has 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from ..errors import RanksError, SnapstoreError
 
+log = logging.getLogger("snapstore")
 T = TypeVar("T")
 #: How often a rank looks whether a message has come [s]: short at first, then growing to the second.
 POLL_S, POLL_MAX_S = 0.002, 0.05
@@ -23,6 +25,12 @@ POLL_S, POLL_MAX_S = 0.002, 0.05
 BEATS = 4
 #: A rank beats at least so often, and calls the functions of its heart so often [s].
 BEAT_S, CALL_S = 30.0, 1.0
+#: A rank that waits for others looks so often whether one of them has ended [s].
+LOOK_ENDED_S = 0.5
+#: After an error, a closing rank waits so long for the others to read its last words [s].
+LINGER_S = 5.0
+#: The texts of ends are cut to this many characters.
+MAX_TEXT = 400
 
 
 class Ranks(Protocol):
@@ -37,6 +45,7 @@ class Ranks(Protocol):
         attempt: identifies this attempt of the job; 32 hex digits.
         silent_s: a rank that has not been heard of for so long counts as dead [s].
         total_s: the longest that one save may take [s].
+        is_hosted: whether the messages are kept in this process, so that they end with it.
     """
 
     rank: int
@@ -44,6 +53,7 @@ class Ranks(Protocol):
     attempt: str
     silent_s: float
     total_s: float
+    is_hosted: bool
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key for all ranks. Only the first value of a key counts; to post it again does no harm."""
@@ -101,7 +111,7 @@ class Heart:
 
     def __init__(self, ranks: Ranks) -> None:
         self._calls: list[Callable[[], object]] = [ranks.beat]
-        self._period_s = min(ranks.silent_s / BEATS, BEAT_S)
+        self._period_s = _period_s(ranks)
         self._soon, self._stopped = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="snapstore-heart", daemon=True)
         self._thread.start()
@@ -143,19 +153,26 @@ class Watch:
         what: is waited for, in errors.
         who: returns the ranks that are waited for.
         limit_s: of the whole wait.
+        ends: the prefix under which ranks say that they have ended (`say_ended`); None: they do not.
     """
 
-    def __init__(self, ranks: Ranks, what: str, who: Callable[[], Sequence[int]], limit_s: float) -> None:
+    def __init__(
+        self, ranks: Ranks, what: str, who: Callable[[], Sequence[int]], limit_s: float, ends: str | None = None
+    ) -> None:
         self._ranks, self._what, self._who = ranks, what, who
         self._limit_s, self._began, self._next = limit_s, time.monotonic(), 0.0
+        self._ends, self._next_ends, self._has_ended = ends, self._began + LOOK_ENDED_S, False
 
     def __call__(self) -> None:
-        """Look whether all are alive, at most four times in `silent_s`.
+        """Look whether all are alive, at most four times in `silent_s`, and whether one has ended, twice a second.
 
         Raises:
-            RanksError: not all of them are, or the time is over.
+            RanksError: not all of them are, or one has ended, or the time is over.
         """
         now = time.monotonic()
+        if self._ends is not None and now >= self._next_ends:
+            self._next_ends = now + LOOK_ENDED_S
+            self._look_for_ends(self._ends)
         if now < self._next and now - self._began <= self._limit_s:
             return
         self._next = now + min(self._ranks.silent_s, self._limit_s) / BEATS
@@ -173,6 +190,56 @@ class Watch:
                 f"{self._limit_s:.6g} s; do all ranks call save, restore and close alike?",
                 ranks=who,
             )
+
+    def _look_for_ends(self, prefix: str) -> None:
+        """Raise for a rank that has ended. Before that, the waiting one looks once more for what that rank has said."""
+        if not self._has_ended:
+            self._has_ended = self._ranks.look(f"{prefix}ended") is not None
+            return
+        for rank in self._who():
+            if (why := self._ranks.look(f"{prefix}ended/{rank}")) is not None:
+                raise RanksError(
+                    f"rank {rank} of {self._ranks.count} {why.decode(errors='replace')}, while rank "
+                    f"{self._ranks.rank} waited for {self._what}",
+                    ranks=[rank],
+                )
+
+
+def say_ended(ranks: Ranks, prefix: str, error: BaseException | None) -> None:
+    """Tell the other ranks that this one takes part no more; who waits for it raises an error.
+
+    Args:
+        prefix: of its keys; the same on all ranks.
+        error: why; None: it has closed, which all do in the end.
+    """
+    why = "has closed its SnapshotManager" if error is None else f"has ended: {type(error).__name__}: {error}"
+    with suppress(SnapstoreError):
+        ranks.post(f"{prefix}ended/{ranks.rank}", why[:MAX_TEXT].encode(errors="replace"))
+        ranks.post(f"{prefix}ended", b"1")
+
+
+def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
+    """Wait until all ranks have said that they have ended, or no other one beats any more, or the time is over."""
+    patience_s, began, next_look = 2.5 * _period_s(ranks), time.monotonic(), 0.0
+    keys = {rank: f"{prefix}ended/{rank}" for rank in range(ranks.count)}
+    has_warned, pause_s = False, POLL_S
+    with suppress(SnapstoreError):
+        while ranks.look_all([*keys.values()]) is None and (now := time.monotonic()) < began + limit_s:
+            if now >= next_look:
+                next_look = now + CALL_S
+                late = [rank for rank, key in keys.items() if ranks.look(key) is None]
+                if late and min(ranks.silences(late)) > patience_s:
+                    return
+                if late and now > began + LINGER_S and not has_warned:
+                    has_warned = True
+                    log.warning("rank %d has closed, and waits until %s has", ranks.rank, named(late))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_MAX_S)
+
+
+def _period_s(ranks: Ranks) -> float:
+    """Return how often a rank beats [s]."""
+    return min(ranks.silent_s / BEATS, BEAT_S)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -54,6 +54,7 @@ class LocalRank:
     def __init__(self, board: _Board, rank: int, count: int, attempt: str, silent_s: float, total_s: float) -> None:
         self._board, self.rank, self.count, self.attempt = board, rank, count, attempt
         self.silent_s, self.total_s = silent_s, total_s
+        self.is_hosted = False
         self.posted: list[str] = []
         self.dead = False
 

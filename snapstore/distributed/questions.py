@@ -42,7 +42,7 @@ class Questions:
         self._number += 1
         if self._ranks.rank == 0:
             return self._answer(key, question, answer)
-        watch = Watch(self._ranks, f"rank 0's answer ({question})", lambda: [0], self._ranks.total_s)
+        watch = Watch(self._ranks, f"rank 0's answer ({question})", lambda: [0], self._ranks.total_s, self._prefix)
         found = decode(wait_for(lambda: self._ranks.look(key), watch), Answer)
         if found.question != question:
             error = InvalidInputError(

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads
-from .base import Heard, named
+from .base import LINGER_S, Heard, named
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
@@ -34,19 +34,29 @@ T = TypeVar("T")
 COME_S = 60.0
 #: Rank 0 says who is missing; the others wait for its word so much longer [s].
 WORD_S = 15.0
-#: A closing rank 0 waits so long for the others to read its last words [s].
-LINGER_S = 5.0
 CONNECT_S = 10.0
 POLL_S = 0.02
+#: The call of a rank that waits no more.
+GIVEN_UP = b"-1"
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where rank 0's server listens; or which ranks have not come."""
+    """Where rank 0's server listens; or which ranks have not come.
 
-    hosts: list[str]
-    port: int
-    attempt: str
-    missing: list[int]
+    Attributes:
+        calls: for each rank, to which of its calls this is the answer, from 1; 0: to none.
+    """
+
+    hosts: list[str] = []
+    port: int = 0
+    attempt: str = ""
+    missing: list[int] = []
+    calls: list[int] = []
+
+    @classmethod
+    def decoded(cls, data: bytes | None, count: int) -> _Place:
+        """Return a place from its bytes; None: the answer to no call of any rank."""
+        return msgspec.msgpack.decode(data, type=cls) if data is not None else cls(calls=[0] * count)
 
 
 class TorchRanks:
@@ -72,6 +82,7 @@ class TorchRanks:
         if self.rank < 0:
             raise InvalidInputError("TorchRanks: this rank is not of the given group; make one on its ranks alone")
         self.silent_s, self.total_s = float(silent_s), float(total_s)
+        self.is_hosted = self.rank == 0
         self._pid, self._closed, self._broken = os.getpid(), False, ""
         self._server: TCPStore | None = None
         self._heard = Heard()
@@ -93,19 +104,11 @@ class TorchRanks:
         Raises:
             RanksError: some have not.
         """
-        store, prefix = _store_of(group, self.rank)
-        came = [f"{prefix}/came/{rank}" for rank in range(self.count)]
-        store.set(came[self.rank], b"1")
-        if self.rank == 0:
-            place = self._start_server(group)
-            if not _polled(lambda: store.check(came) or None, COME_S):
-                missing = [rank for rank, key in enumerate(came) if not store.check([key])]
-                place = msgspec.structs.replace(place, missing=missing)
-            store.set(f"{prefix}/place", msgspec.msgpack.encode(place))
-        else:
-            found = _polled(lambda: _looked(store, f"{prefix}/place"), COME_S + WORD_S)
-            absent = [rank for rank, key in enumerate(came) if found is None and not store.check([key])]
-            place = msgspec.msgpack.decode(found, type=_Place) if found else _Place([], 0, "", absent or [0])
+        store, prefix = _store_of(group)
+        came, where = [f"{prefix}/came/{rank}" for rank in range(self.count)], f"{prefix}/place"
+        call = store.add(f"{prefix}/count/{self.rank}", 1)
+        store.set(came[self.rank], str(call).encode())
+        place = self._gather(store, came, where, group) if self.rank == 0 else self._find(store, came, where, call)
         if place.missing:
             raise RanksError(
                 f"{named(place.missing)} of {self.count}: did not come within {COME_S:.0f} s; make the SnapshotManager "
@@ -114,12 +117,41 @@ class TorchRanks:
             )
         return place
 
+    def _gather(self, store: Any, came: Sequence[str], where: str, group: Any) -> _Place:
+        """Tell the others where rank 0's server is, once all have come, or who has not; return the same."""
+        last = _Place.decoded(_looked(store, where), self.count).calls
+
+        def calls() -> list[int] | None:
+            found = [int(data) for data in store.multi_get(came)] if store.check(came) else [0] * self.count
+            return None if _absent(found, last) else found
+
+        place, found = self._start_server(group), _polled(calls, COME_S)
+        if found is None:
+            found = [int(_looked(store, key) or 0) for key in came]
+        place = msgspec.structs.replace(place, missing=_absent(found, last), calls=found)
+        store.set(where, msgspec.msgpack.encode(place))
+        return place
+
+    def _find(self, store: Any, came: Sequence[str], where: str, call: int) -> _Place:
+        """Return what rank 0 tells about this call."""
+
+        def look() -> _Place | None:
+            place = _Place.decoded(_looked(store, where), self.count)
+            return place if place.calls[self.rank] == call else None
+
+        if (place := _polled(look, COME_S + WORD_S)) is not None:
+            return place
+        store.set(came[self.rank], GIVEN_UP)
+        last = _Place.decoded(_looked(store, where), self.count).calls
+        absent = [rank for rank, key in enumerate(came) if _looked(store, key) in (None, str(last[rank]).encode())]
+        return _Place(missing=absent or [0])
+
     def _start_server(self, group: Any) -> _Place:
         self._server = _tcp_store("localhost", 0, is_master=True)
         attempt = new_id()
         self._server.set("attempt", attempt)
         is_first = torch.distributed.get_rank() == 0
-        return _Place(_own_hosts(is_first), self._server.port, attempt, [])
+        return _Place(_own_hosts(is_first), self._server.port, attempt)
 
     def _connect(self, place: _Place) -> TCPStore:
         """Return a client of rank 0's server, under the first name that leads to it."""
@@ -236,11 +268,21 @@ def _tcp_store(host: str, port: int, *, is_master: bool) -> TCPStore:
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
-def _store_of(group: Any, rank: int) -> tuple[Any, str]:
-    """Return the job's store, and a prefix that no other channel of the job has.
+def _absent(found: Sequence[int], last: Sequence[int]) -> list[int]:
+    """Return the ranks that have not called since rank 0's last answer.
 
-    Each rank counts its channels in the store: all make them in the same order, and a job that is initialised again in
-    the same processes counts from 0.
+    Args:
+        found: by rank, the number of its call; 0 or less: it waits for nothing.
+        last: to which of its calls that answer was.
+    """
+    return [rank for rank, (call, answered) in enumerate(zip(found, last, strict=True)) if call <= max(0, answered)]
+
+
+def _store_of(group: Any) -> tuple[Any, str]:
+    """Return the job's store, and a prefix of the keys by which the ranks of a group meet.
+
+    Each rank numbers its calls there, and rank 0 answers them all at once. A call that has failed, on some ranks or
+    all, has no part in the next one. A job that is initialised again in the same processes counts from 0.
     """
     from torch.distributed import distributed_c10d
 
@@ -249,8 +291,7 @@ def _store_of(group: Any, rank: int) -> tuple[Any, str]:
         store = store.clone()
     ranks = torch.distributed.get_process_group_ranks(group)
     name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
-    number = store.add(f"snapstore/{name}/count/{rank}", 1)
-    return store, f"snapstore/{name}/{number}"
+    return store, f"snapstore/{name}"
 
 
 def _looked(store: Any, key: str) -> bytes | None:

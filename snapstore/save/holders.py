@@ -32,14 +32,15 @@ class Exchange:
     Args:
         key: returns the key of a message of that save.
         check: is called between looks, and raises to end a wait.
+        prefix: of the keys of all saves.
 
     All methods raise:
         SnapstoreError: another rank cannot save its state; it is named.
         RanksError: a rank is silent, or does not call `save`.
     """
 
-    def __init__(self, ranks: Ranks, key: Callable[[str], str], check: Callable[[], object]) -> None:
-        self._ranks, self._key, self._check = ranks, key, check
+    def __init__(self, ranks: Ranks, key: Callable[[str], str], check: Callable[[], object], prefix: str) -> None:
+        self._ranks, self._key, self._check, self._prefix = ranks, key, check, prefix
 
     def is_wanted(self, *, here: bool) -> bool:
         """Return whether the ranks exchange holders in this save: rank 0 decides, as it wants it `here`."""
@@ -94,7 +95,7 @@ class Exchange:
     def _wait(self, what: str, look: Callable[[], T | None], who: Sequence[int] | Callable[[], Sequence[int]]) -> T:
         """Return what `look` returns, once it is not None."""
         ranks, key = self._ranks, self._key
-        watch = Watch(ranks, what, who if callable(who) else lambda: who, ranks.total_s)
+        watch = Watch(ranks, what, who if callable(who) else lambda: who, ranks.total_s, self._prefix)
 
         def watch_all() -> None:
             self._check()

@@ -6,19 +6,21 @@ agreement on when the job ends. Two managers of one process use one channel side
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..context import Context
-from ..distributed.base import Heart, Ranks, Watch, wait_for
+from ..distributed.base import LINGER_S, Heart, Ranks, Watch, say_ended, wait_for, wait_for_ends
 from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
-from ..errors import RanksError, out_of_memory
+from ..errors import InvalidInputError, RanksError, out_of_memory
 from ..format.records import Snapshot
 from .holders import Exchange, Holders
 from .inputs import PartInput, SaveRequest
@@ -30,6 +32,19 @@ from .shares import RankShares, Replicas
 from .staging import Learn, Staging
 from .together import Job
 
+
+class Opened(Protocol):
+    """A repository that is open."""
+
+    context: Context
+
+    @property
+    def url(self) -> str:
+        """Return where it is."""
+        ...
+
+
+R = TypeVar("R", bound=Opened)
 _users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
 _users_lock = threading.Lock()
 GO, SKIP = b"go", b"skip"
@@ -58,11 +73,37 @@ class RankJob:
         self._holders: Holders | None = None  # as the ranks told each other last
         self._holders_are_sure = False  # no save has failed here since
         self._learnt_in = -1  # the number of that save
+        self._has_failed = False  # the last save
 
     @property
     def leads(self) -> bool:
         """Return whether this is rank 0, which keeps the index, applies policies and deletes."""
         return self.ranks.rank == 0
+
+    def open(self, question: str, opened: Callable[[], R]) -> R:
+        """Open the repository on rank 0, and once it is open there, on the other ranks.
+
+        Args:
+            question: with the arguments that are alike on all ranks.
+
+        Raises:
+            InvalidInputError: it is not the same repository on all ranks, or the arguments are not alike.
+            SnapstoreError: what `opened` has raised, here or on rank 0.
+        """
+        first: list[R] = []
+
+        def answer() -> str:
+            first.append(opened())
+            return first[0].context.config.uuid
+
+        expected = self.questions.ask(question, answer)
+        repository = first[0] if first else opened()
+        if (uuid := repository.context.config.uuid) != expected:
+            raise InvalidInputError(
+                f"rank {self.ranks.rank}: the repository at {repository.url} is not the one of rank 0 (uuid: expected "
+                f"{expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
+            )
+        return repository
 
     def shares(self, context: Context) -> RankShares:
         """Return which boxes this rank stores, as long as it does not know the holders of plain tensors."""
@@ -86,7 +127,7 @@ class RankJob:
             skips = is_busy()
             self.ranks.post(key, SKIP if skips else GO)
             return skips
-        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s)
+        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s, self._prefix)
         return wait_for(lambda: self.ranks.look(key), watch) == SKIP
 
     def next_number(self) -> int:
@@ -112,7 +153,8 @@ class RankJob:
         if self._learnt_in == request.number:
             return inputs  # before they were copied
         job = self._job_of(context)
-        exchange = Exchange(self.ranks, lambda name: job.key(request.number, name), request.require_wanted)
+        key = partial(job.key, request.number)
+        exchange = Exchange(self.ranks, key, request.require_wanted, self._prefix)
         found = self._holders
         if exchange.is_wanted(here=not self._holders_are_sure):
             found = exchange.holders(trees_of(inputs))
@@ -125,7 +167,7 @@ class RankJob:
 
     def give_up(self, context: Context, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one does not take part in a save."""
-        self._holders_are_sure = False
+        self._holders_are_sure, self._has_failed = False, True
         self._job_of(context).give_up(number, error)
 
     def save(
@@ -149,6 +191,7 @@ class RankJob:
                 data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
                 snapshot = self._job_of(context).save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)
+            self._has_failed = False
             lineage.note_saved(snapshot, data.manifests)
             if not self.leads:
                 return snapshot
@@ -161,12 +204,21 @@ class RankJob:
             self._job = Job(context, self.ranks, self._prefix)
         return self._job
 
-    def close(self, *, ends_channel: bool) -> None:
-        """Let this rank beat no more for this manager.
+    def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
+        """Tell the other ranks that this one takes part no more, and let it beat no more for this manager.
+
+        The rank that keeps the messages waits for the others, so that each reads them: until all have closed or are
+        silent, but at most `silent_s`, or 5 s after an error.
 
         Args:
+            error: why it ends.
             ends_channel: close the channel as well: the manager has made it.
+            limit_s: of the wait.
         """
+        say_ended(self.ranks, self._prefix, error)
+        if self.ranks.is_hosted:
+            longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else math.inf)
+            wait_for_ends(self.ranks, self._prefix, longest_s if limit_s is None else min(longest_s, limit_s))
         self.heart.close()
         with suppress(RanksError) if ends_channel else nullcontext():
             if ends_channel:

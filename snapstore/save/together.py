@@ -282,7 +282,7 @@ class _Save:
 
     def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
         """Return what raises once one of `who` is silent or too late, or a rank has failed."""
-        watch = Watch(self._ranks, f"{what} of step {self._request.step}", who, self._ranks.total_s)
+        watch = Watch(self._ranks, f"{what} of step {self._request.step}", who, self._ranks.total_s, self._job.prefix)
 
         def watch_all() -> None:
             session.heartbeat()
@@ -327,7 +327,8 @@ class _Save:
             InvalidInputError: rank 0 saves another step.
         """
         ranks, request = self._ranks, self._request
-        watch = Watch(ranks, f"rank 0 to begin the save of step {request.step}", lambda: [0], ranks.total_s)
+        what = f"rank 0 to begin the save of step {request.step}"
+        watch = Watch(ranks, what, lambda: [0], ranks.total_s, self._job.prefix)
 
         def watch_all() -> None:
             self._watch_outcome(now=True)
@@ -368,7 +369,7 @@ class _Save:
             "ask-replicas": ("replicas", lambda group: encode(self._data.replicas(group))),
         }
         # Rank 0 gives up after total_s; a little later it must have said so.
-        watch = Watch(ranks, "the outcome", lambda: [0], ranks.total_s + ranks.silent_s)
+        watch = Watch(ranks, "the outcome", lambda: [0], ranks.total_s + ranks.silent_s, self._job.prefix)
 
         def watch_all() -> None:
             for question, (name, answer) in list(answers.items()):

@@ -109,6 +109,37 @@ def test_ranks_that_do_not_come_are_named(tmp_path, absent):
 
 
 @pytest.mark.slow
+def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
+    """First rank 1 is alone, then rank 0 is. A channel that was given to a manager has no other owner."""
+    program = f"""
+        torch_ranks.COME_S, torch_ranks.WORD_S = 0.6, 0.2
+        for alone in (1, 0, 0):
+            if rank == alone:
+                try:
+                    TorchRanks()
+                except RanksError as error:
+                    assert error.ranks == (1 - alone,), error
+                    print("missed")
+            dist.barrier()
+        torch_ranks.COME_S = 60.0
+        if rank:
+            time.sleep(0.3)  # rank 0 must not take an earlier call of this one for the next
+        began = time.monotonic()
+        for step in range(2):
+            with SnapshotManager({str(tmp_path / "repository")!r}, run="a", ranks=TorchRanks()) as snapshots:
+                snapshots.save(step, {{"a": torch.ones(3)}}).result()
+                if rank:
+                    time.sleep(0.5)
+                assert snapshots.restore_into({{"a": torch.zeros(3)}}).step == step
+        assert time.monotonic() - began < 40
+        dist.barrier()
+    """
+    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous")
+    assert codes == [0, 0], "\n".join(said)
+    assert [text.count("missed") for text in said] == [2, 1], "\n".join(said)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
     """A TCPStore's own calls would wait for ever for a stopped server."""

@@ -1,0 +1,170 @@
+"""A rank that closes or fails says so: the others do not wait for it in vain, and hear all that it has said before."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kit.ranks import Managers, together
+from kit.repositories import OPTIONS, created
+from snapstore import InvalidInputError, RanksError, SnapshotManager, StorageError
+from snapstore.distributed.base import Watch, say_ended, wait_for
+from snapstore.distributed.local import LocalRanks
+from snapstore.storage.memory import MemoryStore
+
+STATE = {"a": torch.ones(3)}
+SILENT_S = 60.0
+#: Far below `SILENT_S`, far above what these calls take [s].
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch):
+    monkeypatch.setattr("snapstore.distributed.base.LOOK_ENDED_S", 0.05)
+
+
+def managers_of(count: int = 3, **options) -> Managers:
+    return Managers(created(), count, silent_s=SILENT_S, total_s=SILENT_S, **options)
+
+
+def leave(manager: SnapshotManager, error: Exception | None) -> None:
+    """Leave the manager's `with` block, by an error or at its end."""
+    with manager:
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [None, ValueError("boom in training")])
+@pytest.mark.parametrize("call", ["first save", "save", "latest_step"])
+def test_the_others_hear_at_once_that_a_rank_has_ended(rank, error, call):
+    managers, began = managers_of(), time.monotonic()
+    if call == "save":
+        managers.all(lambda m, _: m.save(0, STATE).result())
+
+    def act(manager, own):
+        if own == rank:
+            return leave(manager, error)
+        return manager.latest_step() if call == "latest_step" else manager.save(1, STATE).result()
+
+    found = managers.all(act)
+    reason = "has ended: ValueError: boom in training" if error else "has closed its SnapshotManager"
+    assert found[rank] is error
+    if call == "latest_step" and rank == 1:
+        assert found == [None, error, None]  # rank 0 alone is asked
+    else:
+        for own, said in enumerate(found):
+            if own != rank:
+                assert isinstance(said, RanksError), said
+                assert f"rank {rank} of 3 {reason}" in str(said), said
+                assert said.ranks == (rank,)
+    managers.end()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_the_others_hear_that_a_rank_cannot_open_the_repository():
+    class Broken(MemoryStore):
+        def get(self, *args, **options):
+            raise StorageError("no such disk")
+
+    ranks, store, began = LocalRanks(2, silent_s=SILENT_S), created(), time.monotonic()
+
+    def act(rank):
+        manager = SnapshotManager(store if rank.rank == 0 else Broken(), run="a", ranks=rank, options=OPTIONS)
+        try:
+            manager.save(0, STATE).result()
+        finally:
+            manager._closed = True
+            manager._job.close(ends_channel=False)
+
+    found = together([lambda r=r: act(r) for r in ranks])
+    assert isinstance(found[1], StorageError)
+    assert "rank 1 of 2 has ended: StorageError: no such disk" in str(found[0])
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_message_before_the_end_is_heard():
+    """The waiting rank has looked in vain, then the other one posts and ends, then the waiting one sees the end."""
+    ranks = LocalRanks(2, silent_s=SILENT_S)
+    looks = []
+
+    def look():
+        looks.append(ranks[0].look("answer"))
+        return looks[-1]
+
+    watch = Watch(ranks[0], "an answer", lambda: [1], SILENT_S, "p/")
+
+    def ends_between():
+        if not watch._has_ended and time.monotonic() >= watch._next_ends:
+            ranks[1].post("answer", b"x")
+            say_ended(ranks[1], "p/", None)
+        watch()
+
+    assert wait_for(look, ends_between) == b"x"
+    assert watch._has_ended
+
+
+def test_the_rank_that_keeps_the_messages_closes_last():
+    managers = managers_of()
+    managers.ranks[0].is_hosted = True
+    closed = []
+
+    def act(manager, rank):
+        with manager:
+            manager.save(0, STATE).result()
+            if rank == 2:
+                time.sleep(0.5)
+            step = manager.restore_into({"a": torch.zeros(3)}).step
+        closed.append(rank)
+        return step
+
+    assert managers.all(act) == [0, 0, 0]
+    assert closed == [1, 2, 0]
+
+
+@pytest.mark.parametrize("why", ["silent", "timeout", "error"])
+def test_the_wait_of_a_closing_rank_is_bounded(why, monkeypatch):
+    monkeypatch.setattr("snapstore.save.rank_job.LINGER_S", 0.3)
+    managers = Managers(created(), 2, silent_s=0.4 if why == "silent" else SILENT_S)
+    managers.ranks[0].is_hosted = True
+    if why == "silent":
+        managers[1]._job.heart.close()
+        time.sleep(0.1)
+    began = time.monotonic()
+    if why == "error":
+        with pytest.raises(ValueError, match="boom"):
+            leave(managers[0], ValueError("boom"))
+    else:
+        managers[0].close(timeout=0.3 if why == "timeout" else None)
+    assert 0.05 < time.monotonic() - began < SOON_S
+    managers[1].close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"run": "b"}, "rank 1 asks for open.*run='b', and rank 0 has asked for open.*run='a'"),
+        ({"on_busy": "skip"}, "rank 1 asks for open.*on_busy='skip', .*and rank 0 has asked for open.*on_busy='wait'"),
+        ({"repository": None}, "rank 1: the repository at .* expected [0-9a-f]{32}, got [0-9a-f]{32}"),
+    ],
+)
+def test_unlike_managers_are_an_error_when_they_are_made(options, said):
+    ranks, store, made = LocalRanks(2, silent_s=SILENT_S), created(), threading.Event()
+    unlike = {key: value or created() for key, value in options.items()}
+
+    def make(rank):
+        given = {"repository": store, "run": "a", "on_busy": "wait"} | (unlike if rank.rank else {})
+        manager = SnapshotManager(given.pop("repository"), **given, ranks=rank, options=OPTIONS)
+        made.wait(SOON_S)
+        manager.latest_step()
+        manager.close()
+
+    def second():
+        with pytest.raises(InvalidInputError, match=said):
+            make(ranks[1])
+        made.set()
+
+    assert together([lambda: make(ranks[0]), second]) == [None, None]

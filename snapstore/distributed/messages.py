@@ -6,6 +6,7 @@
     ask       rank 0 to some      whose trees it needs: for each digest that is new to it, those of one rank
     tree      some ranks to 0     the trees that were asked for: with `replicas`, the messages that grow with the state
     replicas  some ranks to 0     the digests of their replicas one by one, where these differ
+    changed   some ranks to 0     the names of their plain tensors, if these are others than before
     outcome   rank 0 to all       committed, failed, or unclear
     skip      rank 0 to all       whether a save is skipped because the last one still runs
     word      any rank to some    it has come to a place of a call that all make alike
@@ -34,7 +35,7 @@ MAX_REPORTED_MANIFESTS = 8
 POSTED_BY_0 = ("begin", "ask", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
 POSTED_BY_OTHERS = (
     *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
-    *("digest/{rank}", "trees/{rank}"),
+    *("digest/{rank}", "trees/{rank}", "changed/{rank}", "changed"),
 )
 COMMITTED, FAILED, UNCLEAR = "committed", "failed", "unclear"
 #: A larger record is not sent along.

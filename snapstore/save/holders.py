@@ -4,11 +4,16 @@ In: the trees of a rank's state. Out: the same on all ranks: for each such tenso
 share. The ranks exchange this in the first save, and in the one after a save that has failed on rank 0. A rank that
 copied only its share of a tensor could not store the rest later: until it knows the holders, it copies plain tensors
 whole, or, if they are too large for that, exchanges before it copies (staging.py). Equal trees are sent once.
+
+Later a rank may hold other plain tensors, such as optimizer state that appears after the first save. It copies those
+that are new to it whole. If that is rank 0, all exchange again. Else the rank asks rank 0, which answers when every
+other rank has reported or asks as well. The ranks that hold what they held go on meanwhile: their shares are valid, as
+long as the tensors that a rank has kept are held by the ranks that held them. If not, the save fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +23,8 @@ from ..distributed import messages
 from ..distributed.base import Ranks, Watch, wait_for
 from ..distributed.messages import Ask, Failed, Outcome, decode, encode
 from ..errors import RanksError
+from ..state.containers import shown
+from ..text import some
 from .merged_trees import holders_of
 from .rank_state import PartTree, decode_trees, encode_trees
 from .shares import Name
@@ -62,14 +69,57 @@ class Exchange:
         ranks.post(key(f"digest/{ranks.rank}"), xxhash.xxh3_128_digest(own))
         if ranks.rank == 0:
             found = self._gather(own)
-            by_holders: dict[tuple[int, ...], list[Name]] = {}
-            for name, holders in found.items():
-                by_holders.setdefault(holders, []).append(name)
-            ranks.post(key("holders"), msgspec.msgpack.encode(list(by_holders.items())))
+            self._tell(found)
             return found
         asked = decode(self._wait("rank 0 to compare trees", lambda: ranks.look(key("ask-trees")), [0]), Ask)
         if ranks.rank in asked.ranks:
             ranks.post(key(f"trees/{ranks.rank}"), own)
+        return self._told()
+
+    def ask(self, names: Collection[Name]) -> Holders:
+        """Return the holders after a change, on a rank that holds other plain tensors than in the last exchange."""
+        ranks = self._ranks
+        ranks.post(self._key(f"changed/{ranks.rank}"), msgspec.msgpack.encode(list(names)))
+        ranks.post(self._key("changed"), b"yes")
+        return self._told()
+
+    def answer(self, holders: Holders, own: Collection[Name]) -> Holders | None:
+        """Answer the ranks that ask, on rank 0; None: no rank asks, or another one may still ask.
+
+        Args:
+            holders, own: the holders, and the names of rank 0's plain tensors, since the last exchange.
+
+        Raises:
+            RanksError: see `require_kept`.
+        """
+        ranks, changed = self._ranks, dict[int, set[Name]]()
+        if ranks.look(self._key("changed")) is None:
+            return None
+        for rank in range(1, ranks.count):
+            if (data := ranks.look(self._key(f"changed/{rank}"))) is not None:
+                changed[rank] = set(msgspec.msgpack.decode(data, type=list[Name]))
+            elif ranks.look(self._key(f"report/{rank}")) is None:
+                return None
+        everyone = tuple(range(ranks.count))
+        old = dict.fromkeys(own, everyone) | dict(holders)
+        found = {name: {rank for rank in of if rank not in changed} for name, of in old.items()}
+        for rank, names in changed.items():
+            for name in names:
+                found.setdefault(name, set()).add(rank)
+        new = {name: tuple(sorted(of)) for name, of in found.items() if of}
+        require_kept((name for name, of in old.items() if not found[name].isdisjoint(of)), old, new)
+        new = {name: of for name, of in new.items() if of != everyone}
+        self._tell(new)
+        return new
+
+    def _tell(self, found: Holders) -> None:
+        by_holders: dict[tuple[int, ...], list[Name]] = {}
+        for name, holders in found.items():
+            by_holders.setdefault(holders, []).append(name)
+        self._ranks.post(self._key("holders"), msgspec.msgpack.encode(list(by_holders.items())))
+
+    def _told(self) -> Holders:
+        ranks, key = self._ranks, self._key
         data = self._wait("rank 0 to tell who holds which tensors", lambda: ranks.look(key("holders")), [0])
         groups = msgspec.msgpack.decode(data, type=list[tuple[tuple[int, ...], list[Name]]])
         return {name: holders for holders, names in groups for name in names}
@@ -107,3 +157,18 @@ class Exchange:
             watch()
 
         return wait_for(look, watch_all)
+
+
+def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:
+    """Check that tensors which a rank has kept since the last exchange are held by the ranks that held them.
+
+    Raises:
+        RanksError: others hold some of them: the ranks that kept these have copied their shares of old.
+    """
+    moved = sorted({shown(name[1]) for name in kept if new.get(name) != old.get(name)})
+    if moved:
+        raise RanksError(
+            f"{some(moved, 5)}: some ranks held it in the last save and hold it still, and others have dropped it or "
+            "hold it now as well; this save has copied only shares of it, so nothing was committed; save again: the "
+            "next save stores it"
+        )

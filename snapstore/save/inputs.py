@@ -240,13 +240,21 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
             yield TensorInput(key, spec, piece.held(held), box_of=of)
 
 
-def cut_plain(inputs: Sequence[PartInput], shares: RankShares) -> list[PartInput]:
-    """Return inputs that were made while the holders of plain tensors were unknown, cut to the shares of this rank."""
+def plain_names(inputs: Iterable[PartInput]) -> frozenset[Name]:
+    """Return the names of the tensors of a rank that are not sharded."""
+    found = set[Name]()
+    for part in inputs:
+        plain = set(part.plain)
+        found.update(name for i, name in enumerate(names_of(part.name, part.specs)) if i in plain)
+    return frozenset(found)
+
+
+def cut_plain(inputs: Sequence[PartInput], shares: RankShares, old: RankShares) -> list[PartInput]:
+    """Return inputs cut to the shares of this rank: whole are the plain tensors whose holders `old` does not know."""
     found = []
     for part in inputs:
         if part.own_nodes is None:
-            plain = set(part.plain)
-            names = {name for i, name in enumerate(names_of(part.name, part.specs)) if i in plain}
+            names = {name for name in plain_names([part]) if not old.knows(name)}
             buffers = {one.name for one in part.replicas if one.is_buffer}
             boxes = [box for tensor in part.tensors for box in _cut(tensor, names, buffers, shares)]
             for one in part.replicas:

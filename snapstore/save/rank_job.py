@@ -22,13 +22,13 @@ from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
 from ..format.records import Snapshot
-from .holders import Exchange, Holders
-from .inputs import PartInput, SaveRequest
+from .holders import Exchange, Holders, require_kept
+from .inputs import PartInput, SaveRequest, plain_names
 from .lineage import Lineage
 from .pipeline import log_saved, take_tags
 from .rank_state import trees_of
 from .rank_writer import RankWriter
-from .shares import RankShares, Replicas
+from .shares import Name, RankShares, Replicas
 from .staging import Learn, Staging
 from .together import Job
 
@@ -72,7 +72,9 @@ class RankJob:
         self._saves, self._decisions = 0, 0
         self._holders: Holders | None = None  # as the ranks told each other last
         self._holders_are_sure = False  # no save has failed here since
-        self._learnt_in = -1  # the number of that save
+        self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank then
+        self._learnt_in = self._answered_in = -1  # the numbers of saves
+        self._exchange: Exchange | None = None  # of the save that runs
         self._has_failed = False  # the last save
 
     @property
@@ -135,35 +137,44 @@ class RankJob:
         self._saves += 1
         return self._saves - 1
 
-    def learner(self, context: Context, request: SaveRequest, staging: Staging) -> Learn | None:
-        """Return what tells this rank the holders of plain tensors; None: it knows them. Call it before the copy."""
-        if self._holders_are_sure:
-            return None
-        staging.use_shares(self.shares(context))
+    def learner(self, context: Context, request: SaveRequest, staging: Staging) -> Learn:
+        """Return what tells this rank the holders of plain tensors that it does not know. Call it before the copy."""
+        if not self._holders_are_sure:
+            staging.use_shares(self.shares(context))
         return partial(self._learn, context, request, staging)
 
     def _learn(
         self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
     ) -> Sequence[PartInput]:
-        """Return inputs as the shares of this rank; the ranks exchange holders if rank 0 does not know them.
+        """Return inputs as the shares of this rank; the ranks exchange holders if they do not know them.
 
         Raises:
-            SnapstoreError: see `Exchange`; or the holders are others than this rank has copied for.
+            SnapstoreError: see `Exchange` and `require_kept`.
         """
         if self._learnt_in == request.number:
             return inputs  # before they were copied
         job = self._job_of(context)
-        key = partial(job.key, request.number)
-        exchange = Exchange(self.ranks, key, request.require_wanted, self._prefix)
-        found = self._holders
-        if exchange.is_wanted(here=not self._holders_are_sure):
+        exchange = Exchange(self.ranks, partial(job.key, request.number), request.require_wanted, self._prefix)
+        own, found, self._exchange = plain_names(inputs), self._holders, exchange
+        if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
             found = exchange.holders(trees_of(inputs))
-        if found is None or (self._holders_are_sure and found != self._holders):
-            raise RanksError("the ranks hold other tensors than they told each other; save again")
-        if not self._holders_are_sure:
-            inputs = staging.use_holders(inputs, replace(self.shares(context), holders=found))
-        self._holders, self._holders_are_sure, self._learnt_in = found, True, request.number
+        elif own != self._own:
+            found = exchange.ask(own)
+        if found is None:
+            raise RanksError("the ranks have not told each other which tensors they hold; save again")
+        if self._holders_are_sure and self._holders is not None:
+            require_kept(own & self._own, self._holders, found)
+        if not self._holders_are_sure or found is not self._holders:
+            inputs = staging.use_holders(inputs, replace(self.shares(context), holders=found, known=own))
+        self._holders, self._own, self._holders_are_sure, self._learnt_in = found, own, True, request.number
         return inputs
+
+    def _answer(self, number: int) -> None:
+        """Answer ranks whose plain tensors have changed, on rank 0; raise RanksError if this save cannot store them."""
+        if self._exchange is not None and self._holders is not None and self._answered_in != number:
+            found = self._exchange.answer(self._holders, self._own)
+            if found is not None:
+                self._holders, self._answered_in = found, number
 
     def give_up(self, context: Context, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one does not take part in a save."""
@@ -201,7 +212,7 @@ class RankJob:
 
     def _job_of(self, context: Context) -> Job:
         if self._job is None:
-            self._job = Job(context, self.ranks, self._prefix)
+            self._job = Job(context, self.ranks, self._prefix, self._answer)
         return self._job
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:

@@ -13,7 +13,7 @@ Replicas that may differ are not cut: the first one stores the whole box, so no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -79,6 +79,7 @@ class RankShares:
         holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted. None: not
             known yet, so the whole of each plain tensor counts as this rank's share.
         replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
+        known: the plain tensors that `holders` is about: any other one is new to this rank. None: all of them.
     """
 
     rank: int
@@ -86,6 +87,11 @@ class RankShares:
     chunk_bytes: int
     holders: Mapping[Name, tuple[int, ...]] | None = field(default_factory=dict)
     replicas: Replicas = "check"
+    known: Container[Name] | None = None
+
+    def knows(self, name: Name) -> bool:
+        """Return whether this rank knows which ranks hold a plain tensor."""
+        return self.holders is not None and (self.known is None or name in self.known)
 
     def group(self, name: Name, sharding: Sharding | None) -> tuple[int, ...]:
         """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown."""
@@ -104,7 +110,7 @@ class RankShares:
             may_differ: whether replicas of this tensor may differ.
         """
         if sharding is None:
-            group = (self.rank,) if self.holders is None else self.group(name, None)
+            group = self.group(name, None) if self.knows(name) else (self.rank,)
             boxes: Sequence[tuple[Sequence[int], Sequence[int]]] = [((0,) * len(spec.shape), spec.shape)]
             replica, replicas = group.index(self.rank) if self.rank in group else len(group), len(group)
         else:

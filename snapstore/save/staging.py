@@ -29,7 +29,7 @@ from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
-from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of
+from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
@@ -118,7 +118,8 @@ class Staging:
 
     def use_holders(self, inputs: Sequence[PartInput], shares: RankShares) -> list[PartInput]:
         """Cut inputs to shares of which the holders are known now; plain tensors were copied whole, or not at all."""
-        cut, self.shares = cut_plain(inputs, shares), shares
+        assert self.shares is not None
+        cut, self.shares = cut_plain(inputs, shares, self.shares), shares
         if self._known is not None:
             self._known = KnownState(self._known.structure, cut, self._has_engine)
         if _are_copies(inputs):
@@ -131,10 +132,10 @@ class Staging:
 
     def _must_learn_first(self, inputs: Sequence[PartInput]) -> bool:
         """Return whether plain tensors of unknown holders are too large to copy whole, or lie on a device."""
-        if self.shares is None or self.shares.holders is not None:
+        if (shares := self.shares) is None:
             return False
-        plain = {part.name: set(part.plain) for part in inputs if part.own_nodes is None}
-        held = [t for t in _tensors(inputs) if t.box_of and t.box_of.number in plain[t.box_of.name[0]]]
+        new = {name for name in plain_names(inputs) if not shares.knows(name)}
+        held = [tensor for tensor in _tensors(inputs) if tensor.box_of and tensor.box_of.name in new]
         large = [tensor for tensor in held if tensor.spec.nbytes >= INLINE_BYTES]
         on_device = any(tensor.array and self.on_device(tensor.array.value) for tensor in large)
         return on_device or sum(tensor.spec.nbytes for tensor in held) > MAX_WHOLE_BYTES
@@ -175,8 +176,8 @@ class Staging:
         """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
 
         Args:
-            learn: of a rank that does not know the holders of plain tensors: called now if these are too large to be
-                copied whole. Else the caller calls it with the inputs.
+            learn: of a rank: called now if plain tensors whose holders it does not know are too large to be copied
+                whole. Else the caller calls it with the inputs.
 
         Returns:
             The inputs; nothing of the caller's is in them. On a device the copies are complete within `saving`.
@@ -307,7 +308,8 @@ class Staging:
         """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
         inputs = inputs_of(parts, self.shares)
         if self.shares is not None and self._must_learn_first(inputs):
-            inputs = inputs_of(parts, replace(self.shares, holders={}))  # as if all ranks held all of them
+            as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
+            inputs = inputs_of(parts, as_if_all_hold)
         on_devices: dict[Any, list[TensorInput]] = defaultdict(list)
         for tensor in _tensors(inputs):
             assert tensor.array is not None

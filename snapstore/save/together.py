@@ -121,6 +121,7 @@ class Job:
 
     Attributes:
         prefix: of all keys of these saves.
+        answer: called with a save's number while rank 0 waits for reports: what a rank may need before its own.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (rank 0 alone).
         old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
         warned: the buffers that a warning was about: see `compare_replicas` (rank 0 alone).
@@ -129,6 +130,7 @@ class Job:
     context: Context
     ranks: Ranks
     prefix: str = ""
+    answer: Callable[[int], object] = lambda _: None
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
     old_keys: set[str] = field(default_factory=set)
     warned: set[frozenset[str]] = field(default_factory=set)
@@ -232,11 +234,12 @@ class _Save:
         ranks, others = self._ranks, range(1, self._ranks.count)
         keys = {rank: self._key(f"report/{rank}") for rank in others}
 
-        def missing() -> list[int]:
-            return [rank for rank, key in keys.items() if ranks.look(key) is None]
+        def look() -> list[bytes] | None:
+            self._job.answer(self._number)
+            return ranks.look_all(list(keys.values()))
 
-        watch = self._watch_ranks(session, "reports", missing)
-        found = wait_for(lambda: ranks.look_all(list(keys.values())), watch) if keys else []
+        watch = self._watch_ranks(session, "reports", lambda: [r for r, key in keys.items() if ranks.look(key) is None])
+        found = wait_for(look, watch) if keys else []
         reports = {rank: decode(data, Report) for rank, data in zip(others, found, strict=True)}
         apart = {rank: self._key(f"manifests/{rank}") for rank, report in reports.items() if report.manifests is None}
         if apart:

@@ -394,6 +394,65 @@ def test_stages_of_a_pipeline_restore_what_they_have(store, cuts):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("copied", ["whole", "shares"])
+@pytest.mark.parametrize("change", ["rank 1", "ranks 1, 2", "ranks 0, 2", "all", "a layer moves"])
+def test_a_save_succeeds_when_ranks_come_to_hold_other_tensors(store, async_save, copied, change, monkeypatch):
+    """Such as optimizer state that appears after the first save; what others hold unchanged is stored by shares."""
+    if copied == "shares":  # too large to be copied whole: the ranks exchange holders before they copy
+        monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)
+
+    def held(step, rank):
+        layers = {"all": torch.arange(2000) + step, f"layer{rank}": torch.full((3000,), float(rank + step))}
+        if rank:
+            layers["late"] = torch.arange(9000.0) + step
+        if change == "a layer moves":
+            if rank == (1 if step == 0 else 2):
+                layers["moved"] = torch.arange(5000.0) + step
+        elif step and (change == "all" or str(rank) in change):
+            layers |= {"new": torch.arange(7000.0) * step, f"new{rank}": torch.full((2000,), float(rank + step))}
+        return {"model": layers, "step": step}
+
+    managers = Managers(store, async_save=async_save)
+    for step in range(3):
+        found = managers.all(lambda m, rank, step=step: m.save(step, held(step, rank)))
+        assert not any(isinstance(handle, Exception) for handle in found), found
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 1, 2]
+        assert repository.check("restore").ok
+        for step in range(3):
+            expected = {name: value for rank in range(COUNT) for name, value in held(step, rank)["model"].items()}
+            found = repository.restore(f"a@{step}")["model"]
+            assert found.keys() == expected.keys()
+            assert all(same(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", ["dropped", "held as well"])
+def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):
+    """Who kept it has copied its share alone, and nobody the rest. The error says so."""
+
+    def held(step, own):
+        has_x = own != rank or (step == 0) == (change == "dropped")
+        return {"m": {"all": torch.ones(9) + step, **({"x": torch.arange(5000.0) + step} if has_x else {})}}
+
+    managers = Managers(store)
+    for step in range(3):
+        managers.all(lambda m, own, step=step: m.save(step, held(step, own)))
+        found = managers.all(lambda m, _: m.wait_until_finished())
+        if step == 1:
+            assert [type(error) for error in found] == [RanksError] * COUNT
+            assert all("m.x: some ranks held it in the last save" in str(error) for error in found), found
+            assert all("save again: the next save stores it" in str(error) for error in found), found
+        else:
+            assert found == [None] * COUNT
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 2]
+        assert same(repository.restore("a@2"), {"m": {"all": torch.ones(9) + 2, "x": torch.arange(5000.0) + 2}})
+
+
+@pytest.mark.parametrize("async_save", [True, False])
 def test_tied_tensors_of_a_stage_whose_parts_have_another_order(store, async_save):
     """Rank 0 has the part of the head first, the last stage that of the embedding: both have their bytes, and a tie."""
     shared = torch.arange(3000.0)

@@ -202,7 +202,7 @@ class SnapshotManager(Steps):
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
         if self._job is None:
-            check_ranks(self.run, False if self._alone else None)
+            check_ranks(self.run, False if self._alone else None, has_manager=True)
             self._background.raise_errors()
         step = check_step(step)
         if not (force or self.should_save(step)):

@@ -57,7 +57,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
     return TorchRanks(), True
 
 
-def check(run: str, ranks: Literal[False] | None) -> None:
+def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) -> None:
     """Refuse to save a run alone from one of several ranks.
 
     If only a launcher (torchrun) has set WORLD_SIZE, log one warning: child processes inherit the variable, and
@@ -65,6 +65,7 @@ def check(run: str, ranks: Literal[False] | None) -> None:
 
     Args:
         ranks: False: the caller makes sure that no two ranks save the same run. None: unknown.
+        has_manager: whether a SnapshotManager saves, which was made when torch.distributed was not initialised.
 
     Raises:
         InvalidInputError: torch.distributed is initialised with more than one rank.
@@ -74,6 +75,12 @@ def check(run: str, ranks: Literal[False] | None) -> None:
     if ranks is not None:
         raise InvalidInputError(f"ranks={ranks!r}: expected False or None; {_ADVICE.format(name=run)}")
     rank, count = place()
+    if count > 1 and has_manager:
+        raise InvalidInputError(
+            f"run {run!r}: this is rank {rank} of {count}, and this SnapshotManager was made before "
+            "init_process_group, when there were no ranks: make it after that, on every rank; or pass ranks=False if "
+            "no two ranks save the same run"
+        )
     if count > 1:
         raise InvalidInputError(
             f"run {run!r}: this is rank {rank} of {count}, and each would save its own state as the same steps, of "

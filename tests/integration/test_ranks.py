@@ -40,6 +40,16 @@ def test_the_error_says_what_to_do(repository, monkeypatch):
     assert repository.snapshots() == []
 
 
+def test_a_manager_that_was_made_too_early_says_so(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    with SnapshotManager(tmp_path, run="a") as manager:
+        monkeypatch.setitem(sys.modules, "torch.distributed", distributed(4))
+        said = r"run 'a': this is rank 1 of 4.*made before init_process_group.*make it after that, on every rank"
+        with pytest.raises(InvalidInputError, match=said):
+            manager.save(0, {})
+        monkeypatch.delitem(sys.modules, "torch.distributed")
+
+
 def test_a_manager_takes_the_ranks_of_the_job_by_itself(repository, monkeypatch, caplog):
     """It says so, and it closes the channel that it has made, and not one that it was given."""
     made = LocalRanks(4)[1]

@@ -19,6 +19,7 @@ from .replicas import BUFFERS
 log = logging.getLogger("snapstore")
 #: The most buffers that a warning names.
 MAX_NAMES = 20
+_STAGES_ADVICE = "If these are layers of pipeline stages, name that dimension of the mesh 'pp'"
 #: Returns the digests of a group's tensors by path, for each of some ranks.
 AskDigests = Callable[[Sequence[int], str], Mapping[int, Mapping[str, bytes]]]
 
@@ -86,7 +87,7 @@ def compare_replicas(
         warned: the buffers that a warning was about: no other one follows for the same.
 
     Raises:
-        InvalidInputError: tensors that are no buffers differ; some of them are named.
+        InvalidInputError: tensors that are no buffers differ, or not all ranks of a group hold them; some are named.
     """
     unlike = unlike_replicas(reports)
     if not unlike:
@@ -95,7 +96,9 @@ def compare_replicas(
         first = unlike[0]
         digests = ask([first.few[0], first.other[0]], first.group)
         mine, theirs = digests[first.few[0]], digests[first.other[0]]
-        names = [name for name, digest in mine.items() if theirs.get(name) != digest]
+        if missing := mine.keys() ^ theirs.keys():
+            raise holders_error(request, first.few, first.other, sorted(missing))
+        names = [name for name, digest in mine.items() if theirs[name] != digest]
         raise replicas_error(request, first.few, first.other, names)
     about = frozenset(one.group for one in unlike).union(ask([0], BUFFERS)[0])
     if about in warned:
@@ -130,5 +133,15 @@ def replicas_error(
     return InvalidInputError(
         f"save {request.run}@{request.step}: {named(few)}: {some(names, 5)}: differ from the replicas on {named(other)}"
         "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
-        "store rank 0's with replicas='rank0'; nothing was committed"
+        "store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
+    )
+
+
+def holders_error(
+    request: SaveRequest, few: Sequence[int], other: Sequence[int], names: Sequence[str]
+) -> InvalidInputError:
+    """Return the error of tensors that only some of the ranks hold which should hold the same."""
+    return InvalidInputError(
+        f"save {request.run}@{request.step}: {some(names, 5)}: {named(few)} and {named(other)} should hold copies, "
+        f"by the meshes of their tensors, and only some of these ranks do. {_STAGES_ADVICE}; nothing was committed"
     )

@@ -35,8 +35,8 @@ Run = tuple[int, int]  # (first index, count)
 #: The modules of torch.Tensor, torch.nn.Parameter and numpy.ndarray.
 _PLAIN_MODULES = frozenset({"torch", "torch.nn.parameter", "numpy"})
 
-#: Names of mesh dimensions whose ranks hold different layers.
-_STAGES = frozenset({"pp", "pipe", "pipeline", "stage"})
+#: Words in the names of mesh dimensions whose ranks hold different layers, such as "pipeline_parallel".
+_STAGES = frozenset({"pp", "pipe", "pipeline", "stage", "stages"})
 
 _PARTIAL = "holds sums that are not reduced yet: call tensor.redistribute(placements=[Replicate(), ...]) first"
 _COLUMNS = "holds several runs of dimension {dim}: redistribute it to Shard or Replicate, and pass that"
@@ -188,12 +188,17 @@ def _group(mesh: Any, root: Any, rank: int, is_replicated: tuple[bool, ...]) -> 
     places = {int(root.mesh[at]): at for at in product(*map(range, root.mesh.shape))}
     taken = [places[rank] for rank in mesh.mesh.flatten().tolist()]
     names = root.mesh_dim_names or [""] * root.ndim
-    is_fixed = [len({at[dim] for at in taken}) > 1 or names[dim] in _STAGES for dim in range(root.ndim)]
+    is_fixed = [len({at[dim] for at in taken}) > 1 or _is_stages(names[dim]) for dim in range(root.ndim)]
     found: dict[int, None] = {}
     for rank in ranks:
         there = tuple(at if fixed else slice(None) for at, fixed in zip(places[rank], is_fixed, strict=True))
         found.update(dict.fromkeys(root.mesh[there].flatten().tolist()))
     return tuple(found)
+
+
+def _is_stages(name: str) -> bool:
+    """Return whether a mesh dimension of this name is one of pipeline stages."""
+    return not _STAGES.isdisjoint(name.lower().replace("-", "_").split("_"))
 
 
 def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Run]:

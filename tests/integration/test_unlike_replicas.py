@@ -15,6 +15,9 @@ import torch
 from kit.ranks import Managers
 from kit.repositories import created, opened, same
 from snapstore import InvalidInputError, SnapshotManager
+from snapstore.distributed.messages import Report
+from snapstore.save.agreement import compare_replicas
+from snapstore.save.inputs import SaveRequest
 
 COUNT = 3
 WIDTH = 5000  # 20 chunks of a float each
@@ -242,3 +245,14 @@ def test_the_ranks_pass_the_same():
 def test_no_other_value_is_taken():
     with pytest.raises(InvalidInputError, match="replicas 'rank1': expected 'check' or 'rank0'"):
         SnapshotManager(created(), run="a", replicas="rank1")
+
+
+@pytest.mark.parametrize("held", [(["a", "b"], ["a", "c"]), (["a"], ["a", "b", "c"]), (["a", "b", "c"], ["a"])])
+def test_a_tensor_that_one_rank_of_a_group_lacks_has_not_diverged(held):
+    """The ranks are stages of a pipeline whose mesh dimension has another name: to broadcast would destroy layers."""
+    reports = {rank: Report(0, [], b"", b"", {"group": bytes([rank])}) for rank in range(2)}
+    digests = {rank: dict.fromkeys(names, b"same") for rank, names in enumerate(held)}
+    with pytest.raises(InvalidInputError, match=r"b, c: .*name that dimension of the mesh 'pp'") as caught:
+        compare_replicas(reports, SaveRequest("r", 0), lambda *_: digests, set())
+    assert "broadcast" not in str(caught.value)
+    assert "a, b" not in str(caught.value)

@@ -153,7 +153,7 @@ def test_outside_of_mesh():
     assert sharding == Sharding((4,), (), 0, 1, ())
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "tp")])
+@pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "tp"), ("pipeline_parallel", "tp"), ("Stage-mesh", "tp")])
 def test_part_of_a_mesh(names):
     """A tensor on one dimension of a mesh is the same along the others, but for stages of a pipeline."""
     for rank in range(4):

@@ -28,7 +28,7 @@ from ..errors import RanksError, SnapstoreError
 from ..format.records import Id, ManifestRef
 
 #: The texts of errors are cut to this many characters.
-MAX_TEXT = 400
+MAX_TEXT = 900
 #: More manifests than this travel in a message of their own, so a report stays below 2 KiB.
 MAX_REPORTED_MANIFESTS = 8
 #: The names of the keys, behind the number of the save.
@@ -37,6 +37,7 @@ POSTED_BY_OTHERS = (
     *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
     *("digest/{rank}", "trees/{rank}", "changed/{rank}", "changed"),
 )
+CUT = " ... (cut)"
 COMMITTED, FAILED, UNCLEAR = "committed", "failed", "unclear"
 #: A larger record is not sent along.
 MAX_RECORD_BYTES = 900
@@ -135,7 +136,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
             return error.failed
         kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        return cls(kind or "RanksError", text[:MAX_TEXT], rank, list(getattr(error, "ranks", ()))[:16])
+        text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - len(CUT)]}{CUT}"
+        return cls(kind or "RanksError", text, rank, list(getattr(error, "ranks", ()))[:16])
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -234,7 +236,7 @@ def raised(failed: Failed, own_rank: int) -> SnapstoreError:
     if not (isinstance(kind, type) and issubclass(kind, SnapstoreError)):
         kind = RanksError
     text = failed.text if failed.rank == own_rank else f"rank {failed.rank}: {failed.text}"
-    error = kind(text)
+    error = kind(*text.split("\n"))
     if isinstance(error, RanksError):
         error.ranks = tuple(failed.ranks) or (failed.rank,)
     return error

@@ -94,17 +94,22 @@ class RankWriter:
         """Return the path and the digest of each tensor that a group of ranks holds alike."""
         return [found for part in self._state.replica_digests for found in self._state.tensor_digests(part, group)]
 
-    def write_roots(
-        self, session: Session, reports: Mapping[int, Report], trees: Sequence[tuple[list[int], bytes]]
-    ) -> Written:
+    def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
+        """Merge the trees of all ranks.
+
+        Raises:
+            InvalidInputError: plain values, or dtypes or shapes of tensors, differ between ranks.
+        """
+        self._states = [(ranks, decode_trees(data)) for ranks, data in trees]
+        self._parts = merge_trees(self._states)
+
+    def write_roots(self, session: Session, reports: Mapping[int, Report]) -> Written:
         """Write the root manifests.
 
         Raises:
-            InvalidInputError: plain values differ between ranks.
             IntegrityError: the ranks have not stored each byte once.
         """
-        states = [(ranks, decode_trees(data)) for ranks, data in trees]
-        parts = merge_trees(states)
+        states, parts = self._states, self._parts
         expected = sum(spec.nbytes for part in parts for spec in part.specs)
         held = {rank: report.held_bytes for rank, report in reports.items()}
         if sum(held.values()) != expected:

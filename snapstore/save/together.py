@@ -99,14 +99,15 @@ class DataSide(Protocol):
         """
         ...
 
-    def write_roots(
-        self, session: Session, reports: Mapping[int, Report], trees: Sequence[tuple[list[int], bytes]]
-    ) -> Written:
-        """Write the root manifests; called on rank 0, when all children are durable.
+    def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
+        """Take (the ranks whose trees are equal, those trees), by the first rank; InvalidInputError: they differ."""
+        ...
+
+    def write_roots(self, session: Session, reports: Mapping[int, Report]) -> Written:
+        """Write the root manifests; called on rank 0, when all children are durable and the trees are merged.
 
         Args:
             reports: of all ranks, in their order, with all their child manifests.
-            trees: (the ranks whose trees are equal, those trees), in the order of the first rank of each.
         """
         ...
 
@@ -216,10 +217,10 @@ class _Save:
         share = self._write(session, full=request.full)
         reports = {0: self._report(share, begin)} | self._collect(session)
         compare(reports, request)
+        self._data.merge(self._trees(reports, session))
         compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
-        trees = self._trees(reports, session)
         session.watch = None  # nobody fails any more
-        roots = self._data.write_roots(session, reports, trees)
+        roots = self._data.write_roots(session, reports)
         used = sorted({number for report in reports.values() for number in report.bases})
         ids = [session.usable_bases[number].id for number in used if number < len(bases)]
         return self._data.commit(session, roots, list(reports.values()), ids)

@@ -158,10 +158,26 @@ def test_unlike_states_and_arguments_are_errors(store):
     def unlike_metric(manager, rank):
         return manager.save(0, state(0, rank), metrics={"loss": float(rank == 1)})
 
-    for call, said in ((unlike_value, "step"), (unlike_metric, "rank 1: metrics differ from rank 0's")):
+    def unlike_form(manager, rank):
+        form = {
+            "shape": torch.ones(3 + (rank == 1)),
+            "dtype": torch.ones(3, dtype=(torch.float64, torch.int8)[rank // 2]),
+        }
+        return manager.save(0, state(0, rank) | form)
+
+    forms = (
+        "\nshape: tensor float32[3] on rank 0, tensor float32[4] on rank 1",
+        "\ndtype: tensor float64[3] on rank 0, tensor float64[3] on rank 1, tensor int8[3] on rank 2",
+    )
+    for call, *all_said in (
+        (unlike_value, "step"),
+        (unlike_metric, "rank 1: metrics differ from rank 0's"),
+        (unlike_form, *forms),
+    ):
         for error in managers.all(call):
             assert isinstance(error, InvalidInputError), error
-            assert said in str(error)
+            assert all(said in str(error) for said in all_said), error
+            assert "replicas" not in str(error)
     managers.end()
 
 

@@ -77,12 +77,14 @@ class RankSide:
     def replicas(self, group: str) -> Any:
         return [("same", b"0"), (f"model.{group}", bytes([self._ranks.rank]))]
 
-    def write_roots(self, session: Any, reports: Any, trees: Any) -> Any:
-        children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests]
-        assert [ref.rank for ref in children] == list(range(self._ranks.count))
+    def merge(self, trees: Any) -> None:
         assert sorted(rank for ranks, _ in trees for rank in ranks) == list(range(self._ranks.count))
         for ranks, data in trees:
             assert data == b"trees" + (bytes(ranks) if self.unlike_trees else b"")
+
+    def write_roots(self, session: Any, reports: Any) -> Any:
+        children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests]
+        assert [ref.rank for ref in children] == list(range(self._ranks.count))
         roots = write(self._context, session, self._parts(""), load_bases(self._context, session, {}), full=True)
         roots.manifests += [msgspec.structs.replace(ref, rank=0) for ref in children]
         return roots

@@ -29,6 +29,8 @@ BEAT_S, CALL_S = 30.0, 1.0
 LOOK_ENDED_S = 0.5
 #: After an error, a closing rank waits so long for the others to read its last words [s].
 LINGER_S = 5.0
+#: After a normal end the channel stays so long for ranks that still beat, a minute behind [s].
+CLOSE_S = 60.0
 #: The texts of ends are cut to this many characters.
 MAX_TEXT = 400
 

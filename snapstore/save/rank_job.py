@@ -6,7 +6,6 @@ agreement on when the job ends. Two managers of one process use one channel side
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -17,7 +16,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..context import Context
-from ..distributed.base import LINGER_S, Heart, Ranks, Watch, say_ended, wait_for, wait_for_ends
+from ..distributed.base import CLOSE_S, LINGER_S, Heart, Ranks, Watch, say_ended, wait_for, wait_for_ends
 from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
@@ -219,7 +218,7 @@ class RankJob:
         """Tell the other ranks that this one takes part no more, and let it beat no more for this manager.
 
         The rank that keeps the messages waits for the others, so that each reads them: until all have closed or are
-        silent, but at most `silent_s`, or 5 s after an error.
+        silent, but at most a minute, or 5 s after an error.
 
         Args:
             error: why it ends.
@@ -228,7 +227,7 @@ class RankJob:
         """
         say_ended(self.ranks, self._prefix, error)
         if self.ranks.is_hosted:
-            longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else math.inf)
+            longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
             wait_for_ends(self.ranks, self._prefix, longest_s if limit_s is None else min(longest_s, limit_s))
         self.heart.close()
         with suppress(RanksError) if ends_channel else nullcontext():

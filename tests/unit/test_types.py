@@ -262,6 +262,7 @@ THEIRS = {
     "signal": "import signal",
     "snapshots": "snapshots: snapstore.SnapshotManager",
     "snapstore": "",
+    "stage": "stage: torch.nn.Module",
     "start": "start: int",
     "state": "state: dict[str, typing.Any]",
     "step": "step: int",

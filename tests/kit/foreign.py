@@ -11,6 +11,7 @@ import numpy as np
 
 from snapstore.errors import IntegrityError
 from snapstore.format import blob, codecs
+from snapstore.format.codecs import sparse
 
 BLOCK_BYTES = 256 * 1024
 
@@ -45,10 +46,10 @@ def readable(monkeypatch: Any) -> None:
 
 @contextmanager
 def written() -> Iterator[None]:
-    """New blobs are in codec 70."""
-    kept = blob._encode_plane, codecs.BLOCK_BYTES
-    blob._encode_plane, codecs.BLOCK_BYTES = encode_plane, BLOCK_BYTES
+    """New blobs are in codec 70, and none is a sparse delta, as on a GPU."""
+    kept = blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE
+    blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = encode_plane, BLOCK_BYTES, -1.0
     try:
         yield
     finally:
-        blob._encode_plane, codecs.BLOCK_BYTES = kept
+        blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = kept

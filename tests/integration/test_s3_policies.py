@@ -7,11 +7,13 @@ tried on moto.
 import ast
 import dataclasses
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 import uuid
 from fnmatch import fnmatchcase
@@ -93,7 +95,15 @@ def every_key(url):
 
 
 @pytest.fixture
-def limited(monkeypatch, tmp_path):
+def only_policy():
+    """A bucket has one policy: the workers of pytest take turns."""
+    with (Path(tempfile.gettempdir()) / f"snapstore-bucket-policy-{os.getuid()}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def limited(monkeypatch, tmp_path, only_policy):
     """Lets a policy be set, and makes its user the one who asks: stores that are made after that have its key."""
     user, key = f"limited-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex[:20].upper()
     admin = [ROOT / "tools" / "s3-server", "admin", "user"]

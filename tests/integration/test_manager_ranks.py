@@ -334,6 +334,27 @@ def test_an_object_of_each_rank_loads_its_own_state(store, wrap, count):
     managers.end()
 
 
+def save_three_steps(store, async_save, held):
+    """Save what each rank holds at steps 0 to 2: each step restores to what all ranks held together.
+
+    Args:
+        held: returns the state of a rank, of (step, rank).
+    """
+    managers = Managers(store, async_save=async_save)
+    for step in range(3):
+        found = managers.all(lambda m, rank, step=step: m.save(step, held(step, rank)))
+        assert not any(isinstance(handle, Exception) for handle in found), found
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [0, 1, 2]
+        assert repository.check("restore").ok
+        for step in range(3):
+            expected = {name: value for rank in range(COUNT) for name, value in held(step, rank)["model"].items()}
+            found = repository.restore(f"a@{step}")["model"]
+            assert found.keys() == expected.keys()
+            assert all(same(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch):
@@ -347,18 +368,7 @@ def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch)
             layers["late"] = torch.arange(9000.0) * version
         return {"model": layers, "step": version}
 
-    managers = Managers(store, async_save=async_save)
-    for step in range(3):
-        found = managers.all(lambda m, rank, step=step: m.save(step, staged(step, rank)))
-        assert not any(isinstance(handle, Exception) for handle in found), found
-    assert managers.end() == [None] * COUNT
-    with opened(store) as repository:
-        assert [s.step for s in repository.snapshots()] == [0, 1, 2]
-        assert repository.check("restore").ok
-        whole = repository.restore("a@2")
-        expected = {name: value for rank in range(COUNT) for name, value in staged(2, rank)["model"].items()}
-        assert whole["model"].keys() == expected.keys()
-        assert all(same(whole["model"][name], value) for name, value in expected.items())
+    save_three_steps(store, async_save, staged)
 
 
 class Stage:
@@ -428,25 +438,13 @@ def test_a_save_succeeds_when_ranks_come_to_hold_other_tensors(store, async_save
             layers |= {"new": torch.arange(7000.0) * step, f"new{rank}": torch.full((2000,), float(rank + step))}
         return {"model": layers, "step": step}
 
-    managers = Managers(store, async_save=async_save)
-    for step in range(3):
-        found = managers.all(lambda m, rank, step=step: m.save(step, held(step, rank)))
-        assert not any(isinstance(handle, Exception) for handle in found), found
-    assert managers.end() == [None] * COUNT
-    with opened(store) as repository:
-        assert [s.step for s in repository.snapshots()] == [0, 1, 2]
-        assert repository.check("restore").ok
-        for step in range(3):
-            expected = {name: value for rank in range(COUNT) for name, value in held(step, rank)["model"].items()}
-            found = repository.restore(f"a@{step}")["model"]
-            assert found.keys() == expected.keys()
-            assert all(same(found[name], value) for name, value in expected.items())
+    save_three_steps(store, async_save, held)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", ["dropped", "held as well"])
 def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):
-    """Who kept it has copied its share alone, and nobody the rest. The error says so."""
+    """A rank that kept the tensor has copied only its share, and no rank the rest: the error says what to do."""
 
     def held(step, own):
         has_x = own != rank or (step == 0) == (change == "dropped")

@@ -105,15 +105,15 @@ class SnapshotManager(Steps):
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         if on_busy not in ("wait", "skip"):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
-        if replicas not in ("check", "rank0"):
-            raise InvalidInputError(f"replicas {replicas!r}: expected 'check' or 'rank0'")
         self.save_interval_steps = save_interval_steps
         self.keep = retention.check(keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.rank_job import RankJob  # with all that threads run (threads.py)
+        from .save.shares import check_replicas
         from .save.staging import Staging
 
+        check_replicas(replicas)
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
@@ -390,7 +390,7 @@ class SnapshotManager(Steps):
     def close(self, timeout: float | None = None) -> None:
         """Wait for the running save, release memory and repository, and raise what failed in the background.
 
-        With `TorchRanks`, rank 0 also waits until the other ranks have closed: at most `silent_s`, 5 s after an error.
+        With `TorchRanks`, rank 0 also waits until the other ranks have closed: at most a minute, 5 s after an error.
 
         Args:
             timeout: give the running save up after this time, so that nothing of it is committed; None: wait for it.

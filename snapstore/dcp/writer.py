@@ -40,7 +40,7 @@ from ..protocol.session import Session
 from ..repository import Repository
 from ..save.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..save.inputs import PartInput, SaveRequest
-from ..save.shares import REPLICAS
+from ..save.shares import check_replicas
 from ..text import some
 from .exchange import Answer, Collected, DetailsWantedError, Told, decode, digest_of, encode, wanted_trees
 from .names import step_of
@@ -82,8 +82,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
-        if replicas not in REPLICAS:
-            raise InvalidInputError(f"replicas {replicas!r}: expected 'check' or 'rank0'")
+        check_replicas(replicas)
         super().__init__(repository, run, partial(_open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group

@@ -305,7 +305,7 @@ class Staging:
         return self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
 
     def prepare(self, parts: Sequence[Part]) -> None:
-        """Take the memory for the copies of a state ahead: touch its pages, and lock them for a device."""
+        """Take the memory for the copies of a state ahead: of the device, or of the host, whose pages it locks."""
         inputs = inputs_of(parts, self.shares)
         if self.shares is not None and self._must_learn_first(inputs):
             as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
@@ -325,7 +325,7 @@ class Staging:
             self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def prepare_next(self) -> None:
-        """Lock host memory for the next save, after the first ones: it takes longer than the copies."""
+        """Take memory for the next save, after the first ones: locking it takes longer than the copies."""
         if self._devices is not None:
             self._devices.prepare_next(self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
@@ -383,6 +383,8 @@ class Staging:
                 if tensor.key in self._delta_rejected and not isinstance(tensor.copy, np.ndarray | None):
                     nbytes[tensor.copy.device][tensor.key] = tensor.spec.nbytes
             self._devices.lay_apart(nbytes)
+        for tensor in _tensors(inputs):
+            tensor.base = None  # else its memory could not be released before the inputs are
         if self._keep_base and _are_copies(inputs):
             self._base, self._spare = self._spare, self._base
             for key in self._delta_rejected.keys() & self._base.keys():

@@ -559,6 +559,53 @@ def test_many_saves_keep_nothing(mode, pinned_bytes):
     assert settles(lambda: torch.cuda.memory_allocated() - outside <= 64 * 1024)
 
 
+def test_the_cache_is_emptied_once_the_old_base_is_let_go(monkeypatch):
+    """Else the old base stays in torch's cache, and the next copy, of another size, leaves a piece of it unused."""
+    noise = typed("uint8", (2 * MIB,), 1, "cuda")
+    state = {"w": floats(MIB, 2, "cuda"), "noise": noise}
+    nbytes = sum(t.nbytes for t in state.values())
+    gc.collect()
+    torch.cuda.synchronize()
+    outside, held = torch.cuda.memory_allocated(), []
+    real = staging.release_cached_memory
+
+    def release(device):
+        held.append(torch.cuda.memory_allocated() - outside)
+        real(device)
+
+    monkeypatch.setattr(staging, "release_cached_memory", release)
+    with manager("device", chunk_bytes=65_536) as made:
+        for step in range(5):
+            noise.copy_(typed("uint8", (2 * MIB,), 10 + step, "cuda"))  # its deltas are rejected
+            drift({"w": state["w"]}, step)
+            made.save(step, state).result(60)
+    assert len(held) == 3, "after the first save, and twice when copies lie elsewhere"
+    assert max(held) < 1.1 * nbytes, held
+
+
+def test_memory_for_the_next_copies_is_taken_behind_the_caller(monkeypatch):
+    """The driver takes milliseconds for it. Torch's cache keeps it until the next save asks for the same sizes."""
+    noise = typed("uint8", (2 * MIB,), 1, "cuda")
+    state, asked, real = {"w": floats(MIB, 2, "cuda"), "noise": noise}, [], staging.DeviceStaging._device_rooms
+
+    def rooms(self, sources, layout, spare):
+        sizes = [nbytes for *_, nbytes in layout.groups]
+        asked.append((threading.current_thread() is threading.main_thread(), sizes))
+        return real(self, sources, layout, spare)
+
+    monkeypatch.setattr(staging.DeviceStaging, "_device_rooms", rooms)
+    with manager("device", chunk_bytes=65_536) as made:
+        for step in range(4):
+            noise.copy_(typed("uint8", (2 * MIB,), 10 + step, "cuda"))  # its deltas are rejected: it lies apart then
+            drift({"w": state["w"]}, step)
+            made.save(step, state)
+            made.wait_until_finished()
+    assert [waits for waits, _ in asked] == [True, False] * 4
+    ahead, copies = asked[1:-1:2], asked[2::2]
+    assert [sizes for _, sizes in ahead] == [sizes for _, sizes in copies]
+    assert copies[0][1] != copies[-1][1]
+
+
 def test_restores_keep_nothing():
     state = {"a": floats(MIB, 1, "cuda"), "s": floats(9, 3, "cuda")}
     wanted = facts(state)

@@ -366,6 +366,7 @@ def section_memory(bench: Bench) -> dict[str, Any]:
 def _extra_memory(bench: Bench, path: Path, staging: str) -> dict[str, Any]:
     """Bytes by torch's count and by the driver's, which sees every allocator; the latter is polled every 2 ms.
 
+    `reserved`: what torch had of the driver at its most. `cached`: what of it is free after the save, by its stream.
     The snapshots are those of the pretraining, a few steps apart; the model itself does not train here, since what
     torch caches for that would be counted as well.
     """
@@ -374,7 +375,8 @@ def _extra_memory(bench: Bench, path: Path, staging: str) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    peaks_torch, peaks_driver = [], []
+    peaks_torch, peaks_driver, reserved, cached = [], [], [], []
+    before = torch.cuda.memory_reserved()
     lowest, stop = free, threading.Event()
 
     def poll() -> None:
@@ -397,8 +399,21 @@ def _extra_memory(bench: Bench, path: Path, staging: str) -> dict[str, Any]:
                 poller.join()
             peaks_torch.append(torch.cuda.max_memory_allocated() - allocated)
             peaks_driver.append(free - lowest)
+            reserved.append(torch.cuda.max_memory_reserved() - before)
+            cached.append(_cached_by_stream())
+            counts = (round(row[-1] / 1e9, 2) for row in (peaks_torch, reserved, peaks_driver))
+            bench.say(f"{staging}: GB in use, reserved, by the driver: {list(counts)}; cached: {cached[-1]}")
     return {"torch_bytes": max(peaks_torch), "driver_bytes": max(peaks_driver), "saves_torch_bytes": peaks_torch,
-            "saves_driver_bytes": peaks_driver}  # fmt: skip
+            "saves_driver_bytes": peaks_driver, "saves_reserved_bytes": reserved, "cached_GB": cached}  # fmt: skip
+
+
+def _cached_by_stream() -> list[list[float]]:
+    """Return the free blocks of 50 MB or more in torch's cache, by stream [GB]."""
+    found: dict[int, list[float]] = {}
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        found.setdefault(segment["stream"], []).extend(round(size / 1e9, 2) for size in free if size >= 50e6)
+    return [sorted(sizes, reverse=True) for sizes in found.values() if sizes]
 
 
 def section_sizes(bench: Bench) -> dict[str, Any]:

@@ -231,16 +231,21 @@ class DeviceStaging:
     def prepare(
         self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
     ) -> None:
-        """Page-lock host memory for the copies of tensors ahead, if that is where they will lie."""
+        """Take memory for the copies of tensors ahead: page-lock it, or let torch's cache have it of the device."""
         with torch.cuda.device(sources.device):
             layout = self._layout(sources, inline_below)
-            if len(layout.large) and self._mode(sources, layout, spare, base) == "host":
+            if not len(layout.large):
+                return
+            if self._mode(sources, layout, spare, base) == "host":
                 _host_rooms(sources, layout, spare, base, delta_rejected)
+            elif sum(nbytes for *_, nbytes in layout.groups) <= AUTO_SHARE * _free_bytes(sources.device):
+                with suppress(torch.OutOfMemoryError):  # the save does without
+                    self._device_rooms(sources, layout, spare)
 
     def prepare_next(
         self, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
     ) -> None:
-        """Page-lock host memory for the next save, which will copy the same tensors."""
+        """Take memory for the next save ahead, which will copy the same tensors."""
         for sources in list(self._sources.values()):
             self.prepare(sources, spare, base, delta_rejected, inline_below)
 

@@ -208,7 +208,7 @@ class SnapshotManager(Steps):
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and self._skips():
+        if self._skip_busy and not force and self._skips(step):
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._background.check_inside()
@@ -233,10 +233,10 @@ class SnapshotManager(Steps):
             self._end()
         return handle
 
-    def _skips(self) -> bool:
+    def _skips(self, step: int) -> bool:
         """Return whether a save is skipped, because the last one still runs; rank 0 decides for all ranks."""
         is_busy = self._background.saving.locked
-        return is_busy() if self._job is None else self._job.decide_skip(is_busy)
+        return is_busy() if self._job is None else self._job.decide_skip(f"{self.run}@{step}", is_busy)
 
     def prepare(self, state: Any) -> None:
         """Get ready in the background for saves of a state: load kernels, and take and lock memory for its copies.

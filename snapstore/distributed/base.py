@@ -33,13 +33,26 @@ LINGER_S = 5.0
 CLOSE_S = 60.0
 #: The texts of ends are cut to this many characters.
 MAX_TEXT = 400
+RESTART = "start the job again: it resumes from the newest committed snapshot"
+
+
+class ChannelError(RanksError):
+    """The messages of the ranks cannot be reached any more: rank 0, which keeps them, has ended or is stopped.
+
+    Attributes:
+        why: the message without what to do.
+    """
+
+    def __init__(self, why: str, *, ranks: Sequence[int] = (0,)) -> None:
+        super().__init__(f"{why}; {RESTART}", ranks=ranks)
+        self.why = why
 
 
 class Ranks(Protocol):
     """The ranks of one job, as one of them sees them.
 
     Call sequence: any method, from any thread, until `close`. Every rank makes its own in the same order of calls.
-    Every method but `close` raises RanksError if the channel is broken or does not answer.
+    Every method but `close` raises ChannelError if the channel is broken or does not answer.
 
     Attributes:
         rank: of this process, from 0.

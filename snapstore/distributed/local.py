@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import RanksError
 from ..format.records import new_id
+from .base import ChannelError
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class _Board:
         self.beaten: dict[int, float] = {}
         self.faults, self.random = faults, random.Random(faults.seed)
         self.sent_bytes: dict[int, int] = {}
+        self.first: LocalRank | None = None
 
 
 class LocalRank:
@@ -48,7 +50,8 @@ class LocalRank:
 
     Attributes:
         posted: the keys that it has posted.
-        dead: it posts and beats no more, as a process that was killed; and is told so by an error.
+        dead: it posts and beats no more, as a process that was killed; and is told so by an error. If `is_hosted` is
+            set on rank 0, the messages of all end with it.
     """
 
     def __init__(self, board: _Board, rank: int, count: int, attempt: str, silent_s: float, total_s: float) -> None:
@@ -116,6 +119,9 @@ class LocalRank:
     def _require_life(self) -> None:
         if self.dead:
             raise RanksError(f"rank {self.rank}: its process is gone", ranks=[self.rank])
+        first = self._board.first
+        if first is not None and first.dead and first.is_hosted:
+            raise ChannelError(f"rank 0 of {self.count}: its process is gone, and the messages with it")
 
 
 class LocalRanks(list[LocalRank]):
@@ -137,6 +143,7 @@ class LocalRanks(list[LocalRank]):
         attempt, now = new_id(), time.monotonic()
         super().__init__(LocalRank(self._board, rank, count, attempt, silent_s, total_s) for rank in range(count))
         self._board.beaten = dict.fromkeys(range(count), now)
+        self._board.first = self[0]
 
     @property
     def sent_bytes(self) -> dict[int, int]:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads
-from .base import LINGER_S, Heard, named
+from .base import LINGER_S, ChannelError, Heard, named
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
@@ -216,8 +216,9 @@ class TorchRanks:
         except RanksError:
             raise
         except Exception as error:  # torch raises RuntimeError and others
-            raise RanksError(
-                f"rank {self.rank}: the channel to rank 0 is broken: {str(error).splitlines()[0][:200]}", ranks=[0]
+            raise ChannelError(
+                f"rank 0 of {self.count}: has ended, or rank {self.rank} cannot reach it any more "
+                f"({str(error).splitlines()[0][:200]})"
             ) from error
 
     def close(self) -> None:
@@ -246,14 +247,14 @@ class _Client:
         """Return what `call` returns.
 
         Raises:
-            RanksError: the server does not answer; it is not asked again.
+            ChannelError: the server does not answer; it is not asked again.
         """
         if self._is_stuck:
-            raise RanksError("the channel to rank 0 does not answer", ranks=[0])
+            raise ChannelError("rank 0: does not answer any more")
         pending = self._threads.start(call, [self._store])
         if not pending.ready(self._limit_s):
             self._is_stuck = True
-            raise RanksError(f"the channel to rank 0 has not answered for {self._limit_s:.6g} s", ranks=[0])
+            raise ChannelError(f"rank 0: has not answered for {self._limit_s:.6g} s, its process or host is stopped")
         return pending()[0]
 
     def close(self) -> None:

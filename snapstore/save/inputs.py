@@ -73,10 +73,15 @@ class SaveRequest:
         self._metrics = check_metrics(metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
 
+    @property
+    def ref(self) -> str:
+        """Return "run@step"."""
+        return f"{self.run}@{self.step}"
+
     def require_wanted(self) -> None:
         """Raise SnapstoreError if this save is to end without a commit."""
         if self.unwanted:
-            raise SnapstoreError(f"save {self.run}@{self.step}: {self.unwanted}; nothing was committed")
+            raise SnapstoreError(f"save {self.ref}: {self.unwanted}; nothing was committed")
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics; wait until devices have computed them."""

@@ -16,7 +16,17 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..context import Context
-from ..distributed.base import CLOSE_S, LINGER_S, Heart, Ranks, Watch, say_ended, wait_for, wait_for_ends
+from ..distributed.base import (
+    CLOSE_S,
+    LINGER_S,
+    ChannelError,
+    Heart,
+    Ranks,
+    Watch,
+    say_ended,
+    wait_for,
+    wait_for_ends,
+)
 from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
@@ -24,6 +34,7 @@ from ..format.records import Snapshot
 from .holders import Exchange, Holders, require_kept
 from .inputs import PartInput, SaveRequest, plain_names
 from .lineage import Lineage
+from .outcomes import in_save
 from .pipeline import log_saved, take_tags
 from .rank_state import trees_of
 from .rank_writer import RankWriter
@@ -116,20 +127,26 @@ class RankJob:
         self.heart.add(made.poll)
         return made
 
-    def decide_skip(self, is_busy: Callable[[], bool]) -> bool:
+    def decide_skip(self, ref: str, is_busy: Callable[[], bool]) -> bool:
         """Return whether rank 0 skips this save, because its last one still runs.
+
+        Args:
+            ref: run@step, in errors.
 
         Raises:
             RanksError: rank 0 is silent, or does not call save.
         """
         key = f"{self._prefix}skip/{self._decisions}"
         self._decisions += 1
-        if self.leads:
-            skips = is_busy()
-            self.ranks.post(key, SKIP if skips else GO)
-            return skips
         watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s, self._prefix)
-        return wait_for(lambda: self.ranks.look(key), watch) == SKIP
+        try:
+            if self.leads:
+                skips = is_busy()
+                self.ranks.post(key, SKIP if skips else GO)
+                return skips
+            return wait_for(lambda: self.ranks.look(key), watch) == SKIP
+        except RanksError as error:
+            raise in_save(ref, error, "this save was not begun") from error
 
     def next_number(self) -> int:
         """Return the number of the next save."""
@@ -152,6 +169,14 @@ class RankJob:
         """
         if self._learnt_in == request.number:
             return inputs  # before they were copied
+        try:
+            return self._exchanged(context, request, staging, inputs)
+        except ChannelError as error:
+            raise in_save(request.ref, error, "nothing was committed") from error
+
+    def _exchanged(
+        self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
+    ) -> Sequence[PartInput]:
         job = self._job_of(context)
         exchange = Exchange(self.ranks, partial(job.key, request.number), request.require_wanted, self._prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange

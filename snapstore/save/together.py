@@ -43,22 +43,19 @@ from ..distributed.messages import (
     decode,
     encode,
 )
-from ..errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, StorageError
+from ..errors import DAMAGE, InvalidInputError, RanksError, StorageError
 from ..format import records
-from ..format.keys import quarantined_names, record_key
-from ..format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
-from ..protocol.liveness import aborted
-from ..protocol.revisions import create
+from ..format.keys import quarantined_names
+from ..format.records import Snapshot
 from ..protocol.session import Session, SharedSession
 from .agreement import compare, compare_replicas
 from .inputs import SaveRequest
 from .manifest_writer import Written
+from .outcomes import in_save, read_committed, read_record, settle
 
 log = logging.getLogger("snapstore")
 #: How often a rank that writes looks whether the save was given up [s].
 LOOK_S = 0.5
-#: How often the record of a committed save is read, before it counts as unreadable.
-READ_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -317,6 +314,10 @@ class _Save:
                 report = msgspec.structs.replace(report, manifests=None)
         except RelayedError as error:
             raise messages.raised(error.failed, rank) from None
+        except RanksError as error:
+            lost = in_save(self._request.ref, error, "nothing was committed")  # this rank has not reported
+            self._job.give_up(self._number, lost)
+            raise lost from error
         except BaseException as error:
             self._job.give_up(self._number, error)
             raise
@@ -367,7 +368,7 @@ class _Save:
         Raises:
             SnapstoreError: nothing was committed; or, where the error says so, that is not known.
         """
-        ranks, rank = self._ranks, self._ranks.rank
+        ranks, rank, request = self._ranks, self._ranks.rank, self._request
         answers: dict[str, tuple[str, Callable[[str], bytes]]] = {
             "ask": ("tree", lambda _: self._data.trees()),
             "ask-replicas": ("replicas", lambda group: encode(self._data.replicas(group))),
@@ -385,65 +386,21 @@ class _Save:
                         except Exception as error:
                             self._job.give_up(self._number, error)  # rank 0 waits for the answer
                             raise
-            if self._request.unwanted:
-                raise RanksError(self._request.unwanted)
+            if request.unwanted:
+                raise RanksError(request.unwanted)
             watch()
 
         try:
             ranks.post(self._key(f"report/{rank}"), encode(report))
             outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
         except RanksError as lost:
-            return self._settle(begin, str(lost))
+            return settle(self._context, request, begin.id, rank, lost)
         if outcome.state == FAILED and outcome.failed is not None:
             raise messages.raised(outcome.failed, rank)
         if outcome.state != COMMITTED:
-            return self._settle(begin, outcome.failed.text if outcome.failed else "rank 0 does not know")
-        return self._read_committed(begin, outcome.record)
-
-    def _settle(self, begin: Begin, why: str) -> Snapshot:
-        """Return the snapshot if its record is there; create the record as aborted if there is none.
-
-        Raises:
-            RanksError: the record is aborted, so nothing was or will be committed; or the store does not answer, so
-                nobody knows.
-        """
-        context, request = self._context, self._request
-        reason = f"rank {self._ranks.rank} heard no outcome: {why}"[:500]
-        key = record_key(request.run, request.step, begin.id, 0)
-        try:
-            record = create(context.store, aborted(request.run, request.step, begin.id, reason))
-            context.store.sync(f"snapshots/{request.run}/")  # a record that is there but not durable must not count
-        except (*DAMAGE, StorageError) as error:
-            raise RanksError(
-                f"save {request.run}@{request.step}: {why}; and {key} cannot be read or created ({error}): whether it "
-                "was committed shows when the store answers again ('snapstore log')",
-                ranks=[0],
-            ) from error
-        if record.state == ABORTED:
-            raise RanksError(
-                f"save {request.run}@{request.step}: {why}; nothing was committed: its record says {record.reason!r}",
-                ranks=[0],
-            )
-        return record
-
-    def _read_committed(self, begin: Begin, data: bytes) -> Snapshot:
-        """Return the committed record: from rank 0's word, or from the store.
-
-        Raises:
-            StorageError: this rank cannot read it, though it is committed.
-        """
-        key = record_key(self._request.run, self._request.step, begin.id, 0)
-        for attempt in range(READ_ATTEMPTS):
-            try:
-                if data:
-                    return records.decode(data, Snapshot, key)
-                return _read_record(self._context, key)
-            except (*DAMAGE, StorageError) as caught:
-                error: SnapstoreError = caught
-                time.sleep(0.05 * attempt)
-        raise StorageError(
-            f"{self._request.run}@{self._request.step} is committed as {key}, which this rank cannot read: {error}"
-        ) from error
+            why = outcome.failed.text if outcome.failed else "rank 0 does not know"
+            return settle(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
+        return read_committed(self._context, request, begin.id, outcome.record)
 
     # -- all ranks
 
@@ -487,14 +444,10 @@ def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[],
     bases = []
     for key in begin.bases:
         try:
-            bases.append(_read_record(context, key))
+            bases.append(read_record(context, key))
         except (*DAMAGE, StorageError) as error:
             log.warning("run=%s base %s cannot be used: %s", run, key, error)
     session = SharedSession(context, run, begin.step, begin.id, bases, watch)
     if begin.quarantine:
         session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
     return session
-
-
-def _read_record(context: Context, key: str) -> Snapshot:
-    return records.decode(context.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)

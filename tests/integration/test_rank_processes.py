@@ -139,6 +139,10 @@ def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, rank, point, sent):
     steps = check(tmp_path, ranks, rank)
     assert 1 in steps, "\n".join(r.text() for r in ranks)
     assert (2 in steps) == (point in ("reported", "committed", "ended")), "\n".join(r.text() for r in ranks)
+    if rank == 0 and "failed" in (words := ranks[1].words()):
+        assert words["error"].startswith(f"save job@{words['failed']}: rank 0"), words
+        assert "; nothing was committed" in words["error"], words
+        assert sent == "SIGSTOP" or "; start the job again: " in words["error"], words
     again = job(tmp_path, 2, steps=1)
     for number, r in enumerate(again):
         assert r.words().get("restored") == max(steps), r.text()

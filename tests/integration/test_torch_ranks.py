@@ -158,7 +158,8 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
             try:
                 call()
             except RanksError as error:
-                assert "channel to rank 0" in str(error), error
+                assert "rank 0" in str(error) and "start the job again" in str(error), error
+                assert error.ranks == (0,)
             else:
                 raise AssertionError("no error")
         assert time.monotonic() - began < 300

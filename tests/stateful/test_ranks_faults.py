@@ -18,7 +18,7 @@ from kit.ranks import LocalJob, fail_message, of_all, together
 from kit.repositories import check_clean, created, opened
 from kit.samples import SEED, sampled
 from kit.tally import EXAMPLES, tally
-from snapstore import Snapshot
+from snapstore import RanksError, Snapshot
 from snapstore.distributed.local import MessageFaults
 from snapstore.storage.memory import MemoryStore
 
@@ -125,6 +125,36 @@ def test_a_fault_of_any_message_of_any_rank(rank, mode):
         tally("ranks: message faults")
         if not reached:
             break
+    assert at > 0
+
+
+@pytest.mark.parametrize("of", ["operations", "messages"])
+def test_the_end_of_rank_0_takes_the_messages_with_it(of):
+    """The others' errors name rank 0 and the save, and say what the record says of it, and what to do."""
+    ats = sampled(operations(0), 6) if of == "operations" else range(MOST)
+    for at in ats:
+        store = clone(history())
+        with job_of(store) as job:
+            first = job.members[0]
+            first.ranks.is_hosted = True
+            if of == "operations":
+                first.store.at, first.store.mode = len(first.store.log) + at, "crash-after"
+            else:
+                fail_message(first.ranks, at, "crash-after", 0.0)
+            words = job.save("a", 2, 2)
+        about = f"{of} {at}: {words}"
+        judge(store, words, about)
+        for word in words[1:]:
+            if not isinstance(word, Snapshot):
+                assert isinstance(word, RanksError), about
+                assert str(word).startswith("save a@2: rank 0 of 3: its process is gone"), about
+                assert "; nothing was committed; start the job again: " in str(word), about
+                assert word.ranks == (0,), about
+        tally("ranks: store faults" if of == "operations" else "ranks: message faults")
+        if not isinstance(words[0], Crash):
+            break
+    else:
+        assert of == "operations"
     assert at > 0
 
 

@@ -174,7 +174,7 @@ class Steps:
         if self._exchange is None:
             from .restore.exchange import Exchange
 
-            self._exchange = Exchange(self._job.ranks)
+            self._exchange = Exchange(self._job.ranks, self._job.prefix)
         return self._exchange
 
     def _ref(self, step: int | str | None, read: str) -> str | Snapshot:

@@ -192,6 +192,8 @@ class Watch:
             return
         self._next = now + min(self._ranks.silent_s, self._limit_s) / BEATS
         who = self._who()
+        if not who:
+            return  # all have said it since the last look
         silences = self._ranks.silences(who)
         if silent := [rank for rank, silence in zip(who, silences, strict=True) if silence > self._ranks.silent_s]:
             raise RanksError(

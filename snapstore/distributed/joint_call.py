@@ -36,6 +36,7 @@ class JointCall:
     Args:
         prefix: of the keys of this call.
         what: the call, in errors.
+        ends: the prefix under which ranks say that they have ended (`say_ended`).
 
     Attributes:
         has_begun: whether the ranks have agreed on something, so this one cannot begin again by itself.
@@ -43,12 +44,12 @@ class JointCall:
         posted: the keys that this rank has set.
 
     Raises:
-        RanksError: a rank is silent, or does not make this call.
+        RanksError: a rank is silent, has ended, or does not make this call.
         SnapstoreError: the error of another rank; it has the same class here, and names that rank.
     """
 
-    def __init__(self, ranks: Ranks, prefix: str, what: str) -> None:
-        self._ranks, self._prefix, self._what = ranks, prefix, what
+    def __init__(self, ranks: Ranks, prefix: str, what: str, ends: str) -> None:
+        self._ranks, self._prefix, self._what, self._ends = ranks, prefix, what, ends
         self._steps = 0
         self.has_begun = False
         self.heard: Failed | None = None
@@ -77,7 +78,7 @@ class JointCall:
             decision = settle(self._collect(name, range(ranks.count)))
             self._post(name, Word(decision))
         else:
-            watch = Watch(ranks, f"rank 0's word ({self._what})", lambda: [0], ranks.total_s + WORD_S)
+            watch = Watch(ranks, f"rank 0's word ({self._what})", lambda: [0], ranks.total_s + WORD_S, self._ends)
             decision = self._heard([wait_for(lambda: ranks.look(self._prefix + name), watch)])[0]
         self.has_begun = True
         return decision
@@ -118,9 +119,9 @@ class JointCall:
             return [unlike] if unlike is not None else self._ranks.look_all([*keys.values()])
 
         def missing() -> list[int]:
-            return [rank for rank, key in keys.items() if self._ranks.look(key) is None] or list(who)
+            return [rank for rank, key in keys.items() if self._ranks.look(key) is None]
 
-        watch = Watch(self._ranks, self._what, missing, self._ranks.total_s)
+        watch = Watch(self._ranks, self._what, missing, self._ranks.total_s, self._ends)
         return self._heard(wait_for(look, watch, poll_max_s=STEP_POLL_S))
 
     def _heard(self, words: Sequence[bytes]) -> list[bytes]:

@@ -53,12 +53,15 @@ class Exchange:
     """The exchanges of one manager with the other ranks of its node, one after the other.
 
     Call sequence: for each restore, on all ranks alike, `call`, and in it `load`; at the end `close`.
+
+    Args:
+        ends: see `JointCall`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, ends: str) -> None:
+        self._ranks, self._ends = ranks, ends
         self._group: NodeGroup | None = None
-        self._call = self._last = JointCall(ranks, "", "")
+        self._call = self._last = JointCall(ranks, "", "", ends)
 
     @contextmanager
     def call(self, prefix: str) -> Iterator[None]:
@@ -68,7 +71,8 @@ class Exchange:
             prefix: of the keys of this call alone.
         """
         self._last = self._call
-        with JointCall(self._ranks, prefix, "all ranks to restore with read='exchange'") as self._call:
+        what = "all ranks to restore with read='exchange'"
+        with JointCall(self._ranks, prefix, what, self._ends) as self._call:
             yield
 
     @contextmanager

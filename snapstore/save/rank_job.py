@@ -68,15 +68,15 @@ class RankJob:
 
     Attributes:
         ranks: the channel.
+        prefix: of all keys of this manager.
         questions: that rank 0 answers.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
         self.ranks, self._replicas = ranks, replicas
         with _users_lock:
-            prefix = f"{next(_users.setdefault(ranks, count()))}/"
-        self._prefix = prefix
-        self.questions = Questions(ranks, prefix)
+            self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
+        self.questions = Questions(ranks, self.prefix)
         self.heart = Heart(ranks)
         self._job: Job | None = None
         self._saves, self._decisions = 0, 0
@@ -123,7 +123,7 @@ class RankJob:
 
     def preemption(self) -> Preemption:
         """Return what tells when the job ends; its ranks agree in the background from now on."""
-        made = Preemption(self.ranks, self._prefix)
+        made = Preemption(self.ranks, self.prefix)
         self.heart.add(made.poll)
         return made
 
@@ -136,9 +136,9 @@ class RankJob:
         Raises:
             RanksError: rank 0 is silent, or does not call save.
         """
-        key = f"{self._prefix}skip/{self._decisions}"
+        key = f"{self.prefix}skip/{self._decisions}"
         self._decisions += 1
-        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s, self._prefix)
+        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s, self.prefix)
         try:
             if self.leads:
                 skips = is_busy()
@@ -178,7 +178,7 @@ class RankJob:
         self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
     ) -> Sequence[PartInput]:
         job = self._job_of(context)
-        exchange = Exchange(self.ranks, partial(job.key, request.number), request.require_wanted, self._prefix)
+        exchange = Exchange(self.ranks, partial(job.key, request.number), request.require_wanted, self.prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange
         if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
             found = exchange.holders(trees_of(inputs))
@@ -236,7 +236,7 @@ class RankJob:
 
     def _job_of(self, context: Context) -> Job:
         if self._job is None:
-            self._job = Job(context, self.ranks, self._prefix, self._answer)
+            self._job = Job(context, self.ranks, self.prefix, self._answer)
         return self._job
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
@@ -250,10 +250,10 @@ class RankJob:
             ends_channel: close the channel as well: the manager has made it.
             limit_s: of the wait.
         """
-        say_ended(self.ranks, self._prefix, error)
+        say_ended(self.ranks, self.prefix, error)
         if self.ranks.is_hosted:
             longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
-            wait_for_ends(self.ranks, self._prefix, longest_s if limit_s is None else min(longest_s, limit_s))
+            wait_for_ends(self.ranks, self.prefix, longest_s if limit_s is None else min(longest_s, limit_s))
         self.heart.close()
         with suppress(RanksError) if ends_channel else nullcontext():
             if ends_channel:

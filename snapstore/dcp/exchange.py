@@ -1,22 +1,28 @@
 """Exchange: what the ranks of a save tell each other, in the two gathers and the scatter that DCP makes anyway.
 
-    plan     each rank to 0     a digest of what it plans: ranks with equal ones mostly hold equal trees
-    answer   rank 0 to each     the snapshot that is begun, and whether this rank's trees are wanted
+    plan     each rank to 0     a digest of what it plans: ranks with equal ones mostly hold equal trees; and, once, a
+                                hash of the key of all that is not sharded
+    answer   rank 0 to each     the snapshot that is begun, whether this rank's trees are wanted, and which ranks hold
+                                those of its keys that not all of them hold
     told     each rank to 0     its child manifests, counts, digests, and its trees where they are wanted
 
-In: typed structs. Out: msgpack, and back. None of them grows with the state, but the trees: one rank sends them for all
-with the same plan. If another one of these has other trees, its plain values differ, which is an error.
+In: typed structs. Out: msgpack, and back. None of them grows with the state, but for the hashes, which go over the wire
+when they change, and the trees: one rank sends them for all with the same plan. If another one of these has other
+trees, its plain values differ, which is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ..distributed.base import named
 from ..distributed.messages import Begin, Report
@@ -28,6 +34,25 @@ from ..save.rank_state import PartTree, decode_trees
 from ..text import some
 
 M = TypeVar("M", bound=msgspec.Struct)
+_MARK = "snapstore.plan."
+#: Ranks, and the hashes (n,) of the keys that these ranks hold and no other one, little-endian uint64.
+Groups = list[tuple[list[int], bytes]]
+
+
+class Planned(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's plan.
+
+    Attributes:
+        digest: of its keys and forms (16 bytes); b"": not known.
+        plain: of `keys` (16 bytes).
+        keys: see `hashes_of`, of all keys that are not sharded; None: they are those of the last save.
+        heard: digest of the holders that rank 0 told last; see `digest_of_groups`.
+    """
+
+    digest: bytes
+    plain: bytes
+    keys: bytes | None
+    heard: bytes
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +65,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         details: whether every rank tells what it can, because the last save failed for want of it.
         seed: digest seed of the repository: all ranks write to one.
         replicas: of rank 0's writer: all ranks have the same.
+        holders: of the keys of this rank that not all ranks hold; None: as it has heard.
     """
 
     begin: Begin
@@ -49,6 +75,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     details: bool
     seed: int
     replicas: str
+    holders: Groups | None
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +95,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     replicas: dict[str, list[tuple[str, bytes]]] = {}
 
 
-def encode(message: Answer | Told) -> bytes:
+def encode(message: Planned | Answer | Told) -> bytes:
     """Return the bytes of a message."""
     return msgspec.msgpack.encode(message)
 
@@ -99,15 +126,108 @@ def digest_of(plan: SavePlan) -> bytes:
     return digest.digest()
 
 
-def wanted_trees(plans: Sequence[object]) -> set[int]:
+def marks_of_cache() -> list[WriteItem]:
+    """Return items by which DCP's plan cache, if a planner uses it, takes a plan for another one than the last.
+
+    The cache compares items alone, and leaves a plan that it takes for the same out, with its storage data.
+    """
+    if not SavePlanner._cached_save_plan:
+        return []
+    return [WriteItem(MetadataIndex(_MARK + secrets.token_hex(8)), WriteItemType.BYTE_IO)]
+
+
+def remove_marks(metadata: Metadata) -> None:
+    """Remove what DCP has made of these items."""
+    for key in [key for key in metadata.state_dict_metadata or () if key.startswith(_MARK)]:
+        del metadata.state_dict_metadata[key]
+
+
+def plain_keys(plan: SavePlan) -> list[str] | None:
+    """Return the keys of a plan that are not sharded; None: DCP's cache leaves out a plan that has not changed."""
+    return None if not plan.usable else [item.index.fqn for item in plan.items if item.type is not WriteItemType.SHARD]
+
+
+def cached_keys() -> list[str]:
+    """Return the keys that are not sharded of all plans in DCP's cache: a new writer cannot tell which one is meant."""
+    return [key for plan in SavePlanner._cached_save_plan.values() for key in plain_keys(plan) or ()]
+
+
+def key_of(path: Sequence[str | int]) -> str:
+    """Return the key that DCP gives a place in a state."""
+    return ".".join(map(str, path))
+
+
+def hash_of(key: str) -> int:
+    """Return the hash of a key."""
+    return xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
+
+
+def hashes_of(keys: Iterable[str]) -> bytes:
+    """Return the hashes (n,) of keys, little-endian uint64; each once, and sorted."""
+    return np.unique(np.array([hash_of(key) for key in keys], "<u8")).tobytes()
+
+
+def digest_of_groups(groups: Groups) -> bytes:
+    """Return a digest of groups (16 bytes)."""
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(groups))
+
+
+def wanted_trees(plans: Sequence[Planned]) -> set[int]:
     """Return the ranks whose trees are wanted: the first of each plan, and every one without a digest."""
-    seen: set[object] = set()
+    seen: set[bytes] = set()
     wanted = set()
-    for rank, digest in enumerate(plans):
-        if not digest or digest not in seen:
+    for rank, plan in enumerate(plans):
+        if not plan.digest or plan.digest not in seen:
             wanted.add(rank)
-        seen.add(digest)
+        seen.add(plan.digest)
     return wanted
+
+
+class KeyHolders:
+    """Which ranks hold the keys that not all of them hold, on rank 0. It keeps the keys of the last save."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}  # hashes, by their digest
+
+    def answers(self, plans: Sequence[Planned]) -> list[Groups | None]:
+        """Return what each rank is told; None: what it has heard.
+
+        Raises:
+            RanksError: a rank does not send keys which this one does not know.
+        """
+        known = self._keys | {plan.plain: np.frombuffer(plan.keys, "<u8") for plan in plans if plan.keys is not None}
+        self._keys = {plan.plain: known[plan.plain] for plan in plans if plan.plain in known}
+        unknown = [rank for rank, plan in enumerate(plans) if plan.plain not in known]
+        if unknown:
+            raise RanksError(
+                f"{named(unknown)}: has another SnapstoreWriter than in the last save, or rank 0 has: make writers on "
+                "all ranks at once; nothing was committed; save again"
+            )
+        groups = self._groups([plan.plain for plan in plans])
+        own = [[(ranks, keys) for ranks, keys in groups if rank in ranks] for rank in range(len(plans))]
+        return [None if plan.heard == digest_of_groups(of) else of for plan, of in zip(plans, own, strict=True)]
+
+    def _groups(self, plains: Sequence[bytes]) -> Groups:
+        """Return the groups of all ranks, from the digest of each rank's keys."""
+        ranks: dict[bytes, list[int]] = {}
+        for rank, plain in enumerate(plains):
+            ranks.setdefault(plain, []).append(rank)
+        if len(ranks) == 1:
+            return []
+        sets = [self._keys[plain] for plain in ranks]
+        keys, owners = np.concatenate(sets), np.repeat(np.arange(len(sets)), list(map(len, sets)))
+        order = np.lexsort((owners, keys))
+        keys, owners = keys[order], owners[order]
+        starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]]) if len(keys) else np.zeros(0, np.int64)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for key, of in zip(keys[starts].tolist(), np.split(owners, starts[1:]), strict=False):
+            found.setdefault(tuple(of.tolist()), []).append(key)
+        held_by, all_sets = list(ranks.values()), len(sets)
+        return [
+            (sorted(rank for number in of for rank in held_by[number]), np.array(hashes, "<u8").tobytes())
+            for of, hashes in found.items()
+            if len(of) < all_sets
+        ]
 
 
 class Collected:
@@ -185,6 +305,5 @@ def _require_whole(parts: Sequence[PartTree], held: Sequence[Mapping[str, int]])
         if got != expected:
             raise InvalidInputError(
                 f"part {part.name!r}: its tensors have {expected} bytes, and the ranks have stored {got}: DTensors are "
-                "on a mesh of other ranks than save, or only some ranks have a plain tensor: make it a DTensor, or "
-                "wrap it in snapstore.PerRank below a top-level key; nothing was committed"
+                "on a mesh of other ranks than save, or shards leave some of a tensor out; nothing was committed"
             )

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from ..distributed.messages import Begin, Ref, Report
-from ..errors import SnapstoreError
+from ..errors import RanksError, SnapstoreError
 from ..format import records
 from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
@@ -26,18 +27,30 @@ from ..protocol.session import Session, SharedSession
 from ..repository import Repository
 from ..save.bases import Bases, load_bases
 from ..save.chunk_writer import BaseDamagedError
-from ..save.inputs import PartInput, SaveRequest, inputs_of
+from ..save.holders import Holders, require_kept
+from ..save.inputs import PartInput, SaveRequest, inputs_of, plain_names, plain_names_of
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.rank_state import encode_trees, rank_state, trees_of
 from ..save.root_writer import Children, read_headers, write_roots
-from ..save.shares import RankShares, Replicas
+from ..save.shares import Name, RankShares, Replicas
 from ..save.staging import Mode, Staging
 from ..save.together import shared_session
 from ..state.containers import shown
 from ..state.flatten import flatten
-from .exchange import Answer, Collected, Told
+from .exchange import (
+    Answer,
+    Collected,
+    Groups,
+    Planned,
+    Told,
+    cached_keys,
+    digest_of_groups,
+    hash_of,
+    hashes_of,
+    key_of,
+)
 from .target import Place
 
 log = logging.getLogger("snapstore")
@@ -51,11 +64,13 @@ class Share:
         written: the objects.
         bases: that they refer to.
         buffers: the paths of its buffers, by the part and group under which it reports their digest.
+        inputs: cut to the share.
     """
 
     written: Written
     bases: Bases
     buffers: Mapping[str, Sequence[str]]
+    inputs: Sequence[PartInput]
 
 
 class Heart:
@@ -89,6 +104,9 @@ class Saver:
         self._repository, self._context, self.replicas = repository, repository.context, replicas
         self._new_staging = partial(Staging, self._context.engines, keep_base=keep_base, mode=staging)
         self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
+        self._keys: bytes | None = None  # hashes of the keys of the save that is planned: see `plan`
+        self._known_keys: bytes | None = None  # the last ones that rank 0 has answered
+        self._groups: Groups = []  # as rank 0 has told last
         self._set_place(place)
         if staging != "auto":
             self._context.engines.required = True
@@ -96,9 +114,19 @@ class Saver:
 
     def _set_place(self, place: Place) -> None:
         self.place = place
-        chunk_bytes = self._context.config.chunk_bytes
-        self._shares = RankShares(*place, chunk_bytes, replicas=self.replicas) if place[1] else None
-        self._staging = self._new_staging(shares=self._shares)
+        self._shares: RankShares | None = None
+        self._staging = self._new_staging()
+        self._forget_holders()
+
+    def _forget_holders(self) -> None:
+        """Count the whole of each plain tensor as this rank's share, until it is known which ranks hold it."""
+        if self.place[1]:
+            chunk_bytes = self._context.config.chunk_bytes
+            self._use_shares(RankShares(*self.place, chunk_bytes, None, replicas=self.replicas))
+
+    def _use_shares(self, shares: RankShares) -> None:
+        self._shares = shares
+        self._staging.use_shares(shares)
 
     def take(self, place: Place) -> None:
         """Take a place; in another one than before, the bytes of the last save are no bases."""
@@ -114,6 +142,55 @@ class Saver:
         """
         return self._staging.copy_state(state)
 
+    def plan(self, digest: bytes, keys: Iterable[str] | None) -> Planned:
+        """Return what rank 0 is told of a plan.
+
+        Args:
+            keys: of what is not sharded; None: as in the last save, which another writer may have made.
+        """
+        if keys is not None or self._keys is None:
+            self._keys = hashes_of(cached_keys() if keys is None else keys)
+        known, self._known_keys = self._known_keys, None  # sent again if this save fails before the answer
+        sent = None if known == self._keys else self._keys
+        return Planned(digest, xxhash.xxh3_128_digest(self._keys), sent, digest_of_groups(self._groups))
+
+    def hear(self, holders: Groups | None) -> None:
+        """Take rank 0's answer: the ranks that hold the keys which not all of them hold; None: as it told last."""
+        self._known_keys = self._keys
+        self._groups = self._groups if holders is None else holders
+
+    def _holders_of(self, names: Iterable[Name]) -> Holders:
+        """Return the holders of plain tensors, where not all ranks hold them.
+
+        A tensor in a leaf of DCP, such as a tuple or an object, is held by the ranks that hold the leaf.
+        """
+        known, found = set(np.frombuffer(self._keys or b"", "<u8").tolist()), dict[Name, tuple[int, ...]]()
+        groups = {key: tuple(ranks) for ranks, keys in self._groups for key in np.frombuffer(keys, "<u8").tolist()}
+        for name in names if groups else ():
+            keys = (hash_of(key_of(name[1][:end])) for end in range(len(name[1]), 0, -1))
+            key = next((key for key in keys if key in known), None)
+            if key in groups:
+                found[name] = groups[key]
+        return found
+
+    def _shared(self, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
+        """Return inputs that were staged, cut to the share of this rank: it is known now which ranks hold the same.
+
+        Raises:
+            RanksError: this rank has kept a tensor that others have dropped, or hold now as well.
+        """
+        if (old := self._shares) is None:
+            return inputs
+        own = plain_names(inputs)
+        shares = replace(old, holders=self._holders_of(own), known=own)
+        try:
+            require_kept((name for name in own if old.knows(name)), old.holders or {}, shares.holders or {})
+        except RanksError:
+            self._forget_holders()
+            raise
+        self._shares = shares
+        return inputs if shares == old else self._staging.use_holders(inputs, shares)
+
     def inputs(self, state: Any) -> Sequence[PartInput]:
         """Return the tensors of a state whose caller waits: only those on devices are copied.
 
@@ -121,6 +198,9 @@ class Saver:
             InvalidInputError: the state cannot be saved.
         """
         parts = flatten(state, of_rank=self._shares is not None)
+        if self._shares is not None:
+            own = frozenset(name for part in parts for name in plain_names_of(part))
+            self._use_shares(replace(self._shares, holders=self._holders_of(own), known=own))
         on_devices = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
         return self._staging.copy(parts) if on_devices else inputs_of(parts, self._shares)
 
@@ -129,12 +209,14 @@ class Saver:
 
         Raises:
             InvalidInputError: an array was changed meanwhile.
+            RanksError: see `_shared`.
             StorageError: the store failed.
         """
         context, staging, (rank, world_size) = self._context, self._staging, self.place
-        near = NearChildren(inputs, rank, world_size) if world_size else None
         cached = {**self._repository.lineage.cached_manifests(), **self._manifests}
         with staging.saving(inputs):
+            inputs = self._shared(inputs)
+            near = NearChildren(inputs, rank, world_size) if world_size else None
             bases, written = load_bases(context, session, cached, near), None
             while written is None:
                 staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
@@ -152,15 +234,15 @@ class Saver:
             for one in part.replicas:
                 if one.is_buffer:
                     buffers.setdefault(f"{part.name}\0{one.group_id}", []).append(shown(one.name[1]))
-        return Share(written, bases, buffers)
+        return Share(written, bases, buffers, inputs)
 
     def digest_of_trees(self, inputs: Sequence[PartInput]) -> bytes:
         """Return a digest of the trees of a state (16 bytes)."""
         return xxhash.xxh3_128_digest(encode_trees(trees_of(inputs)))
 
-    def told(self, answer: Answer, inputs: Sequence[PartInput], share: Share) -> Told:
+    def told(self, answer: Answer, share: Share) -> Told:
         """Return what rank 0 is told of a share."""
-        state, written = rank_state(inputs), share.written
+        state, written = rank_state(share.inputs), share.written
         report = Report(
             step=answer.begin.step,
             manifests=[Ref.of(ref) for ref in written.manifests],

@@ -6,7 +6,7 @@ that saves, but `stage` in its caller's:
     stage                   async_save: copy the state, on its devices; DCP goes on with one leaf that has the copies
     reset                   take the checkpoint id
     set_up_storage_writer   learn the rank
-    prepare_local_plan      keep the plan here, and send a digest of it in its place
+    prepare_local_plan      keep the plan here, and send a digest of it in its place; hashes of keys if they are others
     prepare_global_plan     rank 0: open the session, and answer with what every rank needs to write
     write_data              write this rank's packs and manifests, and report
     finish                  rank 0: compare the reports, write what is common, create the record
@@ -39,10 +39,25 @@ from ..options import SaveOptions
 from ..protocol.session import Session
 from ..repository import Repository
 from ..save.agreement import MAX_NAMES, Unlike, warn_of_buffers
-from ..save.inputs import PartInput, SaveRequest
+from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.shares import check_replicas
 from ..text import some
-from .exchange import Answer, Collected, DetailsWantedError, Told, decode, digest_of, encode, wanted_trees
+from .exchange import (
+    Answer,
+    Collected,
+    DetailsWantedError,
+    KeyHolders,
+    Planned,
+    Told,
+    decode,
+    digest_of,
+    encode,
+    key_of,
+    marks_of_cache,
+    plain_keys,
+    remove_marks,
+    wanted_trees,
+)
 from .names import step_of
 from .planner import STAGED, Staged, staged_of, state_of
 from .saving import Heart, Saver, Share
@@ -94,6 +109,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._staged: Staged | None = None  # the last one, until it is written
         self._plan = SavePlan([])
         self._plan_digest = b""
+        self._key_holders = KeyHolders()  # on rank 0
         self._details = False  # whether the last save failed for want of them
         self._session: Session | None = None  # on rank 0, of the save that has begun
         self._heart: Heart  # of that session
@@ -161,17 +177,23 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._plan = plan
         is_staged = [item.index.fqn for item in plan.items] == [STAGED] or not plan.usable
         if is_staged and self._staged is not None:
-            self._plan_digest = self._saver.digest_of_trees(self._staged.inputs())
+            inputs = self._staged.inputs()
+            self._plan_digest = self._saver.digest_of_trees(inputs)
+            keys: list[str] | None = [key_of(name[1]) for name in plain_names(inputs)]
         else:
             self._plan_digest = digest_of(plan) or self._plan_digest  # DCP's cache leaves an unchanged plan out
-        return SavePlan([], storage_data=self._plan_digest, planner_data={})
+            keys = plain_keys(plan)
+        planned = encode(self._saver.plan(self._plan_digest, keys))
+        return SavePlan(marks_of_cache(), storage_data=planned, planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open the session, and return for each rank what it needs to write. Rank 0 alone calls it.
 
         Raises:
-            InvalidInputError, StorageError: the save cannot begin.
+            InvalidInputError, StorageError, RanksError: the save cannot begin.
         """
+        planned = [decode(plan.storage_data, Planned) for plan in plans]
+        holders = self._key_holders.answers(planned)
         repository, step = self.repository, step_of(self.checkpoint_id)
         request = SaveRequest(self.run, step)
         request.resolve(repository.context, repository.lineage)
@@ -182,9 +204,9 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._heart = Heart(session)
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
-        wanted = set(range(len(plans))) if self._details else wanted_trees([plan.storage_data for plan in plans])
+        wanted = set(range(len(plans))) if self._details else wanted_trees(planned)
         common = (self._details, repository.config.digest_seed, self._saver.replicas)
-        answers = [Answer(begin, rank, len(plans), rank in wanted, *common) for rank in range(len(plans))]
+        answers = [Answer(begin, rank, len(plans), rank in wanted, *common, of) for rank, of in enumerate(holders)]
         return [SavePlan([], storage_data=encode(answer), planner_data={}) for answer in answers]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -223,19 +245,20 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 "same on all ranks"
             )
         is_alone = answer.world_size == 1 and place_in(self._group)[1] != 1  # no_dist, or no torch.distributed
-        inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size))
+        inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size), answer)
         if self._session is not None:  # of the coordinator
             share = self._share = saver.write(self._session, inputs)
         else:
             with saver.session_of(self.run, begin) as session:
                 share = saver.write(session, inputs)
-        return saver.told(answer, inputs, share)
+        return saver.told(answer, share)
 
-    def _inputs(self, planner: SavePlanner, place: Place) -> Sequence[PartInput]:
+    def _inputs(self, planner: SavePlanner, place: Place, answer: Answer) -> Sequence[PartInput]:
         """Return the tensors to write: copies, or those of the caller, who waits."""
         staged, request, saver = staged_of(planner), self._request, self._saver
         if staged is None:
             saver.take(place)
+            saver.hear(answer.holders)
             return saver.inputs(state_of(planner, self._plan))
         if saver.place != place:
             raise InvalidInputError(
@@ -250,6 +273,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._staged = None
         if request is not None:
             request.started, request.stall_s = staged.started, staged.stall_s
+        saver.hear(answer.holders)
         return staged.inputs()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -265,6 +289,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._end_session(error)
             raise
         self._end_session(None)
+        remove_marks(metadata)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.snapshot.id)
         self.checkpoint_id = None  # the next save without one must not take this step again
 

@@ -245,6 +245,14 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
             yield TensorInput(key, spec, piece.held(held), box_of=of)
 
 
+def plain_names_of(part: Part) -> Iterator[Name]:
+    """Yield the names of the tensors of a rank's part that are not sharded; none of a part of its own values."""
+    if part.own_nodes is None:
+        for name, sharding in zip(names_of(part.name, part.specs), part.shardings, strict=True):
+            if sharding is None:
+                yield name
+
+
 def plain_names(inputs: Iterable[PartInput]) -> frozenset[Name]:
     """Return the names of the tensors of a rank that are not sharded."""
     found = set[Name]()
@@ -281,7 +289,10 @@ def _cut(
         spec, copy = msgspec.structs.replace(of.spec, shape=piece.sizes), tensor.copy
         if copy is not None and piece.sizes != of.spec.shape:
             start = piece.first_row * (spec.nbytes // piece.sizes[0])
-            copy = copy[start : start + spec.nbytes]
+            span = slice(start, start + spec.nbytes)
+            copy = (
+                replace(copy, array=copy.array[span]) if hasattr(copy, "array") else copy[span]
+            )  # page-locked, or not
         array = None if tensor.array is None else piece.held(tensor.array)
         box_of = replace(of, piece=piece)
         yield TensorInput((*of.name, piece.offsets, piece.sizes), spec, array, copy, box_of=box_of)

@@ -44,6 +44,21 @@ def state(version):
 
 
 @pytest.mark.parametrize("mode", ["device", "host"])
+def test_plain_tensors_of_unknown_holders_are_copied_whole_and_cut_later(engines, mode):
+    known = RankShares(1, 3, 4096)
+    staging = Staging(engines, mode=mode, shares=RankShares(1, 3, 4096, None))
+    made = state(1)
+    expected = inputs_of(flatten(made, of_rank=True), known)
+    wanted = [[(t.key, host(t.data(engines.memory_of), t.spec.nbytes)) for t in part.tensors] for part in expected]
+    inputs = staging.copy_state(made)()
+    assert sum(t.spec.nbytes for part in inputs for t in part.tensors) == 4 * (90_000 + 40_000 + 705_011)
+    with staging.saving(inputs):
+        cut = staging.use_holders(inputs, known)
+        assert [[(t.key, host(t.copy, t.spec.nbytes)) for t in part.tensors] for part in cut] == wanted
+        staging.keep_as_base(cut, "first")
+
+
+@pytest.mark.parametrize("mode", ["device", "host"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_boxes_and_digests(engines, mode, rank):
     shares = RankShares(rank, 3, 64 * 1024)

@@ -776,8 +776,7 @@ def test_a_session_that_another_ranks_failure_leaves_open_ends(writer: Any, stor
     def begun() -> None:
         writer.reset(1)
         writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-        writer.prepare_local_plan(SavePlan([]))
-        writer.prepare_global_plan([SavePlan([])])
+        writer.prepare_global_plan([writer.prepare_local_plan(SavePlan([]))])
         assert len(sessions(store)) == 1
 
     begun()

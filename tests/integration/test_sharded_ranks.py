@@ -18,6 +18,7 @@ from snapstore import Repository
 pytest.importorskip("torch")
 
 HEAD = textwrap.dedent("""
+    import os
     import sys
     from datetime import timedelta
 
@@ -84,8 +85,6 @@ MESHES = textwrap.dedent("""
             parallelize_module(one, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
             fully_shard(one, mesh=mesh["dp"])
             assert compare_model(f"fsdp + tp {hidden}", one) >= 4
-    print("done", rank)
-    torch.distributed.destroy_process_group()
 """)
 
 SHARDED_TENSOR = textwrap.dedent("""
@@ -99,8 +98,6 @@ SHARDED_TENSOR = textwrap.dedent("""
         for shard in value.local_shards():
             shard.tensor.copy_(cut(whole, (shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
         compare(f"ShardedTensor {rows}", value, whole)
-    print("done", rank)
-    torch.distributed.destroy_process_group()
 """)
 
 
@@ -139,8 +136,14 @@ RESTORE = textwrap.dedent("""
     full = {name: value.full_tensor() for name, value in one.state_dict().items()}
     for name, whole in wholes[1].items():
         torch.testing.assert_close(full[name], whole, rtol=1e-4, atol=1e-5)
-    print("done", rank)
-    torch.distributed.destroy_process_group()
+""")
+
+
+#: gloo's threads are not joined: torch's own destructors sometimes abort a process whose work is done.
+FOOT = textwrap.dedent("""
+    torch.distributed.barrier()
+    print("done", rank, flush=True)
+    os._exit(0)
 """)
 
 
@@ -149,7 +152,7 @@ def run_ranks(folder, script: str, world: int) -> None:
     env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(folder), str(rank), str(world)],
+            [sys.executable, "-c", HEAD + script + FOOT, str(folder), str(rank), str(world)],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world)
@@ -167,13 +170,13 @@ def run_ranks(folder, script: str, world: int) -> None:
 @pytest.mark.parametrize("world", [4, 3])
 def test_meshes(tmp_path, world):
     """Each parameter's boxes are the local tensor's place in `full_tensor()`."""
-    run_ranks(tmp_path, HEAD + MESHES, world)
+    run_ranks(tmp_path, MESHES, world)
 
 
 @pytest.mark.slow
 def test_sharded_tensor(tmp_path):
     """FSDP1's tensors, whose last rank may hold nothing."""
-    run_ranks(tmp_path, HEAD + SHARDED_TENSOR, 3)
+    run_ranks(tmp_path, SHARDED_TENSOR, 3)
 
 
 @pytest.mark.slow
@@ -201,4 +204,4 @@ def test_training_goes_on_sharded(tmp_path, world):
             if number == 1:
                 repository.save({"model": model, "optimizer": optimizer}, run="r", step=1)
     torch.save(expected, tmp_path / "expected.pt")
-    run_ranks(tmp_path, HEAD + RESTORE, world)
+    run_ranks(tmp_path, RESTORE, world)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from snapstore import Repository, SaveOptions, SnapshotManager
@@ -72,24 +72,32 @@ class Llama(torch.nn.Module):
 
 
 class Run:
-    """A sharded model in training."""
+    """A sharded model in training.
 
-    def __init__(self, shape: tuple[int, int, int], mesh: DeviceMesh) -> None:
+    Args:
+        busy: train on a GPU as users do, in bfloat16 and on 8,192 tokens a rank and step, so that the GPU sets the
+            pace; else on 64 tokens, so that Python does, which launches the kernels.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], mesh: DeviceMesh, *, busy: bool = False) -> None:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
         torch.manual_seed(1)
         with torch.device(self.device):
             self.model = Llama(*shape)
+        busy = busy and mesh.device_type == "cuda"
+        self.batch = (8, 1024) if busy else (1, 64)
+        policy = MixedPrecisionPolicy(torch.bfloat16 if busy else None)
         for layer in self.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
 
     def train(self, steps: int = 1) -> None:
         """Steps on random tokens."""
         for _ in range(steps):
-            tokens = torch.randint(8192, (1, 64), device=self.device)
+            tokens = torch.randint(8192, self.batch, device=self.device)
             self.model(tokens).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -321,7 +329,7 @@ def main() -> None:
     if task["do"] == "rate":
         found |= measure_rate(mesh, folder, task, mode)
     else:
-        run = Run(tuple(task["shape"]), mesh)
+        run = Run(tuple(task["shape"]), mesh, busy=task.get("busy", False))
         run.train(2)
         found |= measure(run, folder, task, mode)
     if rank == 0:

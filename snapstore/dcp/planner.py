@@ -13,16 +13,18 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
+from ..state.sharded import Sharding, locals_of, sharding_of
 from .target import NO_PROCESS
 
 #: The key of the only leaf of a state that was staged.
 STAGED = "snapstore.staged"
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 _CHANGING = ("set_up_planner", "create_local_plan", "lookup_object", "resolve_data", "transform_object")
 
 
@@ -124,32 +126,107 @@ def state_of(planner: SavePlanner, plan: SavePlan) -> Any:
 def _changed(planner: DefaultSavePlanner, plan: SavePlan, flat: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors that a planner resolves to others than the state dict has, by key.
 
+    A key may have several items, each a box of what this rank holds of the tensor.
+
     Raises:
-        InvalidInputError: it is a tensor in shards, or the new one has another shape.
+        InvalidInputError: a value is no tensor, or has another shape; or the changed boxes are not all that is held.
     """
-    changed: dict[str, Any] = {}
+    items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
-        key = item.index.fqn
-        held = flat.get(key)
-        if item.type is WriteItemType.BYTE_IO:
-            continue
-        value = planner.resolve_data(item)
-        if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor):
-            raise InvalidInputError(f"{key}: {type(planner).__name__} makes a {type(value).__name__} of a tensor")
-        local = held.to_local() if isinstance(held, DTensor) else held
-        if value is local or value is held:
-            continue
-        if value.shape != local.shape or type(held) not in (torch.Tensor, torch.nn.Parameter, DTensor):
+        if item.type is not WriteItemType.BYTE_IO:
+            items.setdefault(item.index.fqn, []).append(item)
+    found = ((key, _resolved(planner, key, flat.get(key), of)) for key, of in items.items())
+    return {key: value for key, value in found if value is not None}
+
+
+def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[WriteItem]) -> Any:
+    """Return what a planner makes of a tensor; None: it is as it was. Raises as `_changed`."""
+    values: list[Any] = [planner.resolve_data(item) for item in items]
+    name = f"{key}: {type(planner).__name__}"
+    sharding = None if held is None else sharding_of(held)
+    if not all(isinstance(one, torch.Tensor) for one in values) or not (sharding or isinstance(held, torch.Tensor)):
+        raise InvalidInputError(f"{name} makes a {type(values[0]).__name__} of a tensor")
+    old = [held] if sharding is None else locals_of(held)
+    boxes = [one.tensor_data.chunk for one in items if one.tensor_data is not None]
+    parts = [(box, value) for box, value in zip(boxes, values, strict=True) if value.numel()]
+    there = [_box_in(sharding, old, box) for box, _ in parts]
+    for place, (_, value) in zip(there, parts, strict=True):
+        if place is None or value.shape != place.shape:
             raise InvalidInputError(
-                f"{key}: {type(planner).__name__} makes {tuple(value.shape)} of a {type(held).__name__} of local shape "
-                f"{tuple(local.shape)}: change values and dtypes alone, or change the state before it is saved"
+                f"{name} makes {tuple(value.shape)} of a {type(held).__name__}, of which this rank has another box: "
+                "change values and dtypes alone, or change the state before it is saved"
             )
-        changed[key] = value if not isinstance(held, DTensor) else _like(held, value)
-    return changed
+    is_same = all(place is not None and _is_same(value, place) for place, (_, value) in zip(there, parts, strict=True))
+    if is_same and all(value.dtype == old[0].dtype for value in values):
+        return None
+    if left := sum(local.numel() for local in old) - sum(value.numel() for _, value in parts):
+        raise InvalidInputError(f"{name} changes it and leaves {left} elements of this rank out: give items for all")
+    if len(parts) == len(old) == 1:
+        new = [parts[0][1].detach()]
+    else:
+        new = [torch.empty(local.shape, dtype=values[0].dtype, device=values[0].device) for local in old]
+        for box, value in parts:
+            place = _box_in(sharding, new, box)
+            assert place is not None
+            place.copy_(value.detach())
+    if sharding is None:
+        return new[0]
+    return _like(held, new[0]) if isinstance(held, DTensor) and not sharding.is_apart else Shards(sharding, new)
+
+
+def _box_in(
+    sharding: Sharding | None, tensors: Sequence[torch.Tensor], box: ChunkStorageMetadata
+) -> torch.Tensor | None:
+    """Return the view of a box of a whole tensor in the local tensors of this rank; None: they do not have it."""
+    first = tensors[0]
+    boxes = (((0,) * first.dim(), tuple(first.shape)),) if sharding is None else sharding.boxes
+    row = 0  # of the local tensor, where it has the rows of several boxes
+    for number, (offsets, sizes) in enumerate(boxes):
+        if sharding is not None and sharding.is_apart:
+            local = tensors[number]
+        else:
+            local = first[row : row + sizes[0]] if sizes else first
+            row += sizes[0] if sizes else 0
+        starts = [at - start for at, start in zip(box.offsets, offsets, strict=True)]
+        ends = [at + size for at, size in zip(starts, box.sizes, strict=True)]
+        if min(starts, default=0) >= 0 and all(end <= size for end, size in zip(ends, sizes, strict=True)):
+            return local[tuple(map(slice, starts, ends))]
+    return None
+
+
+def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape are the same memory."""
+    forms = ((one.data_ptr(), one.stride(), one.dtype, one.is_conj(), one.is_neg()) for one in (value, other))
+    return next(forms) == next(forms)
 
 
 def _like(held: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor with another local tensor of the same shape."""
     return DTensor.from_local(
-        local.detach(), held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+        local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
     )
+
+
+@dataclass(slots=True, eq=False)
+class Shards:
+    """A tensor of which this rank holds some boxes, as DCP asks for them."""
+
+    sharding: Sharding
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype."""
+        return self.tensors[0].dtype
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return torch.Size(self.sharding.global_shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the boxes."""
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.sharding.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory of a box."""
+        return self.tensors[index.index or 0]

@@ -64,7 +64,7 @@ def replicas_of(part: Part, shares: RankShares) -> Iterator[Replica]:
     for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
         group = shares.group(name, sharding)
         if len(group) > 1 and held.spec.nbytes:
-            yield Replica(name, group, held, number in part.buffers)
+            yield from (Replica(name, group, one, number in part.buffers) for one in (held, *held.others))
 
 
 def spans(nbytes: Column) -> tuple[Column, Column, Column]:

@@ -59,14 +59,17 @@ class Piece:
     Attributes:
         offsets, sizes: of the box in the whole tensor.
         first_row: the row of the local tensor that is its first one.
+        number: of the local tensor, where each box has its own.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first_row: int
+    number: int = 0
 
     def held(self, local: Held) -> Held:
         """Return the box, which is some rows of a local tensor, an array or bytes; nothing is copied."""
+        local = local.others[self.number - 1] if self.number else local
         spec = local.spec
         if self.sizes == spec.shape:
             return local
@@ -128,15 +131,16 @@ class RankShares:
         found: list[Piece] = []
         row = 0  # of the local tensor
         turn = _turn(name, replicas) if replicas > 1 else 0
-        for offsets, sizes in boxes:
+        is_apart = sharding is not None and sharding.is_apart
+        for number, (offsets, sizes) in enumerate(boxes):
             shares = _shares(tuple(offsets), tuple(sizes), spec.itemsize, self.chunk_bytes, replicas, turn)
             for first, count in shares[replica : replica + 1]:
                 if count and sizes:
                     place = (offsets[0] + first, *offsets[1:])
-                    found.append(Piece(place, (count, *sizes[1:]), row + first))
+                    found.append(Piece(place, (count, *sizes[1:]), row + first, number if is_apart else 0))
                 elif count:
                     found.append(Piece((), (), 0))
-            row += sizes[0] if sizes else 1
+            row += sizes[0] if sizes and not is_apart else 0
         return found
 
 

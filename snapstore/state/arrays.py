@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..arrays import Bytes
 from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
-from .sharded import local_of, sharding_of
+from .sharded import Sharding, locals_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 
 if TYPE_CHECKING:
@@ -162,8 +162,12 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
         sharding = sharding_of(target)
     except UnsupportedLeafError as error:
         return f"type: {error}"
-    if sharding is not None:
-        target = local_of(target)
+    found = (_mismatch(spec, one, sharding) for one in ([target] if sharding is None else locals_of(target)))
+    return next(filter(None, found), None)
+
+
+def _mismatch(spec: TensorSpec, target: Any, sharding: Sharding | None) -> str | None:
+    """Return why an array cannot be filled with a stored one, or a local tensor with its box."""
     if not is_array(target):
         return f"type: expected {type(target).__name__} as in `into`, got {spec.kind} {spec.dtype}{list(spec.shape)}"
     try:

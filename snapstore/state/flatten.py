@@ -37,7 +37,7 @@ from .containers import CONTAINERS, Path, children
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
-from .sharded import Sharding, local_of, sharding_of
+from .sharded import Sharding, locals_of, sharding_of
 from .stateful import buffers_of, is_stateful, names_in_modules, state_of
 from .structure import Structure
 from .tensors import Node, TensorSpec
@@ -213,6 +213,7 @@ class _RankFlattener(_Flattener):
         self._own: dict[str, Part] = {}  # by the name of the part
         self._empty: dict[tuple[Any, ...], tuple[str, int]] = {}  # place of an empty local tensor -> (part, index)
         self._sharding: Sharding | None = None  # of the array that is being put
+        self._locals: list[Any] = []  # its local tensors
 
     def parts(self, state: Any) -> list[Part]:
         done, parts = [], super().parts(state)
@@ -238,7 +239,8 @@ class _RankFlattener(_Flattener):
             return node
         if self._part.own_nodes is not None:
             raise UnsupportedLeafError("is sharded over ranks, so it is no rank's own: take it out of PerRank")
-        local = local_of(value)
+        self._locals = locals_of(value)
+        local = self._locals[0]
         _, dtype, _ = describe(local)
         kind = "parameter" if isinstance(value, sys.modules["torch"].nn.Parameter) else "tensor"
         grad = bool(getattr(value, "requires_grad", False))
@@ -247,9 +249,15 @@ class _RankFlattener(_Flattener):
     def _append(self, spec: TensorSpec, stored: Any) -> None:
         self._part.shardings.append(self._sharding)
         self._part.specs.append(spec)
-        if self._sharding is not None:
-            spec = TensorSpec(spec.path, "tensor", spec.dtype, tuple(stored.shape), False, spec.tie)
-        self._part.arrays.append(Held(stored, spec))
+        if self._sharding is None:
+            self._part.arrays.append(Held(stored, spec))
+            return
+        held = [
+            Held(local, TensorSpec(spec.path, "tensor", spec.dtype, tuple(local.shape), False, spec.tie))
+            for local in self._locals
+        ]
+        held[0].others = tuple(held[1:])
+        self._part.arrays.append(held[0])
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         if self._sharding is None or address_of(value):

@@ -28,13 +28,17 @@ class Held:
 
     The memory stays alive meanwhile, except for a storage that another thread resizes while torch copies from it: torch
     has no lock against that. NumPy does not resize an array in place while a weak reference to it exists.
+
+    Attributes:
+        others: of a sharded tensor, the other local tensors, where each box has its own.
     """
 
-    __slots__ = ("_alias", "_place", "_unresizable", "spec", "ties", "value")
+    __slots__ = ("_alias", "_place", "_unresizable", "others", "spec", "ties", "value")
 
     def __init__(self, value: Array, spec: TensorSpec) -> None:
         self.value, self.spec = value, spec
         self.ties: tuple[tuple[Path, Array], ...] = ()  # the state's other arrays over this memory
+        self.others: tuple[Held, ...] = ()
         self._alias: Array = None
         self._place: tuple[Any, ...] = ()
         self._unresizable: Any = None

@@ -38,7 +38,7 @@ from .arrays import (
 )
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
-from .sharded import Boxes, local_of, sharding_of
+from .sharded import Boxes, local_of, locals_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, family
 from .tree_decode import ELSEWHERE, Decoded
 
@@ -111,6 +111,7 @@ class RestoreBuffers:
         self._boxes: dict[Slot, Boxes] = {}  # of the targets that are sharded
         self._locals: dict[Slot, Any] = {}  # their local tensors
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
+        self._in_shards: dict[Slot, Any] = {}  # those whose local tensors are filled in places of their own
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
         self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
 
@@ -134,10 +135,21 @@ class RestoreBuffers:
         whole.slots.remove(slot)
         if not whole.slots:
             del self._sources[whole.want]
-        self._boxes[slot], self._locals[slot] = sharding.boxes, local_of(target)
+        if sharding.is_apart:
+            self._in_shards[slot] = self._targets.pop(slot)
+            for box, local in zip(sharding.boxes, locals_of(target), strict=True):
+                place = Slot(slot.part, slot.index, slot.tag)
+                self._targets[place] = local
+                self._fill_boxes(place, (box,), local)
+        else:
+            self._fill_boxes(slot, sharding.boxes, local_of(target))
+
+    def _fill_boxes(self, slot: Slot, boxes: Boxes, local: Any) -> None:
+        """Fill a local tensor with the boxes that it holds."""
+        self._boxes[slot], self._locals[slot] = boxes, local
         source = self._source(slot)
         source.slots.append(slot)
-        source.spec = msgspec.structs.replace(source.spec, shape=tuple(self._locals[slot].shape))
+        source.spec = msgspec.structs.replace(source.spec, shape=tuple(local.shape))
 
     def wants(self) -> list[Want]:
         """Return every array to read, in the order of the manifests."""
@@ -300,7 +312,7 @@ class RestoreBuffers:
             InvalidInputError: It has others.
         """
         source = self._source(slot)
-        array = value if slot not in self._locals else local_of(value)
+        array = value if sharding_of(value) is None else local_of(value)
         if not np.array_equal(as_bytes(array), as_bytes(self.buffer(source.want))):
             raise InvalidInputError(
                 f"{shown(path)}: shares memory with another array in `into`, but the snapshot has different values "
@@ -326,8 +338,8 @@ class RestoreBuffers:
         return new if make is None else make(new)
 
     def _value(self, slot: Slot) -> Any:
-        if slot in self._targets:
-            return self._targets[slot]
+        if slot in self._targets or slot in self._in_shards:
+            return self._targets.get(slot, self._in_shards.get(slot))
         source = self._source(slot)
         if slot.tag == "bytearray":
             return bytearray(source.fresh)

@@ -1,8 +1,8 @@
 """Sharded tensors: which boxes of a whole tensor this rank holds, and which other ranks hold the same ones.
 
 In: a DTensor of any mesh; FSDP1's ShardedTensor; Megatron's ShardedTensor (`megatron.core.dist_checkpointing`); or any
-tensor with torch.distributed.checkpoint's `__create_chunk_list__`. Out: a `Sharding`, and the local tensor. Nothing
-communicates. torch.distributed is used only if the program has imported it.
+tensor with torch.distributed.checkpoint's `__create_chunk_list__`. Out: a `Sharding`, and the local tensor, or several
+of them, one for each box. Nothing communicates. torch.distributed is used only if the program has imported it.
 
 A box is (offsets, sizes), in elements, one pair per dimension. Along a dimension the placements of a DTensor cut from
 left to right as torch cuts: `Shard` takes one of n pieces as torch.chunk does; `_StridedShard` (FSDP on top of tensor
@@ -41,7 +41,6 @@ _STAGES = frozenset({"pp", "pipe", "pipeline", "stage", "stages"})
 _PARTIAL = "holds sums that are not reduced yet: call tensor.redistribute(placements=[Replicate(), ...]) first"
 _COLUMNS = "holds several runs of dimension {dim}: redistribute it to Shard or Replicate, and pass that"
 _UNEVEN = "its placements {placements} give this rank {expected}, but it holds {got}: redistribute it to Shard"
-_SEVERAL = "holds {count} shards on this rank: pass each as a tensor of its own"
 _HYBRID = (
     "its group has {size} of the job's {world} ranks, so the others may hold copies that nothing here names: give FSDP "
     "a device_mesh, which makes its state dict of DTensors"
@@ -61,6 +60,7 @@ class Sharding:
         group: the ranks that hold the same boxes, sorted; () if this rank is outside the tensor's mesh, or if they are
             unknown (Megatron).
         first: the number of the replica that has coordinate 0 along all mesh dimensions that replicate.
+        is_apart: whether each box has a local tensor of its own, of any sizes: see `locals_of`.
     """
 
     global_shape: tuple[int, ...]
@@ -69,6 +69,7 @@ class Sharding:
     replicas: int
     group: tuple[int, ...]
     first: int = 0
+    is_apart: bool = False
 
 
 def sharding_of(value: Any) -> Sharding | None:
@@ -91,15 +92,25 @@ def sharding_of(value: Any) -> Sharding | None:
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """Return the local tensor of a value that `sharding_of` knows, without autograd; it shares the value's memory."""
+    """Return the first one of `locals_of`."""
+    return locals_of(value)[0]
+
+
+def locals_of(value: Any) -> list[torch.Tensor]:
+    """Return the local tensors of a value that `sharding_of` knows, without autograd; they share the value's memory.
+
+    It is one, or if the sharding `is_apart` one for each box.
+    """
     local: Any = getattr(value, "_local_tensor", None)
     if local is None:
-        local = _local_of_other(value)
+        found = _locals_of_other(value)
     elif hasattr(local, "__get_tensor_shard__"):  # a wrapper of shards, such as torchrec's
-        local = _only_chunk(value, local)
+        found = _chunks(value, local)
     elif hasattr(local, "trigger_wait"):  # a collective is still writing it
-        local = local.trigger_wait()
-    return local.detach() if local.requires_grad else local  # type: ignore[no-any-return]
+        found = [local.trigger_wait()]
+    else:
+        found = [local]
+    return [one.detach() if one.requires_grad else one for one in found]
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -121,7 +132,7 @@ def _of_dtensor(value: Any) -> Sharding:
     local = value._local_tensor
     if hasattr(local, "__create_chunk_list__"):
         boxes = _chunk_boxes(local)
-        return replace(found, boxes=boxes)
+        return replace(found, boxes=boxes, is_apart=len(boxes) > 1)
     expected = _local_shape(found)
     got = tuple(local.shape)
     if got != expected and (expected is not None or local.numel()):
@@ -268,7 +279,7 @@ def _own_rank() -> int:
 
 def _alone(shape: Sequence[int], boxes: Boxes) -> Sharding:
     """Return the sharding of boxes that no other rank holds."""
-    return Sharding(tuple(shape), boxes, 0, 1, (_own_rank(),))
+    return Sharding(tuple(shape), boxes, 0, 1, (_own_rank(),), is_apart=len(boxes) > 1)
 
 
 def _nonempty(offsets: Sequence[int], sizes: Sequence[int]) -> Boxes:
@@ -278,8 +289,6 @@ def _nonempty(offsets: Sequence[int], sizes: Sequence[int]) -> Boxes:
 def _of_sharded_tensor(value: Any) -> Sharding:
     """Return the sharding of FSDP1's ShardedTensor."""
     shards, shape = value.local_shards(), tuple(value.metadata().size)
-    if len(shards) > 1:
-        raise UnsupportedLeafError(f"ShardedTensor of shape {shape}: {_SEVERAL.format(count=len(shards))}")
     distributed: Any = sys.modules["torch.distributed"]
     group, world = distributed.get_world_size(value._process_group), distributed.get_world_size()
     if group != world:
@@ -304,33 +313,34 @@ def _of_megatron(value: Any) -> Sharding:
 
 
 def _chunk_boxes(value: Any) -> Boxes:
-    chunks = value.__create_chunk_list__()
-    if len(chunks) > 1:
-        raise UnsupportedLeafError(f"{type(value).__name__}: {_SEVERAL.format(count=len(chunks))}")
-    return tuple(b for chunk in chunks for b in _nonempty(chunk.offsets, chunk.sizes))
+    return tuple(b for chunk in value.__create_chunk_list__() for b in _nonempty(chunk.offsets, chunk.sizes))
 
 
 def _of_chunks(value: Any) -> Sharding:
     return _alone(tuple(value.size()), _chunk_boxes(value))
 
 
-def _local_of_other(value: Any) -> Any:
-    import torch
-
+def _locals_of_other(value: Any) -> list[Any]:
     if _is_megatron(value):
-        return value.data.view((1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape))
+        return [value.data.view((1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape))]
     if hasattr(value, "local_shards"):
-        shards = value.local_shards()
-        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    return _only_chunk(value, value)
+        return _filled(value, [shard.tensor for shard in value.local_shards()])
+    return _chunks(value, value)
 
 
-def _only_chunk(value: Any, shards: Any) -> Any:
-    """Return the tensor of the only chunk of a value; an empty one if it has none."""
-    import torch
+def _chunks(value: Any, shards: Any) -> list[Any]:
+    """Return the tensors of the chunks of a value."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     chunks = shards.__create_chunk_list__()
-    if not chunks:
-        return torch.empty(0, dtype=value.dtype)
-    return shards.__get_tensor_shard__(MetadataIndex("", chunks[0].offsets, 0))
+    return _filled(
+        value, [shards.__get_tensor_shard__(MetadataIndex("", chunk.offsets, i)) for i, chunk in enumerate(chunks)]
+    )
+
+
+def _filled(value: Any, shards: Sequence[Any]) -> list[Any]:
+    """Return the shards that have elements; one without, if none has."""
+    import torch
+
+    found = [shard for shard in shards if shard.numel()]
+    return found or list(shards[:1]) or [torch.empty(0, dtype=value.dtype)]

@@ -7,6 +7,7 @@ docs/design/dcp-tests.md says which of DCP's cases is checked where.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import pickle
@@ -34,8 +35,13 @@ from torch.distributed.checkpoint.default_planner import (  # noqa: E402
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata  # noqa: E402
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType  # noqa: E402
+from torch.distributed.checkpoint.metadata import (  # noqa: E402
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType  # noqa: E402
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # noqa: E402
@@ -537,6 +543,35 @@ class Reshaping(DefaultSavePlanner):
         )
 
 
+class Splitting(DefaultSavePlanner):
+    """Gives several write items of a tensor: runs of its rows, as they are, or halved."""
+
+    def __init__(self, *, halve: bool = False, leave_out: int = 0) -> None:
+        super().__init__()
+        self.halve, self.leave_out = halve, leave_out
+
+    def create_local_plan(self):
+        plan, items = super().create_local_plan(), []
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None or not len(data.size):
+                items.append(item)
+                continue
+            for row in range(0, data.size[0], 2):
+                place = torch.Size([row, *[0] * (len(data.size) - 1)])
+                chunk = ChunkStorageMetadata(place, torch.Size([min(2, data.size[0] - row), *data.size[1:]]))
+                index = MetadataIndex(item.index.fqn, place)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk)))
+        return SavePlan(items[self.leave_out :], plan.storage_data, plan.planner_data)
+
+    def resolve_data(self, write_item):
+        if write_item.type is not WriteItemType.SHARD:
+            return super().resolve_data(write_item)
+        chunk, value = write_item.tensor_data.chunk, self.state_dict[write_item.index.fqn]
+        rows = value[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+        return rows.to(torch.float16) if self.halve else rows
+
+
 class Foreign(SavePlanner):
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         self.held = state_dict
@@ -561,6 +596,20 @@ def test_a_planner_may_rename_change_and_leave_out(writer: Any, repository: Repo
     same(repository.restore("r@0"), {"foo_a": state["a"], "foo_n": 3})
     same(repository.restore("r@1"), {"a": {key: value.half() for key, value in state["a"].items()}, "n": 3})
     same(repository.restore("r@2"), {"a": {"w": state["a"]["w"]}, "n": 3})
+
+
+@pytest.mark.parametrize("halve", [False, True])
+def test_a_planner_may_give_several_items_of_a_tensor(halve: bool, writer: Any, repository: Repository) -> None:
+    """Pieces of the tensor as it is store it as a plain save does; changed ones are put together."""
+    state = {"a": {"w": torch.rand(5, 500), "s": torch.tensor(2.5)}, "n": 3}
+    dcp.save(state, storage_writer=writer, checkpoint_id=1)
+    dcp.save(state, storage_writer=writer, checkpoint_id=2, planner=Splitting(halve=halve))
+    w = state["a"]["w"].half() if halve else state["a"]["w"]
+    same(repository.restore("r@2"), {"a": {"w": w, "s": state["a"]["s"]}, "n": 3})
+    assert (writer.snapshot.new_chunks == 0) == (not halve)
+    if halve:
+        with pytest.raises(dcp.CheckpointException, match=r"a\.w: Splitting changes it and leaves 1000 el"):
+            dcp.save(state, storage_writer=writer, checkpoint_id=3, planner=Splitting(halve=True, leave_out=1))
 
 
 def test_a_planner_that_cannot_be_followed_is_refused(writer: Any, repository: Repository, store: MemoryStore) -> None:

@@ -200,6 +200,72 @@ def test_shards_that_the_program_has_placed_wrongly_are_refused(store, moved):
         assert all("model.w: the shards of the ranks overlap" in str(error) for error in found if moved)
 
 
+class Grid:
+    """A tensor of (rows, 300) in shards of any sizes, some of which this rank holds, as DCP asks for them."""
+
+    def __init__(self, whole, boxes):
+        self.whole, self.boxes, self.dtype = whole, boxes, whole.dtype
+        self.shards = [whole[r : r + m, c : c + n].clone() for r, c, m, n in boxes]
+
+    def size(self):
+        return self.whole.size()
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(torch.Size([r, c]), torch.Size([m, n])) for r, c, m, n in self.boxes]
+
+    def __get_tensor_shard__(self, index):
+        return self.shards[index.index]
+
+
+def grid(whole, rank, count):
+    """Return shards of unlike sizes: columns in three strips, whose pieces go round the ranks; rank 1 has none."""
+    cuts = [(r, c, m, n) for c, n, step in ((0, 7, 50), (7, 200, 90), (207, 93, 400)) for r in range(0, 400, step)
+            for m in [min(step, 400 - r)]]  # fmt: skip
+    owners = (0, 2) if count == 3 else range(count)
+    return Grid(whole, [box for i, box in enumerate(cuts) if owners[i % len(owners)] == rank])
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_several_shards_of_a_tensor_on_a_rank(store, async_save):
+    """They are stored once, restored on one process, by fewer ranks in other shards, and the next save is a delta."""
+    wholes = [torch.arange(400 * 300.0).reshape(400, 300)]
+    wholes.append(wholes[0].clone())
+    wholes[1][399, 299] = -1
+    managers = Managers(store, async_save=async_save)
+    for step, whole in enumerate(wholes):
+        managers.all(lambda m, rank, step=step, whole=whole: m.save(step, {"model": {"w": grid(whole, rank, COUNT)}}))
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        for step, whole in enumerate(wholes):
+            assert same(repository.restore(f"a@{step}"), {"model": {"w": whole}})
+        assert repository.snapshots("a")[-1].new_chunks == 1
+        assert repository.check("restore").ok
+    for count in (2, 3):
+        managers = Managers(store, count)
+
+        def restored(manager, rank, count=count):
+            target = grid(torch.zeros(400, 300), count - 1 - rank, count)
+            into = {"model": {"w": target}}
+            manager.restore_into(into, 1)
+            assert into["model"]["w"] is target
+            assert all(
+                same(got, cut) for got, cut in zip(target.shards, Grid(wholes[1], target.boxes).shards, strict=True)
+            )
+            return len(target.shards)
+
+        assert managers.all(restored) == [7, 7] if count == 2 else [7, 0, 7]
+        managers.end()
+
+
+def test_shards_of_a_rank_that_overlap_are_refused(store):
+    whole = torch.arange(400 * 300.0).reshape(400, 300)
+    managers = Managers(store, async_save=False)
+    boxes = [(0, 0, 100, 300), (100, 0, 100, 300)], [(199, 0, 100, 300), (299, 0, 1, 300)], [(300, 0, 100, 300)]
+    for error in managers.all(lambda m, rank: m.save(1, {"model": {"w": Grid(whole, boxes[rank])}})):
+        assert isinstance(error, SnapstoreError), error
+    managers.end()
+
+
 def test_ranks_may_have_their_keys_in_another_order(store):
     managers = Managers(store, async_save=False)
 

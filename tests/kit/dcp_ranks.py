@@ -558,9 +558,8 @@ def case_sharded_tensor(world: World) -> None:
     import torch
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-    from torch.distributed.checkpoint import CheckpointException
 
-    from snapstore.dcp import load, save
+    from snapstore.dcp import async_save, load, save
 
     def made(rows: int, ranks: list[int]) -> Any:
         spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in ranks])
@@ -594,8 +593,20 @@ def case_sharded_tensor(world: World) -> None:
         load(target, world.reader("st"), 1)
         for shard in [*target["a"].local_shards(), *target["b"]["c"].local_shards()]:
             assert torch.equal(shard.tensor, cut(values, shard)), spec
-    with raises(CheckpointException, "a: ShardedTensor of shape (16, 3): holds 2 shards on this rank"):
-        save({"a": sharded_tensor.zeros(several, 16, 3)}, writer, 2)
+    for step, spec in enumerate(specs, 2):  # and saved: several shards on a rank, and on some ranks alone
+        tensor = sharded_tensor.zeros(spec, 11, 3)
+        for shard in tensor.local_shards():
+            shard.tensor.copy_(cut(values, shard) * step)
+        if step % 2:
+            save({"a": tensor}, writer, step)
+        else:
+            async_save({"a": tensor}, writer, step, process_group=world.gloo).result()
+        for other in (*specs, None):
+            target = {"a": torch.zeros(11, 3) if other is None else sharded_tensor.zeros(other, 11, 3)}
+            load(target, world.reader("st"), step)
+            for shard in target["a"].local_shards() if other else ():
+                assert torch.equal(shard.tensor, cut(values * step, shard)), (spec, other)
+            expect_whole(target["a"], values * step) if other is None else None
     plain = {"a": torch.zeros(11, 3)}
     load(plain, world.reader("st"), 1)
     expect_whole(plain["a"], values)

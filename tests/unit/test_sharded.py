@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from snapstore.errors import UnsupportedLeafError  # noqa: E402
-from snapstore.state.sharded import Sharding, local_of, sharding_of  # noqa: E402
+from snapstore.state.sharded import Sharding, local_of, locals_of, sharding_of  # noqa: E402
 
 
 @contextmanager
@@ -237,10 +237,12 @@ class Chunked:
 
 
 def test_chunk_list():
-    """DCP's own protocol: one chunk is a box, none is nothing, several are refused."""
+    """DCP's own protocol: one chunk is a box, none is nothing, several have a local tensor each."""
     value = Chunked([((4, 0), (4, 3))])
     assert sharding_of(value) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, (0,))
     assert torch.equal(local_of(value), torch.full((4, 3), 4.0))
     assert (sharding_of(Chunked([])).boxes, local_of(Chunked([])).numel()) == ((), 0)
-    with pytest.raises(UnsupportedLeafError, match="2 shards"):
-        sharding_of(Chunked([((0, 0), (4, 3)), ((4, 0), (4, 3))]))
+    several = Chunked([((0, 0), (4, 3)), ((4, 0), (0, 3)), ((5, 1), (2, 1))])
+    boxes = (((0, 0), (4, 3)), ((5, 1), (2, 1)))
+    assert sharding_of(several) == Sharding((8, 3), boxes, 0, 1, (0,), is_apart=True)
+    assert [one.tolist() for one in locals_of(several)] == [[[0.0] * 3] * 4, [[5.0]] * 2]

@@ -217,6 +217,7 @@ class Blob:
         self.stored = [size for size, _ in planes] + [0] * (8 - self.element)
         need(self.at == payload and next(self.lengths, None) is None, "a blob has more blocks than planes")
         elements = np.array([np.frombuffer(plane, np.uint8) for _, plane in planes]).T.copy().view(f"<u{self.element}")
+        need(self.transform == 0 or self.layout == 0, "a difference in rotated planes")
         if self.layout == 1:  # rotated left by one bit
             elements = (elements >> 1) | (elements << (8 * self.element - 1))
         self.decoded = elements.reshape(-1).view(np.uint8)
@@ -226,7 +227,10 @@ class Blob:
         if base is None:
             need(not self.is_sparse, "a sparse blob without a base")
             return self.decoded
-        return self._patched(base) if self.is_sparse else base ^ self.decoded
+        if self.is_sparse:
+            return self._patched(base)
+        z = self.decoded.view(f"<u{self.element}")
+        return (base.view(z.dtype) + np.where(z & 1, ~(z >> 1), z >> 1)).view(np.uint8)
 
     def _patched(self, base: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Apply the changed elements of a sparse delta to its base."""
@@ -259,10 +263,8 @@ class Blob:
             for position, z in self._changes(shift, value_shift, own, kinds, len(where)):
                 need(z < 1 << bits, "a sparse value is too large")
                 difference = z // 2 if z % 2 == 0 else -(z + 1) // 2
-                at, flip = where[position], (1 << bits - 1) - 1 if self.layout else 0
-                old = int(elements[at])
-                new = ((old ^ flip if old >> bits - 1 else old) + difference) % (1 << bits)
-                elements[at] = new ^ flip if new >> bits - 1 else new
+                at = where[position]
+                elements[at] = (int(elements[at]) + difference) % (1 << bits)
         need(self.at == len(self.payload), "a sparse blob has bytes behind its groups")
         return elements.view(np.uint8)
 

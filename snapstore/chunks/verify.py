@@ -15,7 +15,7 @@ from ..arrays import Bytes, Column
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, IntegrityError
-from ..format.blob import ALIGNMENT, XOR
+from ..format.blob import ALIGNMENT, DIFFERENCE
 from ..format.pack import Encoded
 
 #: Decoded chunks begin at multiples of this.
@@ -53,7 +53,7 @@ class Verifier:
             return
         stored, offsets = _copied(encoded, chosen)
         rows, entries = first + chosen, encoded.entries[chosen]
-        sizes, is_delta = batch.chunks.lengths[rows], entries["transform"] == XOR
+        sizes, is_delta = batch.chunks.lengths[rows], entries["transform"] == DIFFERENCE
         ends = np.cumsum(sizes + -sizes % _ROOM_ALIGNMENT)
         outs = Chunks(
             [engine.empty(int(ends[-1]))], np.zeros(len(rows), np.int64), ends - sizes - -sizes % _ROOM_ALIGNMENT, sizes

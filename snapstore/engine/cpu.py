@@ -227,26 +227,26 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
 
     The sizes of planes are estimated from sampled histograms; a sparse delta is tried if few elements changed.
     """
-    source, base, chosen = job.chunk, None, _statistics(job.chunk, job)
+    source, base, chosen = job.chunk, None, _statistics(job.chunk, job.element_size, job.layout)
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)
-        np.bitwise_xor(job.chunk, job.base, out=difference)
-        xor = _statistics(difference, job)
+        planes.difference(job.chunk, job.base, job.element_size, difference)
+        of_difference = _statistics(difference, job.element_size, planes.BYTES)
         plane_bytes = job.chunk.size // job.element_size
         full_bytes = estimate_bytes(chosen.bits.tolist(), plane_bytes)
-        xor_bytes = estimate_bytes(xor.bits.tolist(), plane_bytes)
+        delta_bytes = estimate_bytes(of_difference.bits.tolist(), plane_bytes)
         changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
         if sparse.worth_trying(changed, plane_bytes):
             digests = (job.digest, job.base_digest)
-            most = min(full_bytes, xor_bytes) + blob.HEADER.size
-            data = blob.encode_sparse(job.chunk, job.base, job.element_size, job.layout, digests, most, out)
+            most = min(full_bytes, delta_bytes) + blob.HEADER.size
+            data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
             if data is not None and delta_choice.pays(len(data), full_bytes, job.base_chain_bytes):
                 return EncodedChunk(data, True, out)
-        if delta_choice.pays(xor_bytes, full_bytes, job.base_chain_bytes):
-            source, base, chosen = difference, job.base_digest, xor
+        if delta_choice.pays(delta_bytes, full_bytes, job.base_chain_bytes):
+            source, base, chosen = difference, job.base_digest, of_difference
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
     return EncodedChunk(data, base is not None, out)
 
 
-def _statistics(source: Bytes, job: EncodeJob) -> planes.Statistics:
-    return planes.statistics(planes.histograms(planes.sample(source, job.element_size, job.layout)))
+def _statistics(source: Bytes, element_size: int, layout: int) -> planes.Statistics:
+    return planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))

@@ -1,7 +1,7 @@
 """Blob: one chunk as stored, header and encoded planes (docs/format.md, "Blob").
 
-In: a chunk (r,) uint8, its XOR with a base, or chunk and base (sparse). Out: one bytes-like blob; and back, to planes;
-chain_decode.py rebuilds chunks. The checksum of stored bytes is verified before any decoder sees them.
+In: a chunk (r,) uint8, or its difference from a base (`planes.difference`). Out: one bytes-like blob; and back, to
+planes; chain_decode.py rebuilds chunks. The checksum of stored bytes is verified before any decoder sees them.
 
     off size field               off size field
       0    4 magic SNBL           24    4 payload length
@@ -35,8 +35,8 @@ from .hashing import checksum
 HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
 MAGIC = b"SNBL"
 VERSION = 1
-FULL, XOR = 0, 1
-TRANSFORMS = {FULL: "full", XOR: "xor"}
+FULL, DIFFERENCE = 0, 1
+TRANSFORMS = {FULL: "full", DIFFERENCE: "difference"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
 
@@ -119,19 +119,20 @@ def encode(
     """Encode one blob.
 
     Args:
-        source: (r,) uint8, the chunk, or chunk XOR base.
+        source: (r,) uint8, the chunk, or its `planes.difference` from a base.
         element_size: 1, 2, 4 or 8; divides r.
-        layout: planes.ROTATED for floats, else planes.BYTES.
+        layout: of the chunk: planes.ROTATED for floats, else planes.BYTES. The planes of a difference are its bytes.
         statistics: of the planes of `source`; they decide each plane's codec.
         chunk_digest: of the chunk itself.
-        base: digest of the base when `source` is a delta, else None.
+        base: digest of the base when `source` is a difference, else None.
         out: `bound` bytes, uint8.
 
     Returns:
         The blob, which is the beginning of `out`.
     """
-    split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
     kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
+    layout = layout if base is None else planes.BYTES
+    split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
     encoded = [_encode_plane(plane, kind) for kind, plane in zip(kinds, split, strict=True)]
     payload = [block for _, blocks in encoded for block in blocks]
     lengths = [len(block) for codec, blocks in encoded if codec != codecs.RAW for block in blocks]
@@ -140,7 +141,7 @@ def encode(
 
 
 def encode_sparse(
-    chunk: Bytes,
+    difference: Bytes,
     base: Bytes,
     element_size: int,
     layout: int,
@@ -151,7 +152,8 @@ def encode_sparse(
     """Encode one blob as the elements of a chunk that differ from its base.
 
     Args:
-        chunk, base: (r,) uint8.
+        difference: (r,) uint8, `planes.difference` of the chunk and its base.
+        base: (r,) uint8.
         element_size, layout, out: as for `encode`.
         digests: of the chunk and of its base.
         max_bytes: the blob must be smaller.
@@ -159,11 +161,11 @@ def encode_sparse(
     Returns:
         The blob, which is the beginning of `out`, or None if it is too large.
     """
-    encoded = sparse.encode(chunk, base, element_size, layout, codecs.BLOCK_BYTES)
+    encoded = sparse.encode(difference, base, element_size, layout, codecs.BLOCK_BYTES)
     lengths = encoded.frame_lengths
     if HEADER.size + 4 * len(lengths) + sum(map(len, encoded.pieces)) >= min(max_bytes, out.size):
         return None
-    return _assemble((chunk.size, element_size, layout, bytes([codecs.SPARSE])), encoded.pieces, lengths, digests, out)
+    return _assemble((base.size, element_size, layout, bytes([codecs.SPARSE])), encoded.pieces, lengths, digests, out)
 
 
 def _assemble(
@@ -184,7 +186,7 @@ def _assemble(
         VERSION,
         0,
         0,
-        FULL if base is None else XOR,
+        FULL if base is None else DIFFERENCE,
         element_size,
         layout,
         0,
@@ -266,7 +268,8 @@ def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.N
     size = found["element_size"].astype(np.int64)
     length = HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
     fine = whole & (found["magic"] == MAGIC) & (found["version"] == VERSION) & (found["zero"] == 0)
-    fine &= (length <= lengths) & (found["transform"] <= XOR) & (found["layout"] <= planes.ROTATED)
+    fine &= (length <= lengths) & (found["transform"] <= DIFFERENCE) & (found["layout"] <= planes.ROTATED)
+    fine &= (found["transform"] == FULL) | (found["layout"] == planes.BYTES) | (found["codecs"][:, 0] == codecs.SPARSE)
     fine &= np.isin(size, (1, 2, 4, 8)) & (found["block_bytes"] > 0)
     fine &= found["raw_bytes"] % np.maximum(size, 1) == 0
     return found, fine
@@ -320,6 +323,8 @@ def parse(blob: memoryview, where: str) -> Header:
             f"{where}: blob of transform {transform}, layout {layout}, which this snapstore does not read; use the "
             "release that wrote it, or a newer one"
         )
+    if transform == DIFFERENCE and layout != planes.BYTES and codec_ids[0] != codecs.SPARSE:
+        raise IntegrityError(f"{where}: a difference in planes of layout {layout}, expected {planes.BYTES}")
     if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
         raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
     lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
@@ -397,39 +402,30 @@ def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tupl
         raise IntegrityError(f"{where}: planes end at {at}, the blob at {end}")
 
 
-def patch_planes(blob: memoryview, header: Header, planes_out: Bytes, fresh: bool, where: str) -> None:
-    """Decode a blob's planes into planes_out (e, n) uint8 (`fresh`), or XOR them onto it."""
-    for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
-        if codec == codecs.RAW:
-            plane = np.frombuffer(blocks[0], np.uint8)
-        else:
-            if fresh:
-                plane = planes_out[k]
-            else:
-                plane = planes.scratch.room("plane", planes_out.shape[1])
-            try:
-                codecs.decoder(codec, where)(blocks, plane, header.block_bytes)
-            except IntegrityError as error:
-                raise IntegrityError(f"{where}: plane {k}: {error}") from error
-        if not fresh:
-            np.bitwise_xor(planes_out[k], plane, out=planes_out[k])
-        elif codec == codecs.RAW:
-            planes_out[k] = plane
-
-
-def decode_source(blob: memoryview, header: Header, out: Bytes, where: str) -> None:
-    """Decode a blob into `out` (r,) uint8: the chunk, or chunk XOR base. The inverse of `encode`.
+def decode_planes(blob: memoryview, header: Header, where: str) -> list[Bytes]:
+    """Return a blob's planes, (n,) uint8 each, valid in this thread until its next call.
 
     Raises:
-        FormatError, IntegrityError: `out` is then garbage.
+        FormatError, IntegrityError: a plane does not decode.
     """
-    decoded = planes.scratch.room("planes", out.size).reshape(header.element_size, -1)
-    patch_planes(blob, header, decoded, True, where)
-    planes.merge(decoded, out, header.layout)
+    rooms = planes.scratch.room("planes", header.raw_bytes).reshape(header.element_size, -1)
+    found = []
+    for k, (codec, blocks) in enumerate(stored_planes(blob, header, where)):
+        if codec == codecs.RAW:
+            found.append(np.frombuffer(blocks[0], np.uint8))
+            continue
+        try:
+            codecs.decoder(codec, where)(blocks, rooms[k], header.block_bytes)
+        except IntegrityError as error:
+            raise IntegrityError(f"{where}: plane {k}: {error}") from error
+        found.append(rooms[k])
+    return found
 
 
 def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
-    """Change in place which chunk a blob stands for and which base it is a delta to; its planes stay."""
+    """Change in place which chunk a blob stands for and which base it is a delta to; its planes stay as they are."""
     blob[16:17] = bytes([transform])
+    if transform == DIFFERENCE:
+        blob[18:19] = bytes([planes.BYTES])
     blob[48:80] = chunk_digest + base
     struct.pack_into("<Q", blob, 8, checksum(blob[16:]))

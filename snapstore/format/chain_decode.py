@@ -1,19 +1,18 @@
 """Chain decode: rebuild one chunk from the blobs of its chain.
 
 In: blobs, newest first, and the plain bytes of the last one's base if that is a delta. Out: the chunk, verified by its
-digest. Planes of neighbouring xor deltas are XORed together and merged once; a sparse delta patches its plain base.
+digest. Links are applied from the oldest to the newest: each is a difference that is added to the plain bytes of its
+base, as planes or as the elements that changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..arrays import Bytes
 from ..errors import FormatError, IntegrityError
 from . import codecs, planes
-from .blob import NO_BASE, XOR, Header, parse, patch_planes
+from .blob import FULL, NO_BASE, Header, decode_planes, parse
 from .codecs import sparse
 from .hashing import digest
 
@@ -54,10 +53,10 @@ def decode_chain(
     *,
     seed: int,
 ) -> None:
-    """Rebuild one chunk from its chain, newest first: planes are XORed, then merged once.
+    """Rebuild one chunk from its chain, newest first.
 
     Args:
-        blobs: the stored blobs; all but the last are xor, and the base of each is the chunk of the next.
+        blobs: the stored blobs; all but the last are differences, and the base of each is the chunk of the next.
         wheres: names of the blobs in errors.
         chunk_digest: of the requested chunk.
         out: (r,) uint8, filled.
@@ -75,23 +74,18 @@ def decode_chain(
                 f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "
                 f"expected {expected.hex()} ({out.size} bytes); run 'snapstore check'"
             )
+        if (header.transform == FULL) != (header.base == NO_BASE):
+            names = "no base" if header.base == NO_BASE else "a base"
+            raise IntegrityError(f"{where}: transform {header.transform}, but it names {names}")
         headers.append(header)
         expected = header.base
     if expected != NO_BASE and base is None:
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {expected.hex()} is not referenced")
-    end = len(blobs)
-    while end:  # from the oldest blob to the newest: runs of planes, and single sparse deltas
-        begin = end - 1
-        if not _is_sparse(headers[begin]):
-            while begin and not _is_sparse(headers[begin - 1]):
-                begin -= 1
-            _merge_planes(blobs[begin:end], headers[begin:end], wheres[begin:end], out, base)
-        else:
-            if base is None:
-                raise IntegrityError(f"{wheres[begin]}: sparse, but it names no base")
-            out[:] = base
-            _apply_sparse(blobs[begin], headers[begin], wheres[begin], out)
-        base, end = out, begin
+    if expected == NO_BASE and base is not None:
+        raise IntegrityError(f"{wheres[-1]}: the chain ends in a full blob, which has no base")
+    for i in range(len(blobs) - 1, -1, -1):
+        _apply(blobs[i], headers[i], wheres[i], base, out)
+        base = out
     got = digest(out, seed)
     if got != chunk_digest:
         raise IntegrityError(
@@ -100,37 +94,22 @@ def decode_chain(
         )
 
 
-def _is_sparse(header: Header) -> bool:
-    return header.codecs[0] == codecs.SPARSE
-
-
-def _merge_planes(
-    blobs: Sequence[memoryview], headers: Sequence[Header], wheres: Sequence[str], out: Bytes, base: Bytes | None
-) -> None:
-    """XOR the planes of blobs together, merge them into `out`, and XOR a base to it, which may be `out` itself."""
-    by_layout: dict[tuple[int, int], Bytes] = {}  # deduplication across dtypes can give a chain two
-    for blob, header, where in zip(blobs, headers, wheres, strict=True):
-        kind = (header.element_size, header.layout)
-        fresh = kind not in by_layout
-        if fresh:
-            room = planes.scratch.room(f"planes {kind}", out.size)
-            by_layout[kind] = room.reshape(header.element_size, -1)
-        patch_planes(blob, header, by_layout[kind], fresh, where)
-    for i, ((_, layout), merged) in enumerate(by_layout.items()):
-        if i == 0 and base is not out:
-            planes.merge(merged, out, layout)
-        else:
-            other = planes.scratch.room("merged", out.size)
-            planes.merge(merged, other, layout)
-            np.bitwise_xor(out, other, out=out)
-    if base is not None and base is not out:
-        np.bitwise_xor(out, base, out=out)
+def _apply(blob: memoryview, header: Header, where: str, base: Bytes | None, out: Bytes) -> None:
+    """Fill `out` with the chunk of a blob on a plain base, which may be `out` itself."""
+    if base is None:
+        planes.merge(decode_planes(blob, header, where), out, header.layout)
+    elif header.codecs[0] != codecs.SPARSE:
+        planes.add(decode_planes(blob, header, where), base, out)
+    else:
+        if base is not out:
+            out[:] = base
+        _apply_sparse(blob, header, where, out)
 
 
 def _apply_sparse(blob: memoryview, header: Header, where: str, out: Bytes) -> None:
     """Turn the base of a sparse delta, which `out` holds, into its chunk."""
-    if header.transform != XOR or any(header.codecs[1:]):
-        raise IntegrityError(f"{where}: sparse, but transform {header.transform} and codecs {header.codecs.hex()}")
+    if any(header.codecs[1:]):
+        raise IntegrityError(f"{where}: sparse, but codecs {header.codecs.hex()}")
     payload = blob[header.payload_start : header.payload_start + header.payload_bytes]
     try:
         sparse.apply(payload, header.block_lengths, out, header.element_size, header.layout, header.block_bytes)

@@ -37,7 +37,7 @@ class ChunkTable:
 
     digests: Bytes  # (n, 16) uint8
     ref_counts: npt.NDArray[np.uint16]  # (n,)
-    ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.XOR
+    ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.DIFFERENCE
     ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
     ref_offsets: npt.NDArray[np.uint64]  # (m,)
     ref_lengths: npt.NDArray[np.uint32]  # (m,)
@@ -136,7 +136,7 @@ class ChunkTable:
                 "release that wrote it, or a newer one"
             )
         if self.ref_kinds[last].any() or self.ref_kinds.sum() != refs - len(self):
-            raise FormatError(f"{where}: a chain is not xor, ..., xor, full")
+            raise FormatError(f"{where}: a chain is not difference, ..., difference, full")
         if self.ref_packs.max() >= len(pack_sizes):
             raise FormatError(f"{where}: a reference to a pack that the header does not name")
         if self.ref_starts.any() or self.ref_sizes.max() > chunk_bytes or self.ref_sizes.min() < 1:

@@ -1,4 +1,4 @@
-"""Delta choice: whether a changed chunk is stored as a delta, XOR with its base, or full.
+"""Delta choice: whether a changed chunk is stored as a delta, its difference from a base, or full.
 
 In: estimated sizes, chain sizes, generations; numbers or arrays. Out: the decision, in the same form.
 """

@@ -28,7 +28,7 @@ from ..catalog.history import View
 from ..catalog.index import Index
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
-from ..format.blob import XOR
+from ..format.blob import DIFFERENCE
 from ..format.delta_chain import Chain, Link, chains_of, edge_of
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
@@ -336,7 +336,7 @@ class _Compacting(BlobRewriting):
         except CapabilityError as error:
             log.warning("chunks that cannot be decoded here stay as they are: %s", error)
         for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # bases come first
-            self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == XOR else [])]
+            self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == DIFFERENCE else [])]
 
     def _worthwhile(self, jobs: Sequence[Job], needed: Sequence[int]) -> list[int]:
         """Return the numbers of the chunks that take less than they free, as far as bytes are left to write."""

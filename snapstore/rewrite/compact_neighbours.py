@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Column
 from ..catalog.history import View
 from ..errors import DAMAGE, CapabilityError
-from ..format.blob import XOR
+from ..format.blob import DIFFERENCE
 from ..format.delta_chain import chains_of
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
@@ -67,7 +67,7 @@ class Neighbours:
         jobs = self._jobs(m, rows[samples], bases, at[samples])
         entries = [entry for _, made in self._encoder.encode(jobs) for entry in made.entries]
         shares = [int(entry["length"]) / job.length for job, entry in zip(jobs, entries, strict=True)]
-        deltas = [i for i, entry in enumerate(entries) if entry["transform"] == XOR]
+        deltas = [i for i, entry in enumerate(entries) if entry["transform"] == DIFFERENCE]
         if deltas:
             chosen = np.concatenate([groups[i] for i in deltas])
             digests = bases.table.ref_digests[bases.table.starts[at[chosen]]]

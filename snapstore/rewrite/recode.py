@@ -1,8 +1,8 @@
 """recode: rewrite the blobs of snapshots into another codec, one by one; chains, dedup and digests stay as they are.
 
 In: snapshots. Out: their next revisions (base.py). A blob that needs no change keeps its place, or moves as it is when
-most of its pack is rewritten. Every other one: read -> decode to its source (the chunk, or chunk XOR base) -> encode ->
-decode, compare -> label -> pack.
+most of its pack is rewritten. Every other one: read -> decode to its source (the chunk, or its difference from a base)
+-> encode -> decode, compare -> label -> pack.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..engine.cpu import default_threads
 from ..errors import IntegrityError
-from ..format import blob, codecs
+from ..format import blob, codecs, planes
 from ..format.chunking import MAX_CHUNK_BYTES
 from ..format.delta_chain import Place
 from ..format.keys import pack_key
@@ -209,8 +209,10 @@ class _Recoding(BlobRewriting):
         def decode(i: int) -> int:
             data, header, where = blobs[i]
             out = plain[starts[i] : starts[i] + lengths[i]]
-            blob.decode_source(data, header, out, where)
-            return header.layout
+            # the planes of a difference are coded by their skew, as those of floats; relabel() restores their layout
+            layout = planes.ROTATED if header.transform == blob.DIFFERENCE else header.layout
+            planes.merge(blob.decode_planes(data, header, where), out, layout)
+            return layout
 
         layouts = np.array(self._threads.start(decode, range(len(blobs)))(), np.uint8)
         sources = Chunks([self.engine.upload(plain)], np.zeros(len(blobs), np.int64), starts, lengths)

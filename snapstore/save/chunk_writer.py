@@ -406,7 +406,7 @@ class ChunkWriter:
         blobs[:, 1], blobs[:, 2] = packs + len(self.bases.packs), offsets  # own packs follow those of the bases
         new = slice(at, at + len(entries))
         rows, candidates = encoding.new[new], encoding.candidates[new]
-        is_delta = entries["transform"] == blob.XOR
+        is_delta = entries["transform"] == blob.DIFFERENCE
         encoding.rows.blobs[rows] = blobs
         encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
         self.new_chunks += len(entries)

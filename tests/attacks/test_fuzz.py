@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kit.forge import SEED, SIZE, World, digest, full, header_of, little_memory, noise, xor
+from kit.forge import SEED, SIZE, World, delta, digest, full, header_of, little_memory, noise
 from kit.packs import scan
 from kit.tally import EXAMPLES, tally
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
@@ -99,7 +99,7 @@ def test_any_payload(payload, value):
 def a_world():
     world = World()
     a, b = world.pack(full(A), full(B))
-    (ba,) = world.pack(xor(B, A))
+    (ba,) = world.pack(delta(B, A))
     return world, world.manifest([(digest(A), [a]), (digest(B), [ba, a]), (digest(B), [b])])
 
 
@@ -214,7 +214,7 @@ def test_tensor_entries(made, tag, grad):
 def test_packs(changes, mended):
     """Mitigation: the footer's checksum, sizes that must add up, a scan that ends at the first damage."""
     writer = pack.PackWriter(bytes(16), 0, 0, "größe")
-    blobs = [EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in (full(A), xor(B, A))]
+    blobs = [EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in (full(A), delta(B, A))]
     writer.extend(HostEncoded(blobs), 0, 2)
     data = bytes(writer.seal())
     if mended:

@@ -10,6 +10,7 @@ from kit.forge import (
     SEED,
     SIZE,
     World,
+    delta,
     digest,
     full,
     header_of,
@@ -17,7 +18,6 @@ from kit.forge import (
     noise,
     reheader,
     rewrite,
-    xor,
 )
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, chain_decode, manifest, pack
@@ -47,7 +47,7 @@ def refused(world, error=(FormatError, IntegrityError), match=None):
 def test_the_forge_makes_good_repositories():
     world = World()
     (a,) = world.pack(full(A))
-    b, c = world.pack(xor(B, A), xor(C, B))
+    b, c = world.pack(delta(B, A), delta(C, B))
     world.commit(world.manifest([(digest(A), [a]), (digest(C), [c, b, a])]))
     np.testing.assert_array_equal(restored(world), np.concatenate([A, C]))
 
@@ -231,7 +231,7 @@ def test_a_pack_that_is_not_named():
 def test_a_forged_cycle():
     """A is a delta on B and B on A. Mitigation: chains are lists of bounded length, and the last must be full."""
     world = World()
-    ab, ba = world.pack(xor(A, B), xor(B, A))
+    ab, ba = world.pack(delta(A, B), delta(B, A))
     for length in (2, 3, 254):
         again = World()
         again.store, again.packs = world.store, world.packs
@@ -251,7 +251,7 @@ def test_a_forged_cycle():
 def test_chains_of_more_than_255():
     """Mitigation: a chain has at most 255 references."""
     world = World()
-    ab, ba = world.pack(xor(A, B), xor(B, A))
+    ab, ba = world.pack(delta(A, B), delta(B, A))
     world.commit(world.manifest([(digest(A), [(ab, ba)[i % 2] for i in range(256)])]))
     refused(world, FormatError, "expected 1 to 255")
 
@@ -259,7 +259,7 @@ def test_chains_of_more_than_255():
 def test_a_delta_that_is_its_own_base():
     """Mitigation: the zero delta on itself never ends."""
     world = World()
-    (aa,) = world.pack(xor(A, A))
+    (aa,) = world.pack(delta(A, A))
     world.commit(world.manifest([(digest(A), [aa])]))
     refused(world, IntegrityError, "ends in a delta")
 
@@ -267,7 +267,7 @@ def test_a_delta_that_is_its_own_base():
 def test_a_chain_with_another_base():
     """Mitigation: each blob names its base by digest, and the next one must be it."""
     world = World()
-    c, ba = world.pack(full(C), xor(B, A))
+    c, ba = world.pack(full(C), delta(B, A))
     world.commit(world.manifest([(digest(B), [ba, c])]))
     refused(world, IntegrityError, "blob of chunk")
 
@@ -275,7 +275,7 @@ def test_a_chain_with_another_base():
 def test_a_base_under_a_forged_digest():
     """Mitigation: whatever the headers say, the bytes that come out are hashed."""
     world = World()
-    c, ba = world.pack(rewrite(full(C), digest=digest(A)), xor(B, A))
+    c, ba = world.pack(rewrite(full(C), digest=digest(A)), delta(B, A))
     world.commit(world.manifest([(digest(B), [ba, c])]))
     refused(world, IntegrityError, "digest mismatch")
 
@@ -299,7 +299,7 @@ def test_full_blobs_in_mid_chain():
 def test_a_chain_over_chunks_of_different_lengths():
     """Mitigation: all references of a chain have one length."""
     world = World()
-    (a, ba) = world.pack(full(A), xor(B, A))
+    (a, ba) = world.pack(full(A), delta(B, A))
     table = world.table([(digest(B), [ba, a])])
     table.ref_sizes[1] = 64
     with pytest.raises(FormatError, match="different lengths"):

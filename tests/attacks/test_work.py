@@ -16,6 +16,8 @@ from kit.forge import (
     MIB,
     World,
     budget,
+    delta,
+    difference,
     digest,
     forge_blob,
     full,
@@ -25,7 +27,6 @@ from kit.forge import (
     noise,
     reheader,
     rewrite,
-    xor,
 )
 from kit.samples import THOROUGH
 from kit.tally import EXAMPLES, tally
@@ -43,11 +44,11 @@ TREE = ["dict", ["w"], [["tensor", 0, False]]]
 def zeros(size, heads, depth, *, kept=True):
     """Chains of `depth` references that share all but their newest blob; `kept`: some chunk is what they share."""
     world, zero = World(size), np.zeros(size, np.uint8)
-    base, same = world.whole_pack(full(zero), xor(zero, zero))
+    base, same = world.whole_pack(full(zero), delta(zero, zero))
     others = [zero.copy() for _ in range(heads)]
     for i, other in enumerate(others):
         other[i] = 1
-    newest = world.whole_pack(*(xor(other, zero) for other in others))
+    newest = world.whole_pack(*(delta(other, zero) for other in others))
     chains = [
         (digest(other), [head, *[same] * (depth - 2), base][-depth:])
         for other, head in zip(others, newest, strict=True)
@@ -296,8 +297,8 @@ def test_older_snapshots_are_proven_by_newer_ones_only_where_they_are_good():
     """A chain whose middle does not give its chunk, and whose newest blob makes up for it."""
     world = World()
     a, b, c, wrong = noise(1), noise(2), noise(3), noise(4)
-    broken = forge_blob(np.bitwise_xor(wrong, a), digest(b), digest(a))
-    made_up_for = forge_blob(np.bitwise_xor(c, wrong), digest(c), digest(b))
+    broken = forge_blob(difference(wrong, a), digest(b), digest(a))
+    made_up_for = forge_blob(difference(c, wrong), digest(c), digest(b))
     pa, pb, pc = world.pack(full(a), broken, made_up_for)
     chains = [(digest(c), [pc, pb, pa]), (digest(b), [pb, pa])]
     for seq, chain in enumerate(reversed(chains)):
@@ -318,7 +319,7 @@ def test_one_blob_in_two_chains_of_which_one_is_broken():
     """The newest blob of a chain is as good as all that lies below it."""
     world = World()
     a, b = noise(1), noise(2)
-    pb, pa, bad = world.pack(xor(b, a), full(a), full(b))
+    pb, pa, bad = world.pack(delta(b, a), full(a), full(b))
     for seq, base in enumerate((bad, pa, bad)):
         world.commit(world.manifest([(digest(b), [pb, base])]), id=f"{seq:032x}", step=seq, seq=seq)
     world.commit(world.manifest([(digest(b), [pb, pa]), (digest(b), [pb, bad])]), id=f"{9:032x}", step=9, seq=9)
@@ -332,7 +333,7 @@ def test_a_blob_that_two_snapshots_have_and_that_gives_neither_chunk():
     """The first to need it condemns it; who comes later is damaged as well."""
     world = World()
     a, b, c = noise(1), noise(2), noise(3)
-    wrong, onto = world.pack(rewrite(full(a), digest=digest(b)), xor(c, b))
+    wrong, onto = world.pack(rewrite(full(a), digest=digest(b)), delta(c, b))
     for seq, chain in enumerate([[wrong], [wrong], [onto, wrong], [wrong]]):
         chunk = c if len(chain) == 2 else b
         world.commit(world.manifest([(digest(chunk), chain)], sequence=seq), id=f"{seq:032x}", step=seq, seq=seq)

@@ -198,14 +198,15 @@ def check_entries(entries, blobs, arrays, sizes, layouts):
         header = blob.parse(memoryview(data), "here")
         assert blob.length_of(header) == len(data) == entry["length"]
         assert (header.digest, header.raw_bytes) == (digest(array), array.size)
-        assert (header.element_size, header.layout) == (size, layout)
+        is_planes = header.transform == blob.DIFFERENCE and header.codecs[0] != codecs.SPARSE
+        assert (header.element_size, header.layout) == (size, planes.BYTES if is_planes else layout)
         assert entry["digest"].tobytes() == header.digest
         assert entry["base"].tobytes() == header.base
         assert (entry["transform"], entry["raw_bytes"]) == (header.transform, header.raw_bytes)
         assert entry["element_size"] == header.element_size
         assert entry["codecs"].tobytes() == header.codecs
         assert entry["plane_bytes"].tolist() == blob.stored_plane_bytes(memoryview(data))
-        assert (header.transform == blob.XOR) == (header.base != blob.NO_BASE)
+        assert (header.transform == blob.DIFFERENCE) == (header.base != blob.NO_BASE)
         assert len(data) <= blob.bound(array.size, header.element_size)
         if header.codecs[0] == codecs.SPARSE:
             continue
@@ -370,7 +371,7 @@ def test_chains_link_by_link(engine, cpu, size, bytes_of_chunk):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
 def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
-    """Every engine rebuilds them, in chains with xor deltas and beside chunks without any, and from plain bases."""
+    """Every engine rebuilds them, in chains with planes and beside chunks without any, and from plain bases."""
     size, layout = np.dtype(dtype).itemsize, int(np.dtype(dtype).kind == "f")
     versions = [np.random.default_rng(0).normal(0, 20, 5000).astype(dtype).view(np.uint8)]
     _, chain = encode(cpu, versions, size, layout)
@@ -381,7 +382,7 @@ def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
         after = after.view(np.uint8)
         by = engine if depth == 3 else cpu
         (entry,), (data,) = encode(by, [after], size, layout, [versions[-1]], 0)
-        assert entry["transform"] == blob.XOR
+        assert entry["transform"] == blob.DIFFERENCE
         found.append(entry["codecs"][0] == codecs.SPARSE)
         chain.insert(0, data)
         versions.append(after)

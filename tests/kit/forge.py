@@ -85,8 +85,15 @@ def full(chunk, element_size=1):
     return forge_blob(chunk, digest(chunk), None, element_size)
 
 
-def xor(chunk, base):
-    return forge_blob(np.bitwise_xor(chunk, base), digest(chunk), digest(base))
+def delta(chunk, base):
+    return forge_blob(difference(chunk, base), digest(chunk), digest(base))
+
+
+def difference(chunk, base):
+    """As `forge_blob` takes it: of single bytes."""
+    found = np.empty_like(chunk)
+    planes.difference(chunk, base, 1, found)
+    return found
 
 
 def forge_blob(source, chunk_digest, base, element_size=1):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kit.forge import forge_blob
+from kit.forge import difference, forge_blob
 from snapstore.catalog.manifest_refs import all_manifests
 from snapstore.chunks.reader import ChunkReader, whole
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
@@ -202,7 +202,7 @@ class RankWriter:
         self._data[digest] = chunk.copy()
         below = self._chains.get(base, []) if base else []
         if base and below and len(below) <= self.max_depth and self._data[base].size == chunk.size:
-            blob = forge_blob(np.bitwise_xor(chunk, self._data[base]), digest, base)
+            blob = forge_blob(difference(chunk, self._data[base]), digest, base)
         else:
             blob, below = forge_blob(chunk, digest, None), []
         self._chains[digest] = [Link(int(bool(below)), digest, chunk.size, None, digest), *below]

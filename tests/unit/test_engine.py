@@ -112,10 +112,10 @@ def test_a_delta_is_smaller_and_decodes():
     base = weights(20_000).view(np.uint8)
     chunk = changed(weights(20_000))
     full = encoded(EncodeJob(chunk, digest(chunk), 4))
-    xor = encoded(EncodeJob(chunk, digest(chunk), 4, planes.ROTATED, base, digest(base), 70_000))
-    assert len(xor.data) < 0.7 * len(full.data)
+    delta = encoded(EncodeJob(chunk, digest(chunk), 4, planes.ROTATED, base, digest(base), 70_000))
+    assert len(delta.data) < 0.7 * len(full.data)
     out = np.empty_like(chunk)
-    chain = [memoryview(xor.data), memoryview(encoded(EncodeJob(base, digest(base), 4)).data)]
+    chain = [memoryview(delta.data), memoryview(encoded(EncodeJob(base, digest(base), 4)).data)]
     chain_decode.decode_chain(chain, ["a", "b"], digest(chunk), out, seed=SEED)
     np.testing.assert_array_equal(out, chunk)
 

@@ -124,8 +124,8 @@ def test_blob():
     text = section("Blob")
     assert f"magic `{blob.MAGIC.decode()}`" in text
     assert f"| 2 | format version, {blob.VERSION} |" in text
-    assert "transform: 0 full, 1 xor" in text
-    assert blob.TRANSFORMS == {0: "full", 1: "xor"} == {blob.FULL: "full", blob.XOR: "xor"}
+    assert "transform: 0 full, 1 difference" in text
+    assert blob.TRANSFORMS == {0: "full", 1: "difference"} == {blob.FULL: "full", blob.DIFFERENCE: "difference"}
     assert "plane layout: 0 bytes, 1 rotated" in text
     assert (planes.BYTES, planes.ROTATED) == (0, 1)
     assert "64 Ki for codecs 1 and 2" in text
@@ -211,8 +211,8 @@ def test_sections():
         assert kind.kind == "u"
     assert "under 4 KiB" in found["inline"]
     assert chunking.INLINE_BYTES == 4096
-    assert (blob.FULL, blob.XOR) == (0, 1)
-    assert found["ref_kinds"].endswith("0 full, 1 xor")
+    assert (blob.FULL, blob.DIFFERENCE) == (0, 1)
+    assert found["ref_kinds"].endswith("0 full, 1 difference")
 
 
 def test_tensor_entries_and_boxes():

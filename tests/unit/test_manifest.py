@@ -240,7 +240,7 @@ def test_a_header_is_proven_before_it_is_believed():
 
 BAD = {
     "expected 1 to 255": lambda t: setattr(t, "ref_counts", np.array([0, 6], np.uint16)),
-    "not xor": lambda t: t.ref_kinds.fill(1),
+    "not difference": lambda t: t.ref_kinds.fill(1),
     "a pack that the header does not name": lambda t: t.ref_packs.fill(5),
     "part of a chunk": lambda t: t.ref_starts.fill(1),
     "beyond 1024 bytes": lambda t: t.ref_sizes.fill(1025),
@@ -262,7 +262,7 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
     for kinds in ([0, 1, 0], [1, 0, 0], [1, 1, 2]):
         table = a_table([3])
         table.ref_kinds = np.array(kinds, np.uint8)
-        with pytest.raises(FormatError, match="of kind 2" if 2 in kinds else "not xor"):
+        with pytest.raises(FormatError, match="of kind 2" if 2 in kinds else "not difference"):
             manifest.decode(encode(table), "here")
 
 

@@ -40,7 +40,9 @@ def pair(size, layout, elements, share, seed, most=3):
 
 
 def payload_of(base, chunk, size, layout, block_bytes=BLOCK):
-    encoded = sparse.encode(chunk, base, size, layout, block_bytes)
+    difference = np.empty_like(chunk)
+    planes.difference(chunk, base, size, difference)
+    encoded = sparse.encode(difference, base, size, layout, block_bytes)
     return b"".join(encoded.pieces), encoded.frame_lengths
 
 
@@ -101,11 +103,7 @@ def read_as_the_page_says(payload, frame_lengths, base, size, layout, block_byte
                 changes.append((members[position], symbol % 3 + 1 if symbol % 3 < 2 else next(others) + 3))
         for i, z in changes:
             difference = z // 2 if z % 2 == 0 else -(z + 1) // 2
-            flip = (1 << (bits - 1)) - 1
-            x = elements[i]
-            ordered = x ^ flip if layout and x >> (bits - 1) else x
-            ordered = (ordered + difference) % (1 << bits)
-            elements[i] = ordered ^ flip if layout and ordered >> (bits - 1) else ordered
+            elements[i] = (elements[i] + difference) % (1 << bits)
     assert at == len(payload)
     assert not lengths
     return np.array(elements, f"<u{size}").view(np.uint8)
@@ -178,7 +176,9 @@ def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
         assert not is_sparse(encoded(chunk))
     rng = np.random.default_rng(1)
     base = rng.integers(0, 256, 200_000, np.uint8)
-    assert not is_sparse(encoded(base ^ (rng.random(base.size) < 0.48), base, 1, 0)), "XORs have no sign"
+    assert not is_sparse(encoded(base ^ (rng.random(base.size) < 0.48), base, 1, 0)), (
+        "half of the elements and two values for them are no less than planes"
+    )
     base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
     header = blob.parse(memoryview(encoded(chunk, base, chain_bytes=10**9)), "here")
     assert header.transform == blob.FULL, "the chain is too long"
@@ -201,7 +201,7 @@ def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():
 
 
 def test_chains_of_planes_and_sparse_deltas():
-    """Every order of a full blob, xor and sparse deltas, up to five; each link is also proven."""
+    """Every order of a full blob, deltas of planes and sparse ones, up to five; each link is also proven."""
     for order in range(16):
         version, _ = pair(4, planes.ROTATED, 5000, 0, order)
         chain, kinds = [encoded(version, size=4)], []
@@ -325,8 +325,9 @@ def relabelled(data, **fields):
 
 
 def test_sparse_blobs_where_none_may_be():
-    base, chunk = pair(2, planes.ROTATED, 10_000, 0.02, 1)
+    base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1, 1)
     data = encoded(chunk, base)
+    assert is_sparse(data)
     np.testing.assert_array_equal(rebuilt([data], chunk, base), chunk)
     cases = {
         "transform 0": relabelled(data, transform=0),

@@ -38,7 +38,7 @@ from benchmarks.page import Figure
 from benchmarks.peers import THREADS, Peer, peers, stored_bytes
 from benchmarks.plain_state import plain_state
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
-from snapstore.format import blob, pack, planes
+from snapstore.format import blob, codecs, pack, planes
 from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +173,12 @@ def planes_entropy(repository: Repository) -> Iterator[float]:
         data = memoryview(repository.store.get(info.key))
         for offset in pack.read_listing(repository.store, info.key, info.size_bytes).entries["offset"].tolist():
             header = blob.parse(data[offset:], info.key)
-            out = np.empty((header.element_size, header.raw_bytes // header.element_size), np.uint8)
-            blob.patch_planes(data[offset:], header, out, True, info.key)
-            yield float(_entropy_bytes(out))
+            is_sparse = header.codecs[0] == codecs.SPARSE  # it has no planes: as it is
+            yield (
+                float(header.payload_bytes)
+                if is_sparse
+                else _entropy_bytes(blob.decode_planes(data[offset:], header, info.key))
+            )
 
 
 def _entropy_bytes(split: Any) -> float:

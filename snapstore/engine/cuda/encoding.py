@@ -203,7 +203,7 @@ class Encoding:
         entries = np.zeros(self.count, blob.ENTRY)
         entries["length"] = blob.HEADER.size + 4 * block_counts + payload
         entries["raw_bytes"], entries["element_size"] = self.lengths, self.sizes
-        entries["transform"] = np.where(is_delta, blob.XOR, blob.FULL)
+        entries["transform"] = np.where(is_delta, blob.DIFFERENCE, blob.FULL)
         entries["codecs"][rows, ks] = codec
         entries["digest"] = np.ascontiguousarray(self.batch.digests).view("V16").reshape(-1)
         base = np.where(is_delta[:, None], self.batch.base_digests, 0).astype(np.uint8)

@@ -1,7 +1,7 @@
 """Sparse deltas: the elements of a chunk in which it differs from its base, as gaps and integer differences.
 
 docs/format.md, "Sparse deltas", defines the payload; docs/design/sparse-deltas.md has the numbers behind it. In: a
-chunk and its base. Out: the payload of a blob. And back: a base becomes the chunk in place.
+difference and its base. Out: the payload of a blob. And back: a base becomes the chunk in place.
 
 Small weights change more often than large ones, so elements are grouped by the byte of their base that holds the
 exponent. Within a group the gaps between changed elements are nearly geometric, which few symbols code well.
@@ -61,33 +61,6 @@ class Encoded:
     frame_lengths: list[int]
 
 
-# -- differences
-
-
-def _ordered(elements: Elements, layout: int) -> Elements:
-    """Map elements to integers in the order of the floats (layout 1), or return them; it is its own inverse."""
-    if not layout:
-        return elements
-    signed = elements.view(f"i{elements.itemsize}")
-    mask = (signed >> (8 * elements.itemsize - 1)) & np.iinfo(signed.dtype).max
-    ordered: Elements = (signed ^ mask).view(elements.dtype)
-    return ordered
-
-
-def _zigzag(chunk: Elements, base: Elements, layout: int) -> Elements:
-    """Return the wrapped differences of ordered integers: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
-    difference = (_ordered(chunk, layout) - _ordered(base, layout)).view(f"i{chunk.itemsize}")
-    found: Elements = ((difference << 1) ^ (difference >> (8 * chunk.itemsize - 1))).view(chunk.dtype)
-    return found
-
-
-def _patched(base: Elements, zigzag: Elements, layout: int) -> Elements:
-    """Return elements from their base: the inverse of `_zigzag`."""
-    one = zigzag.dtype.type(1)
-    difference = (zigzag >> one) ^ (~(zigzag & one) + one)
-    return _ordered(_ordered(base, layout) + difference, layout)
-
-
 def _keys(base: Elements, layout: int) -> Bytes:
     """Return the key of every element: the byte of the base in the highest plane (layout 1), or 0."""
     if not layout:
@@ -105,17 +78,18 @@ def worth_trying(changed: int, elements: int) -> bool:
     return changed <= TRIED_BELOW_SHARE * elements
 
 
-def encode(chunk: Bytes, base: Bytes, element_size: int, layout: int, block_bytes: int) -> Encoded:
-    """Encode a chunk as its differences from a base of the same length.
+def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block_bytes: int) -> Encoded:
+    """Encode a difference from a base of the same length.
 
     Args:
-        chunk, base: (r,) uint8, r a multiple of `element_size`.
+        difference: (r,) uint8, r a multiple of `element_size`: `planes.difference` of the chunk and its base.
+        base: (r,) uint8.
         element_size: 1, 2, 4 or 8.
         layout: planes.ROTATED for floats, which are grouped by exponent, else planes.BYTES.
         block_bytes: the most symbols of a frame.
     """
-    after, before = (array.view(f"u{element_size}") for array in (chunk, base))
-    zigzag, keys = _zigzag(after, before, layout), _keys(before, layout)
+    zigzag, before = (array.view(f"u{element_size}") for array in (difference, base))
+    keys = _keys(before, layout)
     at = np.flatnonzero(zigzag)
     keys_at, found = keys[at], zigzag[at]
     groups, first_key = [], 0
@@ -280,7 +254,8 @@ def apply(
         first_key = last_key + 1
     low.finish()
     at_elements = np.concatenate(where)
-    elements[at_elements] = _patched(elements[at_elements], np.concatenate(differences), layout)
+    zigzag, one = np.concatenate(differences), elements.dtype.type(1)
+    elements[at_elements] += (zigzag >> one) ^ (~(zigzag & one) + one)
 
 
 def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np.void], int]:

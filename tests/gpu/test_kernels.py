@@ -2,6 +2,8 @@
 
 They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import xxhash
@@ -83,6 +85,17 @@ def chunk_of(elements, size, kind):
     return floats.view(np.uint8)[: elements * size].copy()
 
 
+DIFFERENCE = 2  # of the kinds of planes that `merge` takes; 0 and 1 are full chunks of that layout
+
+
+def zigzag(chunk, base, size):
+    """The difference of two chunks, as the CPU engine's, worked out by itself."""
+    bits = 8 * size
+    differences = (chunk.view(f"u{size}") - base.view(f"u{size}")).view(f"i{size}")
+    wide = [2 * d if d >= 0 else -2 * d - 1 for d in differences.tolist()]
+    return np.array([z % 2**bits for z in wide], f"u{size}").view(np.uint8)
+
+
 ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191, 8192, 20_001, 65_536]
 
 
@@ -106,8 +119,10 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
                    addresses(machine, split), numbers(machine, lengths), numbers(machine, strides), sizes,
                    layouts)  # fmt: skip
     for i, out in enumerate(split):
-        source = chunks[i] if bases[i] is None else chunks[i] ^ bases[i]
-        assert (out.get()[:, : ELEMENTS[i]] == planes.split(source, size, layout)).all(), ELEMENTS[i]
+        source = planes.split(chunks[i], size, layout)
+        if bases[i] is not None:
+            source = planes.split(zigzag(chunks[i], bases[i], size), size)
+        assert (out.get()[:, : ELEMENTS[i]] == source).all(), ELEMENTS[i]
 
     # back: planes at odd addresses, as raw ones lie in a payload
     loose = [
@@ -119,9 +134,10 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
         table[i, :size] = [p.address for p in row]
     outs = [machine.put(np.zeros(c.size, np.uint8), misaligned) for c in chunks]
     tiles = -(-max(lengths) // (16 * 256 * 2))
-    machine.launch("merge", (tiles, n), 256, machine.put(table), numbers(machine, range(n + 1)),
-                   addresses(machine, placed_bases), addresses(machine, outs), numbers(machine, lengths), sizes,
-                   layouts)  # fmt: skip
+    kinds = [DIFFERENCE if base is not None else layout for base in bases]
+    machine.launch("merge", (tiles, n), 256, machine.put(table), numbers(machine, kinds, np.uint8),
+                   numbers(machine, range(n + 1)), addresses(machine, placed_bases), addresses(machine, outs),
+                   numbers(machine, lengths), sizes)  # fmt: skip
     for i, out in enumerate(outs):
         assert (out.get() == chunks[i]).all(), ELEMENTS[i]
 
@@ -129,26 +145,34 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_merge_of_chains(machine, size, layout):
-    """Chains of one to nine blobs, XORed in plane space."""
+    """Chains of one to nine blobs: differences are added up, the oldest blob is full, or there is a base."""
     layout = planes.BYTES if size == 1 else layout
     depths = [1, 2, 3, 9, 1, 4]
     counts = [5, 4096, 100, 1023, 3, 7777]
-    table, firsts, expected, kept = [], [0], [], []
-    for depth, count in zip(depths, counts, strict=True):
-        links = [chunk_of(count, size, "noise") for _ in range(depth)]
-        expected.append(np.bitwise_xor.reduce(links, axis=0))
-        for j, link in enumerate(links):
-            row = [machine.put(p, (j + k) % 16) for k, p in enumerate(planes.split(link, size, layout))]
-            kept.append(row)
-            table.append([*(p.address for p in row), *[0] * (8 - size)])
+    table, kinds, firsts, bases, expected, kept = [], [], [0], [], [], []
+    for i, (depth, count) in enumerate(zip(depths, counts, strict=True)):
+        links = [chunk_of(count, size, "noise") for _ in range(depth)]  # newest first
+        based = i % 2 == 1
+        bases.append(machine.put(links.pop()) if based else None)
+        expected.append(chunk_of(count, size, "noise"))
+        older = links[-1] if not based else bases[-1].get()
+        full = [older, *(chunk_of(count, size, "noise") for _ in range(len(links) - (not based)))]  # oldest first
+        expected[-1] = full[-1]
+        rows = [planes.split(zigzag(after, before, size), size) for before, after in pairwise(full)]
+        rows = [*reversed(rows), *([] if based else [planes.split(older, size, layout)])]
+        kinds += [*[DIFFERENCE] * (len(full) - 1), *([] if based else [layout])]
+        for j, row in enumerate(rows):
+            placed = [machine.put(p, (j + k) % 16) for k, p in enumerate(row)]
+            kept.append(placed)
+            table.append([*(p.address for p in placed), *[0] * (8 - size)])
         firsts.append(len(table))
     n = len(depths)
     outs = [machine.put(np.zeros(e.size, np.uint8)) for e in expected]
     lengths = [e.size for e in expected]
     machine.launch("merge", (-(-max(lengths) // 8192), n), 256, machine.put(np.array(table, np.uint64)),
-                   numbers(machine, firsts), numbers(machine, [0] * n), addresses(machine, outs),
-                   numbers(machine, lengths), numbers(machine, [size] * n, np.uint8),
-                   numbers(machine, [layout] * n, np.uint8))  # fmt: skip
+                   numbers(machine, kinds, np.uint8), numbers(machine, firsts), addresses(machine, bases),
+                   addresses(machine, outs), numbers(machine, lengths),
+                   numbers(machine, [size] * n, np.uint8))  # fmt: skip
     for out, want in zip(outs, expected, strict=True):
         assert (out.get() == want).all()
 
@@ -169,9 +193,9 @@ def test_histograms(machine, size, layout):
                    numbers(machine, [layout] * n, np.uint8), out)  # fmt: skip
     got = out.get()
     for i, (chunk, base) in enumerate(zip(chunks, bases, strict=True)):
-        sources = [chunk] if base is None else [chunk, chunk ^ base]
-        for j, source in enumerate(sources):
-            want = planes.statistics(planes.histograms(planes.sample(source, size, layout)))
+        sources = [(chunk, layout)] if base is None else [(chunk, layout), (zigzag(chunk, base, size), planes.BYTES)]
+        for j, (source, own) in enumerate(sources):
+            want = planes.statistics(planes.histograms(planes.sample(source, size, own)))
             np.testing.assert_allclose(got[i, j, :size, 0], want.bits, rtol=0, atol=1e-9)
             np.testing.assert_allclose(got[i, j, :size, 1], want.top_share, rtol=0, atol=1e-12)
 

@@ -17,6 +17,7 @@
 #define __constant__ static const
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__
 
 struct Index { unsigned x = 0, y = 0, z = 0; };
 static Index threadIdx, blockIdx;
@@ -42,6 +43,7 @@ static unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 static unsigned atomicOr(unsigned* address, unsigned value) { return (*address |= value) & ~value; }
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static int __popc(unsigned value) { return __builtin_popcount(value); }
 static void __threadfence() {}
 static unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
 
@@ -81,14 +83,35 @@ struct Barrier {  // of a block, or of a warp; threads that have ended are waite
 static Barrier of_block, of_warp[32];
 
 static void __syncthreads() { of_block.wait(); }
+static void __syncwarp() { of_warp[running / 32].wait(); }
 template <typename T>
-static T __shfl_xor_sync(unsigned, T value, int step) {
+static T shuffled(T value, unsigned from) {  // the value of another lane, or of this one if the lane is none
     std::memcpy(&fibres[running].shuffled, &value, sizeof(T));
     of_warp[running / 32].wait();
     T other;
-    std::memcpy(&other, &fibres[running ^ step].shuffled, sizeof(T));
+    std::memcpy(&other, &fibres[from / 32 == running / 32 ? from : running].shuffled, sizeof(T));
     of_warp[running / 32].wait();
     return other;
+}
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int step) {
+    return shuffled(value, running ^ step);
+}
+template <typename T>
+static T __shfl_up_sync(unsigned, T value, unsigned step) {
+    return shuffled(value, running - step);
+}
+template <typename T>
+static T __shfl_sync(unsigned, T value, int lane) {
+    return shuffled(value, running / 32 * 32 + lane);
+}
+static unsigned __ballot_sync(unsigned, bool value) {  // of whole warps
+    fibres[running].shuffled = value;
+    of_warp[running / 32].wait();
+    unsigned lanes = 0;
+    for (unsigned i = 0; i < 32; i++) lanes |= (unsigned)fibres[running / 32 * 32 + i].shuffled << i;
+    of_warp[running / 32].wait();
+    return lanes;
 }
 static void enter() {
     while (true) {  // a thread of one block after another

@@ -1,13 +1,12 @@
 """Decoding: the stages of one batch of blobs to chunks, on one stream.
 
-up -> headers (host) -> checksums -> Huffman, nvCOMP -> merge of chains -> digests
+up -> headers (host) -> checksums -> Huffman, nvCOMP -> merge of planes, sparse deltas -> digests
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,28 +20,12 @@ from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN
 from .nvcomp import ANS_BLOCK_BYTES
 from .pinned import ALIGNMENT
+from .sparse import SparseLinks, Streams
 from .streams import WorkStream, addresses_of, copy_async, ragged
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredPlanes:
-    """The planes of some blobs, blob after blob, and their stored pieces: blocks, or the whole of a raw plane."""
-
-    blob: Column  # (p,) the blob of every plane
-    k: Column  # (p,) its number within the blob
-    codec: Column  # (p,)
-    sizes: Column  # (p,) plain bytes
-    block_bytes: Column  # (p,)
-    plane: Column  # (q,) the plane of every piece
-    within: Column  # (q,) its number within the plane
-    offsets: Column  # (q,) in the batch's stored bytes
-    stored_sizes: Column  # (q,)
-
-    @property
-    def is_raw(self) -> Column:
-        """Return which planes are stored as they are, (p,) bool."""
-        raw: Column = self.codec == codecs.RAW
-        return raw
+#: What the planes of a blob hold, for `merge`: a full chunk in either layout, or a difference.
+_DIFFERENCE = 2
 
 
 class Decoding:
@@ -74,16 +57,20 @@ class Decoding:
         yield
         fine &= checks.numpy().view(np.uint64).reshape(-1) == found["checksum"]
         chunk_fine = np.bincount(self.chunk_of, ~fine, len(batch.counts)) == 0
+        self.links = self._read_links(found, chunk_fine)
         rows = np.flatnonzero(chunk_fine)
         if len(rows):
             refs = np.flatnonzero(chunk_fine[self.chunk_of])
             got = work.fetch(self._rebuild(stored, found, rows, refs))
+            bad = None if self.bad is None else work.fetch(self.bad)
             yield
             chunk_fine[rows] = (got.numpy() == batch.digests[rows]).all(axis=1)
+            if bad is not None:
+                chunk_fine[self.chunk_of[refs[self.is_sparse[refs]]][bad.numpy() != 0]] = False
         return np.flatnonzero(~chunk_fine)
 
     def _fits(self, found: npt.NDArray[np.void]) -> Column:
-        """Return which blobs fit their chains, share element size and layout, and have codecs that a device reads."""
+        """Return which blobs fit their chains, share their element size, and have codecs that a device reads."""
         batch, chunk_of = self.batch, self.chunk_of
         first = np.cumsum(batch.counts) - batch.counts
         expected = np.empty((len(chunk_of), 16), np.uint8)
@@ -95,50 +82,92 @@ class Decoding:
         fine: Column = (found["digest"] == expected).all(axis=1)
         fine &= found["raw_bytes"] == batch.outs.lengths[chunk_of]
         fine &= found["element_size"] == found["element_size"][first][chunk_of]
-        fine &= found["layout"] == found["layout"][first][chunk_of]
         last = first + batch.counts - 1
-        no_base = (found["base"][last] == 0).all(axis=1)
-        if batch.bases is not None:
-            no_base |= batch.bases.which >= 0
-        fine[last] &= no_base
+        is_full = np.zeros(len(chunk_of), bool)
+        is_full[last] = batch.bases is None or batch.bases.which < 0
+        fine &= is_full == (found["transform"] == blob.FULL)
+        fine &= is_full == (found["base"] == 0).all(axis=1)
+        self.is_sparse = found["codecs"][:, 0] == codecs.SPARSE
         own = np.arange(8) < found["element_size"].astype(np.int64)[:, None]
         known = np.isin(found["codecs"], (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS)) | ~own
-        fine &= known.all(axis=1)
         coded = (own & (found["codecs"] != codecs.RAW)).sum(axis=1)
         plane_bytes = found["raw_bytes"].astype(np.int64) // np.maximum(found["element_size"], 1)
         blocks = coded * -(-plane_bytes // np.maximum(found["block_bytes"], 1))
-        fine &= (blocks == found["count"]) & np.isin(found["block_bytes"], (codecs.BLOCK_BYTES, ANS_BLOCK_BYTES))
+        sparse = ~is_full & (found["codecs"][:, 1:] == 0).all(axis=1)
+        fine &= np.where(self.is_sparse, sparse, known.all(axis=1) & (blocks == found["count"]))
+        fine &= np.isin(found["block_bytes"], (codecs.BLOCK_BYTES, ANS_BLOCK_BYTES))
         return fine
+
+    def _read_links(self, found: npt.NDArray[np.void], chunk_fine: Column) -> SparseLinks:
+        """Read the tables of sparse deltas; chunks that need one which is not fine are no longer."""
+        while True:  # again without the ones of bad tables, then of bad frames
+            refs = np.flatnonzero(chunk_fine[self.chunk_of] & self.is_sparse)
+            links = SparseLinks(self.batch.stored, self.batch.offsets[refs], found[refs])
+            chunk_fine[self.chunk_of[refs[~links.fine]]] = False
+            if links.fine.all():
+                return links
 
     def _rebuild(self, stored: torch.Tensor, found: npt.NDArray[np.void], rows: Column, refs: Column) -> torch.Tensor:
         """Begin to decode and merge the chunks `rows`, whose blobs are `refs`; return their digests, (k, 16)."""
         batch, work = self.batch, self.work
+        is_sparse = self.is_sparse[refs]
+        planar = np.flatnonzero(~is_sparse)
         header = found[refs]
-        planes = self._stored_planes(refs, header)
-        table = np.zeros((len(refs), 8), np.uint64)
-        table[planes.blob, planes.k] = self._plain_addresses(stored, planes)
+        streams, of, ks = self._stored_planes(refs[planar], header[planar])
+        coded = streams if self.links.streams is None else streams.joined(self.links.streams)
+        addresses = self._plain_addresses(stored, coded)
+        planes_at = np.zeros((len(refs), 8), np.uint64)
+        planes_at[planar[of], ks] = addresses[: len(of)]
         outs = batch.outs.take(rows)
-        lengths, targets = outs.lengths.astype(np.int64), addresses_of(outs)
-        firsts = np.concatenate([[0], np.cumsum(batch.counts[rows])])
-        bases = np.zeros(len(rows), np.uint64) if batch.bases is None else addresses_of(batch.bases.take(rows))
-        tables = work.upload(
-            table,
-            firsts.astype(np.uint64),
-            bases,
-            targets,
-            lengths.astype(np.uint64),
-            header["element_size"][firsts[:-1]],
-            header["layout"][firsts[:-1]],
+        chunks = _Rows(
+            addresses_of(outs),
+            np.zeros(len(rows), np.uint64) if batch.bases is None else addresses_of(batch.bases.take(rows)),
+            outs.lengths.astype(np.int64),
+            header["element_size"][np.cumsum(batch.counts[rows]) - batch.counts[rows]],
         )
-        tiles = -(-int(lengths.max()) // kernels.MERGE_TILE_BYTES)
-        for i in range(0, len(rows), 65_535):  # the greatest height of a grid
-            n = min(65_535, len(rows) - i)
-            shifted = [tables[0], tables[1] + 8 * i, *(t + 8 * i for t in tables[2:5]), *(t + i for t in tables[5:])]
-            work.launch("merge", (tiles, n), *shifted)
-        return work.digests(targets, lengths, self.digest_seed)
+        self.bad = None
+        chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
+        if self.links.count:
+            targets = chunks.outs[chunk_of[is_sparse]]
+            self.bad = self.links.unpack(work, stored.data_ptr(), addresses[len(of) :], targets)
+        kinds = np.where(header["transform"] == blob.FULL, header["layout"], _DIFFERENCE).astype(np.uint8)
+        number = np.cumsum(is_sparse) - 1  # of every sparse delta among them
+        step = _steps(is_sparse, batch.counts[rows])
+        for i in range(int(step.max()) + 1):
+            now = np.flatnonzero((step == i) & ~is_sparse)
+            which = np.arange(len(rows)) if i == 0 else np.unique(chunk_of[now])  # at first also copy bases
+            bases = chunks.bases if i == 0 else chunks.outs
+            counts = np.bincount(chunk_of[now], minlength=len(rows))[which]
+            self._merge(chunks, which, bases, (planes_at[now], kinds[now], counts))
+            self.links.apply(work, number[np.flatnonzero((step == i) & is_sparse)])
+        return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
-    def _stored_planes(self, refs: Column, header: npt.NDArray[np.void]) -> _StoredPlanes:
-        """Find the planes of the blobs `refs` and their pieces; IntegrityError if they do not fill their blobs."""
+    def _merge(self, chunks: _Rows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
+        """Begin to add up blobs of the chunks `which`: addresses of planes (m, 8), kinds (m,), and counts by chunk."""
+        if not len(which):
+            return
+        planes_at, kinds, counts = blobs
+        tables = self.work.upload(
+            planes_at,
+            kinds,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64),
+            bases[which],
+            chunks.outs[which],
+            chunks.lengths[which].astype(np.uint64),
+            chunks.element_sizes[which],
+        )
+        tiles = -(-int(chunks.lengths[which].max()) // kernels.MERGE_TILE_BYTES)
+        for i in range(0, len(which), 65_535):  # the greatest height of a grid
+            n = min(65_535, len(which) - i)
+            shifted = [*tables[:2], *(t + 8 * i for t in tables[2:6]), tables[6] + i]
+            self.work.launch("merge", (tiles, n), *shifted)
+
+    def _stored_planes(self, refs: Column, header: npt.NDArray[np.void]) -> tuple[Streams, Column, Column]:
+        """Find the planes of the blobs `refs`; IntegrityError if they do not fill their blobs.
+
+        Returns:
+            The planes, blob after blob; the blob of each, and its number there.
+        """
         batch = self.batch
         sizes = header["element_size"].astype(np.int64)
         of, ks = np.nonzero(np.arange(8) < sizes[:, None])  # every plane, blob after blob
@@ -158,7 +187,7 @@ class Decoding:
         own = before - (np.cumsum(payload) - payload)[piece_of]
         start = batch.offsets[refs] + blob.HEADER.size + 4 * header["count"].astype(np.int64)
         offsets = start[piece_of] + own
-        return _StoredPlanes(of, ks, codec, plane_bytes, block_bytes, plane, within, offsets, stored_sizes)
+        return Streams(codec, plane_bytes, block_bytes, plane, within, offsets, stored_sizes), of, ks
 
     def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
         """Return the stored lengths of the blocks of all coded planes."""
@@ -168,30 +197,30 @@ class Decoding:
         lengths: Column = self.batch.stored[at[:, None] + np.arange(4)].view("<u4").reshape(-1).astype(np.int64)
         return lengths
 
-    def _plain_addresses(self, stored: torch.Tensor, planes: _StoredPlanes) -> Column:
-        """Begin to decode the coded planes; return the addresses of all planes, plain."""
-        is_raw = planes.is_raw
+    def _plain_addresses(self, stored: torch.Tensor, streams: Streams) -> Column:
+        """Begin to decode the coded streams; return the addresses of all streams, plain."""
+        is_raw = streams.is_raw
         addresses = np.empty(len(is_raw), np.int64)
-        addresses[is_raw] = stored.data_ptr() + planes.offsets[is_raw[planes.plane]]
-        addresses[~is_raw] = self._decompress(stored, planes)
+        addresses[is_raw] = stored.data_ptr() + streams.offsets[is_raw[streams.stream]]
+        addresses[~is_raw] = self._decompress(stored, streams)
         return addresses
 
-    def _decompress(self, stored: torch.Tensor, planes: _StoredPlanes) -> Column:
-        """Begin to decode every coded plane; return their addresses."""
+    def _decompress(self, stored: torch.Tensor, streams: Streams) -> Column:
+        """Begin to decode every coded stream; return their addresses."""
         work = self.work
-        coded = np.flatnonzero(~planes.is_raw)
+        coded = np.flatnonzero(~streams.is_raw)
         if not len(coded):
             return np.empty(0, np.int64)
-        rooms = (planes.sizes[coded] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        starts = np.zeros(len(planes.codec), np.int64)
+        rooms = (streams.sizes[coded] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        starts = np.zeros(len(streams.codec), np.int64)
         starts[coded] = np.cumsum(rooms) - rooms
         plain = work.room("plain", int(rooms.sum()) + 16)
-        pieces = np.flatnonzero(~planes.is_raw[planes.plane])
-        of = planes.plane[pieces]
-        at = planes.within[pieces] * planes.block_bytes[of]
+        pieces = np.flatnonzero(~streams.is_raw[streams.stream])
+        of = streams.stream[pieces]
+        at = streams.within[pieces] * streams.block_bytes[of]
         destinations = plain.data_ptr() + starts[of] + at
-        sizes = np.minimum(planes.sizes[of] - at, planes.block_bytes[of])
-        offsets, stored_sizes, codec = planes.offsets[pieces], planes.stored_sizes[pieces], planes.codec[of]
+        sizes = np.minimum(streams.sizes[of] - at, streams.block_bytes[of])
+        offsets, stored_sizes, codec = streams.offsets[pieces], streams.stored_sizes[pieces], streams.codec[of]
         ours = codec == HUFFMAN.codec
         ours[ours] = zstd.is_literals(self.batch.stored, offsets[ours], stored_sizes[ours], sizes[ours])
         sources = stored.data_ptr() + offsets
@@ -211,3 +240,29 @@ class Decoding:
                 )
         addresses: Column = plain.data_ptr() + starts[coded]
         return addresses
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Chunks to rebuild, as columns (n,): addresses, sizes in bytes, and element sizes."""
+
+    outs: Column
+    bases: Column
+    lengths: Column
+    element_sizes: Column
+
+
+def _steps(is_sparse: Column, counts: Column) -> Column:
+    """Return in which step each blob is applied, (m,): neighbouring planes together, sparse deltas one by one.
+
+    Args:
+        is_sparse: (m,) of all blobs, newest first, chunk after chunk.
+        counts: (n,) blobs of each chunk.
+    """
+    last = np.cumsum(counts) - 1
+    begins = is_sparse.copy()
+    begins[:-1] |= is_sparse[1:]
+    begins[last] = True
+    done = np.cumsum(begins[::-1])[::-1]  # from the oldest blob of the last chunk on
+    steps: Column = done - np.repeat(done[last], counts)
+    return steps

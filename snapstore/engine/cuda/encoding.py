@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ...arrays import Bytes, Column
-from ...format import blob, codecs, delta_choice
+from ...format import blob, codecs, delta_choice, planes
 from ...format.codec_choice import NOISE, RUNS, SKEWED, estimates, plane_kinds
 from ..batches import EncodeBatch
 from . import huffman, kernels, nvcomp
@@ -82,14 +82,14 @@ class Encoding:
 
     def _choose(self, found: npt.NDArray[np.float64]) -> tuple[Column, Column]:
         """Return the kind of each plane (n, 8), and which chunks are stored as deltas (n,)."""
-        full, xor = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
+        full, delta = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
-        is_delta = has_base & delta_choice.pays(xor, full, self.batch.base_chain_bytes)
+        is_delta = has_base & delta_choice.pays(delta, full, self.batch.base_chain_bytes)
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
         kinds = plane_kinds(bits, top_share, self.batch.layouts[:, None])
         # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time
         saved = self.plane_bytes[:, None] * (1 - bits) / 8
-        worthwhile = saved > np.where(is_delta, xor, full)[:, None] * MATCHES_SAVE
+        worthwhile = saved > np.where(is_delta, delta, full)[:, None] * MATCHES_SAVE
         kinds = np.where((kinds == RUNS) & ~worthwhile, SKEWED, kinds)
         beyond = (np.arange(8) >= self.sizes[:, None]) | (self.plane_bytes[:, None] == 0)
         return np.where(beyond, NOISE, kinds), is_delta
@@ -214,7 +214,8 @@ class Encoding:
         offsets = np.cumsum(rooms) - rooms
         entries["offset"] = offsets
 
-        headers, starts = blob.headers(entries, self.batch.layouts, block_bytes, block_counts, pieces[~raw, 1])
+        layouts = np.where(is_delta, planes.BYTES, self.batch.layouts)
+        headers, starts = blob.headers(entries, layouts, block_bytes, block_counts, pieces[~raw, 1])
         out = self.work.large(int(rooms.sum())).zero_()  # padding is zero
         (headers_at,) = self.work.upload(headers)
         before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs

@@ -1,5 +1,5 @@
-// Entropy and skew of the byte planes of many chunks, and of their XOR with a base, from a sample: a batch's
-// planes.sample, planes.histograms and planes.statistics.
+// Entropy and skew of the byte planes of many chunks, and of their zigzagged differences from a base, from a sample: a
+// batch's planes.sample, planes.histograms and planes.statistics.
 //
 // One thread block per chunk: grid (n), block (THREADS). A base address of 0 means no base.
 
@@ -7,28 +7,20 @@
 #define RUNS 8
 #define RUN 512
 
-__device__ __forceinline__ u64 load_element(const u8* p, int size) {
-    u64 value = 0;
-    if (((u64)p & (size - 1)) == 0) {
-        if (size == 4) return *(const u32*)p;
-        if (size == 8) return *(const u64*)p;
-        if (size == 2) return *(const unsigned short*)p;
-    }
-    for (int i = 0; i < size; i++) value |= (u64)p[i] << (8 * i);
-    return value;
-}
-
 __device__ __forceinline__ u64 rotated(u64 value, int bits) {  // left by one, within `bits` bits
     u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
     return (value << 1 | value >> (bits - 1)) & mask;
 }
 
-__device__ __forceinline__ void count_element(u32 (*counts)[256], u64 value, int size, int layout) {
-    if (layout) value = rotated(value, 8 * size);
+__device__ __forceinline__ u64 zigzag(u64 difference, int bits) {  // only its lowest `bits` bits count
+    return difference << 1 ^ (0 - (difference >> (bits - 1) & 1));
+}
+
+__device__ __forceinline__ void count_element(u32 (*counts)[256], u64 value, int size) {
     for (int k = 0; k < size; k++) atomicAdd(&counts[k][(value >> (8 * k)) & 255], 1u);
 }
 
-// out: (n, 2, 8, 2) double: of the chunk, of its XOR; per plane; bits per byte, share of the most frequent byte.
+// out: (n, 2, 8, 2) double: of the chunk, of its difference; per plane; bits per byte, share of the most frequent byte.
 extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const u64* lengths, const u8* element_sizes,
                                       const u8* layouts, double* out) {
     __shared__ u32 counts[16][256];
@@ -47,8 +39,8 @@ extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const
     for (u64 i = threadIdx.x; i < total; i += THREADS) {
         u64 at = stride == 1 ? i : i / RUN * stride * RUN + i % RUN;
         u64 value = load_element(chunk + at * size, size);
-        count_element(counts, value, size, layout);
-        if (base) count_element(counts + 8, value ^ load_element(base + at * size, size), size, layout);
+        count_element(counts, layout ? rotated(value, 8 * size) : value, size);
+        if (base) count_element(counts + 8, zigzag(value - load_element(base + at * size, size), 8 * size), size);
     }
     __syncthreads();
 

@@ -28,6 +28,8 @@ THREADS = {
     "gather": 256,
     "huffman_encode": 256,
     "huffman_decode": 32,
+    "sparse_unpack": 512,
+    "sparse_apply": 512,
 }
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2

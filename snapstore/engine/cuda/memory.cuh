@@ -42,6 +42,87 @@ __device__ __forceinline__ void store_upto16(u8* p, uint4 value, u64 count) {
         if (i < count) p[i] = (u8)(word[i / 4] >> (8 * (i % 4)));
 }
 
-__device__ __forceinline__ uint4 xor16(uint4 a, uint4 b) {
-    return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w);
+__device__ __forceinline__ u64 lower(uint4 v) { return (u64)v.y << 32 | v.x; }
+__device__ __forceinline__ u64 upper(uint4 v) { return (u64)v.w << 32 | v.z; }
+__device__ __forceinline__ uint4 joined(u64 lower, u64 upper) {
+    return make_uint4((u32)lower, (u32)(lower >> 32), (u32)upper, (u32)(upper >> 32));
+}
+
+// Elements of SIZE bytes in a word (u32, or u64 for 8): sums and differences modulo 2^(8 SIZE), and the zigzag form,
+// which makes small numbers of small differences of either sign.
+template <int SIZE>
+struct Elements {
+    typedef u32 Word;
+    static constexpr u32 LOW = SIZE == 1 ? 0x01010101u : SIZE == 2 ? 0x00010001u : 1u;  // the lowest bit of each element
+    static constexpr int SIGN = 8 * SIZE - 1;
+    static constexpr u32 HIGH = LOW << SIGN, ONES = (2u << SIGN) - 1;
+    static __device__ __forceinline__ u32 sum(u32 a, u32 b) { return ((a & ~HIGH) + (b & ~HIGH)) ^ ((a ^ b) & HIGH); }
+    static __device__ __forceinline__ u32 difference(u32 a, u32 b) {
+        return ((a | HIGH) - (b & ~HIGH)) ^ (~(a ^ b) & HIGH);
+    }
+    static __device__ __forceinline__ u32 zigzag(u32 d) { return (d << 1 & ~LOW) ^ ((d >> SIGN & LOW) * ONES); }
+    static __device__ __forceinline__ u32 unzigzag(u32 z) { return (z >> 1 & ~HIGH) ^ ((z & LOW) * ONES); }
+};
+template <>
+struct Elements<8> {
+    typedef u64 Word;
+    static __device__ __forceinline__ u64 sum(u64 a, u64 b) { return a + b; }
+    static __device__ __forceinline__ u64 difference(u64 a, u64 b) { return a - b; }
+    static __device__ __forceinline__ u64 zigzag(u64 d) { return d << 1 ^ (0 - (d >> 63)); }
+    static __device__ __forceinline__ u64 unzigzag(u64 z) { return z >> 1 ^ (0 - (z & 1)); }
+};
+
+// Do it to 16 bytes of elements.
+template <int SIZE>
+__device__ __forceinline__ uint4 zigzag16(uint4 a, uint4 b) {  // of a - b
+    typedef Elements<SIZE> E;
+    return make_uint4(E::zigzag(E::difference(a.x, b.x)), E::zigzag(E::difference(a.y, b.y)),
+                      E::zigzag(E::difference(a.z, b.z)), E::zigzag(E::difference(a.w, b.w)));
+}
+template <>
+__device__ __forceinline__ uint4 zigzag16<8>(uint4 a, uint4 b) {
+    typedef Elements<8> E;
+    return joined(E::zigzag(lower(a) - lower(b)), E::zigzag(upper(a) - upper(b)));
+}
+template <int SIZE>
+__device__ __forceinline__ uint4 unzigzag16(uint4 z) {
+    typedef Elements<SIZE> E;
+    return make_uint4(E::unzigzag(z.x), E::unzigzag(z.y), E::unzigzag(z.z), E::unzigzag(z.w));
+}
+template <>
+__device__ __forceinline__ uint4 unzigzag16<8>(uint4 z) {
+    return joined(Elements<8>::unzigzag(lower(z)), Elements<8>::unzigzag(upper(z)));
+}
+template <int SIZE>
+__device__ __forceinline__ uint4 sum16(uint4 a, uint4 b) {
+    typedef Elements<SIZE> E;
+    return make_uint4(E::sum(a.x, b.x), E::sum(a.y, b.y), E::sum(a.z, b.z), E::sum(a.w, b.w));
+}
+template <>
+__device__ __forceinline__ uint4 sum16<8>(uint4 a, uint4 b) {
+    return joined(lower(a) + lower(b), upper(a) + upper(b));
+}
+
+// Load or store one element of `size` bytes (1, 2, 4 or 8) at any address.
+__device__ __forceinline__ u64 load_element(const u8* p, int size) {
+    if (size == 1) return *p;
+    if (((u64)p & (size - 1)) == 0) {
+        if (size == 2) return *(const unsigned short*)p;
+        if (size == 4) return *(const u32*)p;
+        return *(const u64*)p;
+    }
+    u64 value = 0;
+    for (int i = 0; i < size; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+__device__ __forceinline__ void store_element(u8* p, u64 value, int size) {
+    if (((u64)p & (size - 1)) == 0) {
+        if (size == 1) *p = (u8)value;
+        if (size == 2) *(unsigned short*)p = (unsigned short)value;
+        if (size == 4) *(u32*)p = (u32)value;
+        if (size == 8) *(u64*)p = value;
+        return;
+    }
+    for (int i = 0; i < size; i++) p[i] = (u8)(value >> (8 * i));
 }

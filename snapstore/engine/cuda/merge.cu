@@ -1,5 +1,5 @@
-// Merge chains of byte planes into chunks: XOR the planes of all blobs of a chain, merge them once, and XOR the result
-// with a plain base if there is one. The inverse of split.cu.
+// Merge chains of byte planes into chunks: add the differences of all blobs of a chain to the full chunk at its end, or
+// to a plain base. The inverse of split.cu.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes of the chunk. Planes may lie at any
 // address (raw ones lie inside a blob's payload).
@@ -57,11 +57,15 @@ __device__ __forceinline__ uint4 join<8>(const u64* part) {
         a |= (part[k] & 255) << (8 * k);
         b |= (part[k] >> 8 & 255) << (8 * k);
     }
-    return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+    return joined(a, b);
 }
 
 template <int SIZE>
 __device__ __forceinline__ uint4 unrotate(uint4 v);  // rotate every element right by one bit
+template <>
+__device__ __forceinline__ uint4 unrotate<1>(uint4 v) {
+    return v;
+}
 template <>
 __device__ __forceinline__ uint4 unrotate<2>(uint4 v) {
 #define UNROTATE2(x) (((x) >> 1 & 0x7FFF7FFFu) | ((x) << 15 & 0x80008000u))
@@ -74,57 +78,58 @@ __device__ __forceinline__ uint4 unrotate<4>(uint4 v) {
 }
 template <>
 __device__ __forceinline__ uint4 unrotate<8>(uint4 v) {
-    u64 a = (u64)v.y << 32 | v.x, b = (u64)v.w << 32 | v.z;
+    u64 a = lower(v), b = upper(v);
     a = a >> 1 | a << 63;
     b = b >> 1 | b << 63;
-    return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+    return joined(a, b);
 }
 
+enum { FULL, FULL_ROTATED, DIFFERENCE };  // what the planes of a blob hold
+
+// Load 16 bytes of elements from planes, `at` elements from their start.
 template <int SIZE>
-__device__ __forceinline__ uint4 merged(const u64* planes, u64 blobs, u64 at, u64 elements, int layout) {
-    constexpr int COUNT = 16 / SIZE;
+__device__ __forceinline__ uint4 load_elements(const u64* planes, u64 at, u64 elements) {
     u64 part[SIZE];
 #pragma unroll
-    for (int k = 0; k < SIZE; k++) part[k] = 0;
-    for (u64 blob = 0; blob < blobs; blob++)
-#pragma unroll
-        for (int k = 0; k < SIZE; k++) part[k] ^= load_plane<COUNT>((const u8*)planes[8 * blob + k] + at, elements - at);
-    uint4 v = join<SIZE>(part);
-    return layout ? unrotate<SIZE>(v) : v;
+    for (int k = 0; k < SIZE; k++) part[k] = load_plane<16 / SIZE>((const u8*)planes[k] + at, elements - at);
+    return join<SIZE>(part);
 }
 template <>
-__device__ __forceinline__ uint4 merged<1>(const u64* planes, u64 blobs, u64 at, u64 elements, int layout) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    for (u64 blob = 0; blob < blobs; blob++)
-        v = xor16(v, load_upto16((const u8*)planes[8 * blob] + at, elements - at));
-    return v;
+__device__ __forceinline__ uint4 load_elements<1>(const u64* planes, u64 at, u64 elements) {
+    return load_upto16((const u8*)planes[0] + at, elements - at);
 }
 
 template <int SIZE>
-__device__ void merge_tile(const u64* planes, u64 blobs, const u8* base, u8* out, u64 bytes, int layout) {
+__device__ void merge_tile(const u64* planes, const u8* kinds, u64 blobs, const u8* base, u8* out, u64 bytes) {
 #pragma unroll
     for (int i = 0; i < UNROLL; i++) {
         u64 at = (u64)blockIdx.x * TILE + 16 * (threadIdx.x + THREADS * i);
         if (at >= bytes) return;
-        uint4 v = merged<SIZE>(planes, blobs, at / SIZE, bytes / SIZE, layout);
-        if (base) v = xor16(v, load_upto16(base + at, bytes - at));
-        store_upto16(out + at, v, bytes - at);
+        uint4 sum = base ? load_upto16(base + at, bytes - at) : make_uint4(0, 0, 0, 0);
+        for (u64 blob = 0; blob < blobs; blob++) {
+            uint4 v = load_elements<SIZE>(planes + 8 * blob, at / SIZE, bytes / SIZE);
+            if (kinds[blob] == DIFFERENCE) v = unzigzag16<SIZE>(v);
+            if (kinds[blob] == FULL_ROTATED) v = unrotate<SIZE>(v);
+            sum = sum16<SIZE>(sum, v);
+        }
+        store_upto16(out + at, sum, bytes - at);
     }
 }
 
-// planes: (refs, 8) addresses; a chunk has the rows firsts[i] to firsts[i + 1]. bases: addresses of plain bytes,
-// 0 for none.
-extern "C" __global__ void merge(const u64* planes, const u64* firsts, const u64* bases, const u64* outs,
-                                 const u64* lengths, const u8* element_sizes, const u8* layouts) {
+// planes: (refs, 8) addresses; kinds: (refs,) of their blobs. A chunk has the rows firsts[i] to firsts[i + 1]. bases:
+// addresses of plain bytes, 0 for none; a base may be the chunk's own room.
+extern "C" __global__ void merge(const u64* planes, const u8* kinds, const u64* firsts, const u64* bases,
+                                 const u64* outs, const u64* lengths, const u8* element_sizes) {
     const u64 i = blockIdx.y, bytes = lengths[i];
     if ((u64)blockIdx.x * TILE >= bytes) return;
     const u64 *own = planes + 8 * firsts[i], blobs = firsts[i + 1] - firsts[i];
+    kinds += firsts[i];
     const u8* base = (const u8*)bases[i];
     u8* out = (u8*)outs[i];
     switch (element_sizes[i]) {
-        case 1: merge_tile<1>(own, blobs, base, out, bytes, 0); break;
-        case 2: merge_tile<2>(own, blobs, base, out, bytes, layouts[i]); break;
-        case 4: merge_tile<4>(own, blobs, base, out, bytes, layouts[i]); break;
-        case 8: merge_tile<8>(own, blobs, base, out, bytes, layouts[i]); break;
+        case 1: merge_tile<1>(own, kinds, blobs, base, out, bytes); break;
+        case 2: merge_tile<2>(own, kinds, blobs, base, out, bytes); break;
+        case 4: merge_tile<4>(own, kinds, blobs, base, out, bytes); break;
+        case 8: merge_tile<8>(own, kinds, blobs, base, out, bytes); break;
     }
 }

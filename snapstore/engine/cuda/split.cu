@@ -1,4 +1,5 @@
-// Split chunks, or their XOR with a base, into byte planes: state and base are read once, planes written once.
+// Split chunks, or their zigzagged differences from a base, into byte planes: state and base are read once, planes
+// written once.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes. Each thread takes 16 bytes of elements
 // at a time and writes 16 / size bytes of each plane, so that a warp reads and writes whole lines.
@@ -6,9 +7,6 @@
 #define THREADS 256
 #define UNROLL 4
 #define TILE (16 * THREADS * UNROLL)
-
-__device__ __forceinline__ u64 lower(uint4 v) { return (u64)v.y << 32 | v.x; }
-__device__ __forceinline__ u64 upper(uint4 v) { return (u64)v.w << 32 | v.z; }
 
 template <int SIZE>
 __device__ __forceinline__ uint4 rotate(uint4 v);  // rotate every element left by one bit
@@ -31,7 +29,7 @@ __device__ __forceinline__ uint4 rotate<8>(uint4 v) {
     u64 a = lower(v), b = upper(v);
     a = a << 1 | a >> 63;
     b = b << 1 | b >> 63;
-    return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+    return joined(a, b);
 }
 
 // Write the planes of 16 bytes, `at` elements from the start of each plane.
@@ -77,14 +75,17 @@ __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 byte
     for (int i = 0; i < UNROLL; i++) {
         u64 at = start + 16 * THREADS * i;
         if (at >= bytes) break;
-        if (base) state[i] = xor16(state[i], prior[i]);
-        if (layout) state[i] = rotate<SIZE>(state[i]);
+        if (base)
+            state[i] = zigzag16<SIZE>(state[i], prior[i]);
+        else if (layout)
+            state[i] = rotate<SIZE>(state[i]);
         put<SIZE>(state[i], planes, stride, at / SIZE);  // a plane has memory for 16 more bytes than it needs
     }
 }
 
 // planes: address of plane 0 of every chunk; plane k follows at k * strides[chunk]. Addresses and strides are multiples
-// of 16; a stride is at least length / size rounded up to 16. bases: 0 for none.
+// of 16; a stride is at least length / size rounded up to 16. bases: 0 for none. layouts: of chunks without a base; the
+// planes of differences are bytes as they are.
 extern "C" __global__ void split(const u64* chunks, const u64* bases, const u64* planes, const u64* lengths,
                                  const u64* strides, const u8* element_sizes, const u8* layouts) {
     const u64 i = blockIdx.y, bytes = lengths[i];

@@ -1,0 +1,169 @@
+// Unpack sparse deltas (docs/format.md, "Sparse deltas") whose symbols are decoded: the symbols and low parts of each
+// group become the ranks of its changed elements within the group, ascending, and their zigzagged differences.
+//
+// One thread block per blob: grid (n), block (THREADS). Whatever a blob says, nothing is read beyond its low parts and
+// its streams, nor written beyond its rooms; a contradiction sets bad[blob].
+
+#define THREADS 512
+#define WARPS (THREADS / 32)
+#define ITEMS 4  // of one thread at a time
+#define ALL 0xFFFFFFFFu
+#define DENSE 255
+#define GAP_ESCAPE 84
+#define OTHER 2
+#define VALUE_ESCAPE 255
+
+struct Blob {
+    u64 out, low, low_end, elements;  // low: address of the low parts
+    u32 first_group, groups;
+    u8 element_size, layout, unused[6];
+};
+struct Group {
+    u64 symbols, values, ranks, zigzag, found;  // addresses; found: room for the group's values
+    u32 gaps, value_count;
+    u8 last_key, gap_shift, value_shift, unused[5];
+};
+
+// Return the sum of the values of the threads before; `total`: of all threads.
+__device__ __noinline__ u64 scan(u64 value, u64& total) {
+    __shared__ u64 sums[WARPS];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u64 sum = value;
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u64 other = __shfl_up_sync(ALL, sum, step);
+        if (lane >= step) sum += other;
+    }
+    __syncthreads();  // the sums of the scan before have been read
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    u64 before = 0;
+    total = 0;
+    for (u32 i = 0; i < WARPS; i++) {
+        if (i < warp) before += sums[i];
+        total += sums[i];
+    }
+    return before + sum - value;
+}
+
+// Count the symbols that are at least `least`.
+__device__ __noinline__ u64 count_escapes(const u8* symbols, u32 count, u32 least) {
+    u64 own = 0, total;
+    for (u32 i = threadIdx.x; i < count; i += THREADS) own += symbols[i] >= least;
+    scan(own, total);
+    return total;
+}
+
+__device__ __forceinline__ u64 little_endian(const u8* p, int count) {
+    u64 value = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+// Decode values, plus `extra`, into elements at `out`; return the address behind their low parts, 0 if they are bad.
+__device__ __noinline__ u64 unpack_values(const Group& group, u64 at, u64 end, u8* out, int size, u32 extra, u32* bad) {
+    const u8* symbols = (const u8*)group.values;
+    const u32 count = group.value_count;
+    const int low_bytes = group.value_shift / 8, bits = 8 * size;
+    const u64 escapes_at = at + (u64)count * low_bytes;
+    const u64 behind = escapes_at + size * count_escapes(symbols, count, VALUE_ESCAPE);
+    if (behind > end) return 0;
+    const u64 most = bits == 64 ? ~0ull : (1ull << bits) - 1;
+    u64 escapes = 0;
+    for (u32 first = 0; first < count; first += THREADS * ITEMS) {
+        const u32 begin = first + ITEMS * threadIdx.x;
+        u64 own = 0, total;
+        for (u32 i = begin; i < begin + ITEMS && i < count; i++) own += symbols[i] == VALUE_ESCAPE;
+        u64 escape = escapes + scan(own, total);
+        for (u32 i = begin; i < begin + ITEMS && i < count; i++) {
+            u64 value = symbols[i];
+            if (value == VALUE_ESCAPE) value = little_endian((const u8*)(escapes_at + size * escape++), size);
+            if (group.value_shift && value >> (bits - group.value_shift)) *bad = 1;
+            value = value << group.value_shift | little_endian((const u8*)at + (u64)i * low_bytes, low_bytes);
+            if (value > most - extra) *bad = 1;
+            store_element(out + (u64)i * size, value + extra, size);
+        }
+        escapes += total;
+    }
+    return behind;
+}
+
+// Return `bits` bits, `index` times as many from the start of a packed array; the highest bit comes first.
+__device__ __forceinline__ u64 low_bits(const u8* packed, u64 packed_bytes, u64 index, u32 bits) {
+    if (!bits) return 0;
+    const u64 first = index * bits;
+    u64 value = 0;
+    for (u64 byte = first / 8; byte < first / 8 + 5; byte++) value = value << 8 | (byte < packed_bytes ? packed[byte] : 0);
+    return value >> (40 - first % 8 - bits) & ((1u << bits) - 1);
+}
+
+// Decode the gaps of a group; return the address behind its low parts, 0 if it is bad.
+__device__ u64 unpack_gaps(const Blob& blob, const Group& group, u64 at, u32* bad) {
+    const u8 *symbols = (const u8*)group.symbols, *low = (const u8*)at;
+    const u32 count = group.gaps;
+    const int size = blob.element_size;
+    const u64 low_bytes = ((u64)count * group.gap_shift + 7) / 8, escapes_at = at + low_bytes;
+    at = escapes_at + 4 * count_escapes(symbols, count, 3 * GAP_ESCAPE);
+    if (at > blob.low_end) return 0;
+    at = unpack_values(group, at, blob.low_end, (u8*)group.found, size, OTHER + 1, bad);
+    if (!at) return 0;
+    __syncthreads();  // the values are there
+    u64 escapes = 0, others = 0, rank = 0;
+    for (u32 first = 0; first < count; first += THREADS * ITEMS) {
+        const u32 begin = first + ITEMS * threadIdx.x;
+        u64 own = 0, total, steps = 0, step[ITEMS];
+        for (u32 i = begin; i < begin + ITEMS && i < count; i++)
+            own += (symbols[i] / 3 >= GAP_ESCAPE) + ((u64)(symbols[i] % 3 == OTHER) << 32);
+        const u64 before = scan(own, total);
+        u64 escape = escapes + (u32)before, other = others + (before >> 32);
+        escapes += (u32)total;
+        others += total >> 32;
+#pragma unroll
+        for (u32 k = 0; k < ITEMS; k++) {
+            const u32 i = begin + k;
+            step[k] = 0;
+            if (i >= count) continue;
+            const u32 symbol = symbols[i];
+            u64 gap = symbol / 3;
+            if (gap >= GAP_ESCAPE) gap = little_endian((const u8*)(escapes_at + 4 * escape++), 4);
+            gap = gap << group.gap_shift | low_bits(low, low_bytes, i, group.gap_shift);
+            if (symbol > 3 * GAP_ESCAPE + OTHER || gap >= blob.elements) {
+                *bad = 1;
+                gap = 0;
+            }
+            u64 zigzag = symbol % 3 + 1;
+            if (symbol % 3 == OTHER) {
+                if (other < group.value_count)
+                    zigzag = load_element((const u8*)group.found + other * size, size);
+                else
+                    *bad = 1;
+                other++;
+            }
+            store_element((u8*)group.zigzag + (u64)i * size, zigzag, size);
+            steps += step[k] = gap + 1;
+        }
+        u64 next = rank + scan(steps, total);  // every step is below 2^33: the sum cannot overflow
+        rank += total;
+#pragma unroll
+        for (u32 k = 0; k < ITEMS; k++) {
+            next += step[k];
+            if (begin + k < count) ((u32*)group.ranks)[begin + k] = (u32)(next - 1);
+        }
+    }
+    if (rank > blob.elements || others != group.value_count) *bad = 1;
+    return at;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_unpack(const Blob* blobs, const Group* groups, u32* bad) {
+    const Blob blob = blobs[blockIdx.x];
+    bad += blockIdx.x;
+    u64 at = blob.low;
+    for (u32 g = blob.first_group; g < blob.first_group + blob.groups && at; g++) {
+        const Group group = groups[g];
+        if (group.gap_shift == DENSE)
+            at = unpack_values(group, at, blob.low_end, (u8*)group.zigzag, blob.element_size, 0, bad);
+        else
+            at = unpack_gaps(blob, group, at, bad);
+    }
+    if (at != blob.low_end) *bad = 1;
+}

@@ -1,5 +1,5 @@
-// Decode zstd frames of one block (RFC 8878) without sequences: Huffman-coded literals in four streams with sizes of 18
-// bits, raw, or RLE. huffman_encode.cu writes no other frames, and zstd's encoder hardly any others for skewed noise.
+// Decode zstd frames of one block (RFC 8878) without sequences: Huffman-coded literals in one or four streams, raw, or
+// RLE. huffman_encode.cu writes no other frames, and zstd's encoder hardly any others for skewed noise.
 //
 // One thread block per frame: grid (n), block (THREADS). Whatever a frame's bytes say, it reads nothing beyond the
 // frame and writes nothing beyond its room. Any other frame leaves its room unchanged or half written: the caller
@@ -22,7 +22,7 @@ struct Table {
     unsigned short entries[1 << MAX_BITS];  // symbol | length of its code << 8, by the next max_bits bits
     u8 weights[256];
     unsigned short starts[256];  // first entry of every symbol
-    u32 max_bits, streams_at, literals_end, from, kind;
+    u32 max_bits, streams, streams_at, literals_end, from, kind;
     u8 fse_symbol[64], fse_bits[64], fse_base[64];
     int shares[WEIGHTS], next[WEIGHTS];
 };
@@ -131,15 +131,18 @@ __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     if (!(block & 1) || kind == 3) return BAD;
     if (kind == 0) return block_bytes == n && size == at + n ? RAW : BAD;
     if (kind == 1) return block_bytes == n && size == at + 1 ? RLE : BAD;
-    if (block_bytes != size - at || block_bytes < 5 + 2 + 6 + 4 + 1 || p[size - 1]) return BAD;
-    const u64 literals = get_le(p + at, 5);
-    if ((literals & 15) != (2 | 3 << 2) || (literals >> 4 & 0x3FFFF) != n) return BAD;
-    const u32 end = at + 5 + (u32)(literals >> 22);
-    if (end != size - 1) return BAD;
-    u32 tree = at + 5, count;
+    if (block_bytes != size - at || block_bytes < 3 || p[size - 1]) return BAD;
+    const u64 literals = get_le(p + at, block_bytes < 5 ? block_bytes : 5);
+    const u32 form = literals >> 2 & 3, bits = form < 2 ? 10 : 4 * form + 6, header = form < 2 ? 3 : form + 2;
+    if ((literals & 3) != 2 || (literals >> 4 & ((1u << bits) - 1)) != n) return BAD;
+    const u32 end = at + header + (literals >> (4 + bits) & ((1u << bits) - 1));
+    table.streams = form ? STREAMS : 1;
+    const u32 jumps = form ? 6 : 0;  // bytes of the table of the sizes of all streams but the last
+    u32 tree = at + header, count;
+    if (end != size - 1 || tree >= end) return BAD;
     const u32 head = p[tree++];
     const u32 bytes = head < 128 ? head : (head - 127 + 1) / 2;
-    if (tree + bytes + 6 + 4 > end) return BAD;
+    if (tree + bytes + jumps + table.streams > end) return BAD;
     if (head < 128) {
         count = fse_weights(table, p + tree, bytes);
     } else {
@@ -170,7 +173,7 @@ __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
             next[w] += 1u << w >> 1;
         }
     }
-    table.streams_at = tree + bytes + 6;
+    table.streams_at = tree + bytes + jumps;
     table.literals_end = end;
     return HUFFMAN;
 }
@@ -260,12 +263,13 @@ extern "C" __global__ void huffman_decode(const u64* sources, const u64* sizes, 
         for (u32 i = t; i < 1u << weight >> 1; i += THREADS) table.entries[table.starts[s] + i] = entry;
     }
     __syncthreads();
-    if (t >= STREAMS) return;
-    const u32 share = (n + STREAMS - 1) / STREAMS;
+    const u32 streams = table.streams;
+    if (t >= streams) return;
+    const u32 share = (n + streams - 1) / streams;
     u32 from = table.streams_at, bytes = 0;
     for (u32 i = 0; i <= t; i++) {
         from += bytes;
-        bytes = i < STREAMS - 1 ? (u32)get_le(source + table.streams_at - 6 + 2 * i, 2) : table.literals_end - from;
+        bytes = i < streams - 1 ? (u32)get_le(source + table.streams_at - 6 + 2 * i, 2) : table.literals_end - from;
         if (!bytes || from + bytes > table.literals_end || from >= table.literals_end) return;
     }
     const u32 first = t * share, last = first + share < n ? first + share : n;

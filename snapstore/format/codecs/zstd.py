@@ -71,7 +71,7 @@ def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
 def is_literals(
     stored: Bytes, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Return which frames are one block without sequences, by their headers: raw, RLE, or Huffman in four streams.
+    """Return which frames are one block without sequences, by their headers: raw, RLE, or Huffman-coded literals.
 
     Args:
         offsets, sizes: (n,) of the frames in `stored`.
@@ -84,8 +84,10 @@ def is_literals(
     header = block[:, 0] | block[:, 1] << 8 | block[:, 2] << 16
     kind, block_bytes = header >> 1 & 3, header >> 3
     literals = block[:, 3:] @ (1 << 8 * np.arange(5))
-    coded = (literals & 0xF) == (2 | 3 << 2)  # Huffman-coded with a tree, and sizes of 18 bits
-    coded &= (literals >> 22) + 5 + 1 == block_bytes  # and one byte that says: no sequences
+    form = literals >> 2 & 3
+    bits, header_bytes = np.array([10, 10, 14, 18])[form], np.array([3, 3, 4, 5])[form]
+    coded = literals & 3 == 2  # Huffman-coded with a tree
+    coded &= (literals >> 4 + bits & (1 << bits) - 1) + header_bytes + 1 == block_bytes  # and a byte: no sequences
     single: npt.NDArray[np.bool_] = (head[:, 4] == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
     single &= (sizes > np.where(short, 9, 10)) & ((kind < 2) | ((kind == 2) & coded))
     return single

@@ -11,10 +11,12 @@ import pytest
 import torch
 import xxhash
 
+from kit.sparse_deltas import HOSTILE, pair
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, codecs, hashing, planes
+from snapstore.format.codecs import sparse
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)
@@ -390,6 +392,54 @@ def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
     _, (plain,) = encode(engine, [versions[0]], size, layout)
     check_decodes([engine, cpu], [chain, [plain], chain[1:]], [versions[-1], versions[0], versions[-2]])
     check_decodes([engine, cpu], [chain[:2]], [versions[-1]], [versions[-3]])
+
+
+def sparse_blob(payload, lengths, chunk, base, size, layout):
+    out = np.empty(blob.HEADER.size + 4 * len(lengths) + len(payload), np.uint8)
+    shape = (chunk.size, size, layout, bytes([codecs.SPARSE]))
+    return bytes(blob._assemble(shape, [payload], lengths, (digest(chunk), digest(base)), out))
+
+
+def sparse_payload(chunk, base, size, layout):
+    difference = np.empty_like(chunk)
+    planes.difference(chunk, base, size, difference)
+    encoded = sparse.encode(difference, base, size, layout, codecs.BLOCK_BYTES)
+    return b"".join(encoded.pieces), encoded.frame_lengths
+
+
+@pytest.fixture
+def by_itself(engine, monkeypatch):
+    """A device's engine does not leave chunks to the CPU."""
+    if hasattr(engine, "_decode_on_host"):
+        monkeypatch.setattr(type(engine), "_decode_on_host", lambda *args: pytest.fail("left to the CPU"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_deltas_of_every_kind(engine, by_itself, size, layout):
+    """Few and many changes, dense groups, small and great differences, in chunks of all lengths at once."""
+    chains, arrays, bases = [], [], []
+    for i, (elements, share, most) in enumerate([
+        (1, 1, 1), (5, 0.5, 3), (100, 0, 1), (5000, 0.01, 1), (8192, 0.1, 3), (8193, 0.5, 100), (20_000, 0.6, 3),
+        (20_000, 0.02, 2**62), (20_000, 0.003, 1), (70_000, 0.3, 2**31), (30_000, 0.95, 2),
+    ]):  # fmt: skip
+        base, chunk = pair(size, layout, elements, share, i, min(most, 2 ** (8 * size - 1) - 1))
+        chains.append([sparse_blob(*sparse_payload(chunk, base, size, layout), chunk, base, size, layout)])
+        arrays.append(chunk)
+        bases.append(base)
+    check_decodes([engine], chains, arrays, bases)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_sparse_deltas_that_contradict_themselves(engine, what):
+    """Refused, even under the digest of the chunk that a reader without checks would make."""
+    payload, lengths = HOSTILE[what]()
+    base = np.zeros(100, np.uint8)
+    meant = base.copy()
+    meant[[10, 16]] = 255, 252
+    for chunk in (meant, base):
+        with pytest.raises(DAMAGE):
+            decode(engine, [[sparse_blob(payload, lengths, chunk, base, 1, 0)]], [chunk], [base])
 
 
 def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):

@@ -151,16 +151,14 @@ def test_merge_of_chains(machine, size, layout):
     counts = [5, 4096, 100, 1023, 3, 7777]
     table, kinds, firsts, bases, expected, kept = [], [], [0], [], [], []
     for i, (depth, count) in enumerate(zip(depths, counts, strict=True)):
-        links = [chunk_of(count, size, "noise") for _ in range(depth)]  # newest first
-        based = i % 2 == 1
-        bases.append(machine.put(links.pop()) if based else None)
-        expected.append(chunk_of(count, size, "noise"))
-        older = links[-1] if not based else bases[-1].get()
-        full = [older, *(chunk_of(count, size, "noise") for _ in range(len(links) - (not based)))]  # oldest first
-        expected[-1] = full[-1]
-        rows = [planes.split(zigzag(after, before, size), size) for before, after in pairwise(full)]
-        rows = [*reversed(rows), *([] if based else [planes.split(older, size, layout)])]
-        kinds += [*[DIFFERENCE] * (len(full) - 1), *([] if based else [layout])]
+        versions = [chunk_of(count, size, "noise") for _ in range(depth + i % 2)]  # oldest first
+        expected.append(versions[-1])
+        rows = [planes.split(zigzag(after, before, size), size) for before, after in pairwise(versions)][::-1]
+        kinds += [DIFFERENCE] * len(rows)
+        bases.append(machine.put(versions[0]) if i % 2 else None)
+        if bases[-1] is None:
+            rows.append(planes.split(versions[0], size, layout))
+            kinds.append(layout)
         for j, row in enumerate(rows):
             placed = [machine.put(p, (j + k) % 16) for k, p in enumerate(row)]
             kept.append(placed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,8 +24,7 @@ from .pinned import ALIGNMENT
 from .sparse import SparseLinks, Streams
 from .streams import WorkStream, addresses_of, copy_async, ragged
 
-
-#: What the planes of a blob hold, for `merge`: a full chunk in either layout, or a difference.
+#: The kind of planes that hold a difference, for `merge`; those of full chunks are their layouts.
 _DIFFERENCE = 2
 
 

@@ -18,7 +18,7 @@ from ...format import blob, codecs
 from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT
 from .streams import WorkStream, ragged
 
-#: What sparse_unpack.cu and sparse_apply.cu know of a blob and of a group.
+#: The structs of a blob and of a group in sparse_unpack.cu and sparse_apply.cu.
 _BLOB = np.dtype(
     [
         ("out", "<u8"),
@@ -116,7 +116,8 @@ class SparseLinks:
         #: (g,) changed elements of every group; all elements of a dense one
         self.changed = np.where(dense, groups["values"], groups["gaps"]).astype(np.int64)
         fine &= np.bincount(self.of, wrong, self.count) == 0
-        return fine & (np.bincount(self.of, self.changed, self.count) <= self.elements)
+        fine &= np.bincount(self.of, self.changed, self.count) <= self.elements
+        return fine
 
     def _find_frames(self, stored: Bytes, offsets: Column) -> None:
         """Find the frames of all streams; blobs whose frames do not fit are not fine."""

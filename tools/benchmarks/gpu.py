@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import snapstore
-from benchmarks import gpu_engine, gpu_llama
+from benchmarks import gpu_engine, gpu_llama, gpu_sparse
 from benchmarks import gpu_limits as limits
 from benchmarks import gpu_page as page
 from benchmarks import gpu_peers as peers
@@ -600,10 +600,23 @@ def section_cold(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def section_sparse(bench: Bench) -> dict[str, Any]:
+    """Kernels of sparse deltas and of merges, checked against the CPU engine."""
+    if bench.device.type != "cuda":
+        raise SkippedError("no CUDA device")
+    found = gpu_sparse.figures(bench.device, 64 if bench.tiny else 256)
+    for name, one in found.items():
+        bench.say(f"   {name}: {one}")
+    how = "plain bytes of a link / time of its kernels but digests, bf16 weights after a step at 1e-6"
+    bench.figure("sparse_decode_GBps", found[f"decode_{gpu_sparse.LINKS}"]["all"], how)
+    return found
+
+
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "limits": section_limits, "train": section_train, "engine": section_engine, "stall_device": section_stall_device,
     "stall_host": section_stall_host, "restore": section_restore, "memory": section_memory, "steps": section_steps,
     "sizes": section_sizes, "peers": section_peers, "llamas": section_llamas, "cold": section_cold,
+    "sparse": section_sparse,
 }  # fmt: skip
 
 

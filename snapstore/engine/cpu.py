@@ -29,6 +29,8 @@ log = logging.getLogger("snapstore")
 
 #: Copies of chunks begin at multiples of this.
 COPIED_ALIGNMENT = 64
+#: Where at most this share of the elements changed, planes take more than their entropies promise, by this factor.
+FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 #: At most this many buffers of blobs wait for their next use.
 MAX_FREE_BUFFERS = 64
 
@@ -238,7 +240,8 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
         changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
         if sparse.worth_trying(changed, plane_bytes):
             digests = (job.digest, job.base_digest)
-            most = min(full_bytes, delta_bytes) + blob.HEADER.size
+            few = changed <= FEW_CHANGED_SHARE * plane_bytes
+            most = min(full_bytes, delta_bytes * (FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
             data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
             if data is not None and delta_choice.pays(len(data), full_bytes, job.base_chain_bytes):
                 return EncodedChunk(data, True, out)

@@ -7,13 +7,14 @@ base, as planes or as the elements that changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..arrays import Bytes
 from ..errors import FormatError, IntegrityError
 from . import codecs, planes
 from .blob import FULL, NO_BASE, Header, decode_planes, parse
 from .codecs import sparse
+from .codecs.key_order import KeyOrder
 from .hashing import digest
 
 
@@ -33,11 +34,10 @@ def prove_chain(
         chunk_digest,
         *(bytes(blob[64:80]) for blob in blobs[:-1]),
     ]  # of each blob's chunk
-    rooms, base = (out, planes.scratch.room("link", out.size)), None
     try:
-        for i in range(len(blobs) - 1, -1, -1):
-            decode_chain(blobs[i : i + 1], wheres[i : i + 1], digests[i], rooms[i % 2], base, seed=seed)
-            base = rooms[i % 2]
+        headers = _parsed(blobs, wheres, chunk_digest, None, out)
+        for i in _apply_links(blobs, headers, wheres, None, out):
+            _compare(out, digests[i], wheres[i], seed)
     except (FormatError, IntegrityError):
         decode_chain(blobs, wheres, chunk_digest, out, seed=seed)
         return digests[:1]
@@ -66,7 +66,21 @@ def decode_chain(
     Raises:
         FormatError, IntegrityError: `out` is then garbage.
     """
-    expected, headers = chunk_digest, []
+    headers = _parsed(blobs, wheres, chunk_digest, base, out)
+    for _ in _apply_links(blobs, headers, wheres, base, out):
+        pass
+    _compare(out, chunk_digest, wheres[0], seed)
+
+
+def _parsed(
+    blobs: Sequence[memoryview], wheres: Sequence[str], expected: bytes, base: Bytes | None, out: Bytes
+) -> list[Header]:
+    """Return the headers of a chain; `expected` is the digest of its chunk.
+
+    Raises:
+        FormatError, IntegrityError: a blob is damaged, or does not continue the chain.
+    """
+    headers = []
     for blob, where in zip(blobs, wheres, strict=True):
         header = parse(blob, where)
         if header.digest != expected or header.raw_bytes != out.size:
@@ -83,35 +97,45 @@ def decode_chain(
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a delta; its base {expected.hex()} is not referenced")
     if expected == NO_BASE and base is not None:
         raise IntegrityError(f"{wheres[-1]}: the chain ends in a full blob, which has no base")
+    return headers
+
+
+def _apply_links(
+    blobs: Sequence[memoryview], headers: Sequence[Header], wheres: Sequence[str], base: Bytes | None, out: Bytes
+) -> Iterator[int]:
+    """Fill `out` with the chunk of each blob in turn, from the oldest to the newest; yield the number of the blob."""
+    orders: dict[tuple[int, int], KeyOrder] = {}  # of the elements in `out`, by their size and layout
     for i in range(len(blobs) - 1, -1, -1):
-        _apply(blobs[i], headers[i], wheres[i], base, out)
+        blob, header, where = blobs[i], headers[i], wheres[i]
+        kind = (header.element_size, header.layout)
+        if base is None:
+            planes.merge(decode_planes(blob, header, where), out, header.layout)
+        elif header.codecs[0] == codecs.SPARSE:
+            if base is not out:
+                out[:] = base
+            orders = {kind: _apply_sparse(blob, header, where, out, orders.get(kind))}
+        else:
+            planes.add(decode_planes(blob, header, where), base, out)
+            orders = {}
         base = out
-    got = digest(out, seed)
-    if got != chunk_digest:
-        raise IntegrityError(
-            f"{wheres[0]}: digest mismatch, expected {chunk_digest.hex()}, got {got.hex()}; "
-            "run 'snapstore check --restore'"
-        )
+        yield i
 
 
-def _apply(blob: memoryview, header: Header, where: str, base: Bytes | None, out: Bytes) -> None:
-    """Fill `out` with the chunk of a blob on a plain base, which may be `out` itself."""
-    if base is None:
-        planes.merge(decode_planes(blob, header, where), out, header.layout)
-    elif header.codecs[0] != codecs.SPARSE:
-        planes.add(decode_planes(blob, header, where), base, out)
-    else:
-        if base is not out:
-            out[:] = base
-        _apply_sparse(blob, header, where, out)
-
-
-def _apply_sparse(blob: memoryview, header: Header, where: str, out: Bytes) -> None:
-    """Turn the base of a sparse delta, which `out` holds, into its chunk."""
+def _apply_sparse(blob: memoryview, header: Header, where: str, out: Bytes, order: KeyOrder | None) -> KeyOrder:
+    """Turn the base of a sparse delta, which `out` holds, into its chunk; return the order of its elements."""
     if any(header.codecs[1:]):
         raise IntegrityError(f"{where}: sparse, but codecs {header.codecs.hex()}")
     payload = blob[header.payload_start : header.payload_start + header.payload_bytes]
+    lengths, layout = header.block_lengths, header.layout
     try:
-        sparse.apply(payload, header.block_lengths, out, header.element_size, header.layout, header.block_bytes)
+        return sparse.apply(payload, lengths, out, header.element_size, layout, header.block_bytes, order)
     except IntegrityError as error:
         raise IntegrityError(f"{where}: {error}") from error
+
+
+def _compare(out: Bytes, expected: bytes, where: str, seed: int) -> None:
+    got = digest(out, seed)
+    if got != expected:
+        raise IntegrityError(
+            f"{where}: digest mismatch, expected {expected.hex()}, got {got.hex()}; run 'snapstore check --restore'"
+        )

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from ...arrays import Bytes, Column
 from ...errors import IntegrityError
 from . import zstd
+from .key_order import Elements, KeyOrder, keys_of
 
 ID = 3
 #: A group: last key, gap shift, value shift, flags, changed elements, values.
@@ -47,10 +47,14 @@ TRIED_BELOW_SHARE = 0.5
 #: A group has at least MIN_GROUP changed elements, if there are as many. Above this share of changed ones it is dense.
 DENSE_ABOVE_SHARE = 0.55
 MIN_GROUP = 128
+#: A key with more elements is a group of its own: a reader must sort the members of a group of several keys.
+ALONE_ABOVE = 32_768
+#: One element in so many is counted for it.
+SAMPLED = 61
 #: Stored bytes that another frame costs: its header, and the table of its Huffman code per symbol.
 FRAME_BYTES, SYMBOL_BYTES = 20.0, 0.45
 
-Elements = npt.NDArray[np.unsignedinteger]
+Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,6 @@ class Encoded:
 
     pieces: list[bytes]
     frame_lengths: list[int]
-
-
-def _keys(base: Elements, layout: int) -> Bytes:
-    """Return the key of every element: the byte of the base in the highest plane (layout 1), or 0."""
-    if not layout:
-        return np.zeros(base.size, np.uint8)
-    bits = 8 * base.itemsize
-    rotated = base >> (bits - 9) if bits > 8 else base << 1 | base >> 7
-    return rotated.astype(np.uint8)
 
 
 # -- encode
@@ -89,52 +84,66 @@ def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block
         block_bytes: the most symbols of a frame.
     """
     zigzag, before = (array.view(f"u{element_size}") for array in (difference, base))
-    keys = _keys(before, layout)
-    at = np.flatnonzero(zigzag)
-    keys_at, found = keys[at], zigzag[at]
-    groups, first_key = [], 0
-    for last_key in _last_keys(np.bincount(keys_at, minlength=256)):
-        mine = _mask(keys_at, first_key, last_key)
+    keys = keys_of(before, layout)
+    at = np.flatnonzero(zigzag != 0)
+    last_keys = _last_keys(np.bincount(keys[at], minlength=256), np.bincount(keys[::SAMPLED], minlength=256))
+    of_key = np.searchsorted(last_keys, np.arange(256)).astype(np.uint8)
+    group_of = of_key[keys[at]]
+    at = at[np.argsort(group_of, kind="stable")]
+    ends = np.cumsum(np.bincount(group_of, minlength=len(last_keys)))
+    found, groups = zigzag[at], []
+    for first_key, last_key, begin, end in zip(
+        [0, *(key + 1 for key in last_keys)], last_keys, [0, *ends.tolist()], ends.tolist(), strict=False
+    ):
         members = _mask(keys, first_key, last_key)
-        if np.count_nonzero(mine) > DENSE_ABOVE_SHARE * np.count_nonzero(members):
+        ranks, size = _ranks(members, at[begin:end])
+        if end - begin > DENSE_ABOVE_SHARE * size:
             groups.append(_encode_dense(zigzag[members], last_key))
         else:
-            groups.append(_encode_gaps(_ranks(members, at[mine]), found[mine], last_key))
-        first_key = last_key + 1
+            groups.append(_encode_gaps(ranks, found[begin:end], last_key))
     frames = _encode_frames(groups, block_bytes)
     table = np.array([tuple(group.row) for group in groups], GROUP)
     low = [part for group in groups for part in group.low]
     return Encoded([COUNT.pack(len(groups)), table.tobytes(), *frames, *low], [len(frame) for frame in frames])
 
 
-def _last_keys(changed: Column) -> list[int]:
-    """Join neighbouring keys to groups with enough changed elements; return the last key of each."""
-    found, own, left = [], 0, int(changed.sum())
-    for key, count in enumerate(changed.tolist()):
-        own, left = own + count, left - count
-        if own >= MIN_GROUP and left >= MIN_GROUP:
+def _last_keys(changed: Column, sampled: Column) -> list[int]:
+    """Join neighbouring keys to groups; return the last key of each.
+
+    Args:
+        changed: (256,) changed elements of every key.
+        sampled: (256,) all elements of every key, in a sample.
+    """
+    found, own, members, left = [], 0, 0, int(changed.sum())
+    for key, (count, seen) in enumerate(zip(changed.tolist(), sampled.tolist(), strict=True)):
+        is_alone = seen * SAMPLED > ALONE_ABOVE
+        if is_alone and members:
+            found.append(key - 1)
+            own = members = 0
+        own, members, left = own + count, members + seen, left - count
+        if is_alone or (own >= MIN_GROUP and left >= MIN_GROUP):
             found.append(key)
-            own = 0
-    return [*found, 255]
+            own = members = 0
+    return [*(key for key in found if key < 255), 255]
 
 
 def _mask(keys: Bytes, first: int, last: int) -> npt.NDArray[np.bool_]:
     """Return which keys lie in a range, its last one included."""
-    mask: npt.NDArray[np.bool_] = keys == first if first == last else (keys >= first) & (keys <= last)
+    if last - first == 255:
+        return np.ones(keys.size, bool)
+    mask: npt.NDArray[np.bool_] = keys == first if first == last else keys - np.uint8(first) <= last - first
     return mask
 
 
-def _ranks(members: npt.NDArray[np.bool_], at: Column) -> Column:
-    """Return, for each member at these positions, how many members come before it."""
-    words = np.zeros(-(-members.size // 64), ">u8")
-    packed = np.packbits(members)
-    words.view(np.uint8)[: packed.size] = packed
-    words = words.astype(np.uint64)
-    counts = np.bitwise_count(words)
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    word, up_to = at >> 6, (63 - (at & 63)).astype(np.uint64)
-    ranks: Column = before[word] + np.bitwise_count(words[word] >> up_to) - 1
-    return ranks
+def _ranks(members: npt.NDArray[np.bool_], at: Column) -> tuple[Column, int]:
+    """Return, for each member at these positions, how many members come before it; and how many there are."""
+    packed = np.zeros(8 * -(-members.size // 64), np.uint8)
+    packed[: -(-members.size // 8)] = np.packbits(members, bitorder="little")
+    words = packed.view("<u8")
+    through = np.cumsum(np.bitwise_count(words), dtype=np.int64)
+    word, below = at >> 6, np.uint64(2) << (at & 63).astype(np.uint64)
+    ranks: Column = through[word] - np.bitwise_count(words[word] & -below) - 1
+    return ranks, int(through[-1]) if len(through) else 0
 
 
 @dataclass(slots=True)
@@ -158,7 +167,8 @@ def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
     gaps = np.diff(changed, prepend=-1) - 1
     kinds = np.minimum(zigzag - zigzag.dtype.type(1), OTHER).astype(np.int64)
     # half of the quotients are below 4
-    shift = max(0, int(np.median(gaps)).bit_length() - 2) if len(gaps) else 0
+    middle = len(gaps) // 2
+    shift = max(0, int(np.partition(gaps, middle)[middle]).bit_length() - 2) if len(gaps) else 0
     quotients = gaps >> shift
     symbols = (3 * np.minimum(quotients, GAP_ESCAPE) + kinds).astype(np.uint8)
     escapes = quotients[quotients >= GAP_ESCAPE].astype("<u4").tobytes()
@@ -184,78 +194,81 @@ def _pack_bits(values: Column, bits: int) -> bytes:
     return np.packbits((values[:, None] >> np.arange(bits - 1, -1, -1) & 1).astype(np.uint8)).tobytes()
 
 
-def _unpack_bits(packed: Bytes, count: int, bits: int) -> Column:
-    """Return (count,) int64: the inverse of `_pack_bits`."""
-    if not bits:
-        return np.zeros(count, np.int64)
-    found = np.unpackbits(packed, count=count * bits).reshape(count, bits)
-    out: Column = found @ (1 << np.arange(bits - 1, -1, -1))
-    return out
-
-
 def _encode_frames(groups: Sequence[_Group], block_bytes: int) -> list[bytes]:
     """Choose which groups share frames, set the flags of their rows, and return the frames in order."""
     frames, begin = [], 0
-    counts = [np.stack([np.bincount(part, minlength=256) for part in (g.symbols, g.values)]) for g in groups]
-    joined = counts[0]
+    counts = np.array([[np.bincount(part, minlength=256) for part in (g.symbols, g.values)] for g in groups], float)
+    costs = _costs(counts).tolist()
+    joined, cost = counts[0], costs[0]
     for i in range(1, len(groups) + 1):
-        if i < len(groups) and _cost(joined + counts[i]) <= _cost(joined) + _cost(counts[i]):
-            joined = joined + counts[i]
-            continue
+        if i < len(groups):
+            more = joined + counts[i]
+            together = float(_costs(more))
+            if together <= cost + costs[i]:
+                joined, cost = more, together
+                continue
+            joined, cost = counts[i], costs[i]
         groups[i - 1].row[3] = ENDS_FRAMES
         for part in ([g.symbols for g in groups[begin:i]], [g.values for g in groups[begin:i]]):
             frames += zstd.encode_entropy(np.concatenate(part), block_bytes)
         begin = i
-        joined = counts[i] if i < len(groups) else joined
     return frames
 
 
-def _cost(counts: npt.NDArray[np.int64]) -> float:
-    """Estimate the stored bytes of streams with these histograms, (n, 256), in a frame each."""
-    total = counts.sum(axis=1)
-    distinct = (counts > 0).sum(axis=1)
-    logs = np.log2(np.maximum(counts, 1))
-    bits = total * np.log2(np.maximum(total, 1)) - (counts * logs).sum(axis=1)
+def _costs(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Estimate the stored bytes of pairs of streams with these histograms, (..., 2, 256), in a frame each: (...)."""
+    total = counts.sum(axis=-1)
+    distinct = (counts > 0).sum(axis=-1)
+    bits = total * np.log2(np.maximum(total, 1)) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=-1)
     coded = np.where(distinct > 1, np.maximum(bits, total), 0) / 8  # a Huffman code takes a bit at least
-    return float(np.where(total > 0, coded + FRAME_BYTES + SYMBOL_BYTES * distinct, 0).sum())
+    found: npt.NDArray[np.float64] = np.where(total > 0, coded + FRAME_BYTES + SYMBOL_BYTES * distinct, 0).sum(axis=-1)
+    return found
 
 
 # -- decode
 
 
 def apply(
-    payload: memoryview, frame_lengths: Sequence[int], base: Bytes, element_size: int, layout: int, block_bytes: int
-) -> None:
-    """Turn a base into its chunk, in place; `base` is (r,) uint8.
+    payload: memoryview,
+    frame_lengths: Sequence[int],
+    base: Bytes,
+    element_size: int,
+    layout: int,
+    block_bytes: int,
+    order: KeyOrder | None = None,
+) -> KeyOrder:
+    """Turn a base into its chunk, in place.
+
+    Args:
+        base: (r,) uint8.
+        order: what the link before has returned, if that had the same element size and layout.
+
+    Returns:
+        The order of the elements, for the next link.
 
     Raises:
-        IntegrityError: the payload contradicts itself or the base; `base` is then garbage.
+        IntegrityError: the payload contradicts itself or the base; `base` and `order` are then garbage.
     """
     elements = base.view(f"u{element_size}")
+    if order is None:
+        order = KeyOrder(elements, layout)
+    order.settle()
     groups, at = _read_groups(payload, element_size)
-    keys = _keys(elements, layout)
-    sizes = np.diff(np.cumsum(np.bincount(keys, minlength=256))[groups["last_key"]], prepend=0)
+    sizes = np.diff(order.starts[groups["last_key"].astype(np.int64) + 1], prepend=0)
     dense = groups["gap_shift"] == DENSE
     wrong = np.where(dense, groups["values"] != sizes, (groups["gaps"] > sizes) | (groups["values"] > groups["gaps"]))
     if wrong.any():
         raise IntegrityError(f"sparse group {int(np.argmax(wrong))}: counts that the base contradicts")
     symbols, values, at = _read_frames(payload, at, groups, frame_lengths, block_bytes)
-    low = _Low(payload, at)
-    where, differences, first_key = [], [], 0
-    for i, row in enumerate(groups):
-        try:
-            own, found = _decode_group(row, symbols, values, low, int(sizes[i]), elements.dtype)
-        except IntegrityError as error:
-            raise IntegrityError(f"sparse group {i}: {error}") from error
-        symbols, values = symbols[int(row["gaps"]) :], values[int(row["values"]) :]
-        last_key = int(row["last_key"])
-        where.append(np.flatnonzero(_mask(keys, first_key, last_key))[own] if len(own) else own)
-        differences.append(found)
-        first_key = last_key + 1
-    low.finish()
-    at_elements = np.concatenate(where)
-    zigzag, one = np.concatenate(differences), elements.dtype.type(1)
-    elements[at_elements] += (zigzag >> one) ^ (~(zigzag & one) + one)
+    ranks, found, of_dense = _decode_changes(groups, sizes, (symbols, values), payload, at, element_size)
+    where, dense_members = _positions(groups, order, ranks)
+    where, zigzag = (np.concatenate(x) for x in ([where, *dense_members], [found, of_dense]))
+    zigzag, one = zigzag.astype(elements.dtype), elements.dtype.type(1)
+    before = elements[where]
+    after = before + ((zigzag >> one) ^ (~(zigzag & one) + one))
+    elements[where] = after
+    order.note(where, before, after)
+    return order
 
 
 def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np.void], int]:
@@ -299,67 +312,152 @@ def _read_frames(
     return streams["gaps"], streams["values"], at
 
 
-@dataclass(slots=True)
 class _Low:
-    """The bytes behind the frames, read from front to back."""
-
-    payload: memoryview
-    at: int
-
-    def take(self, count: int) -> Bytes:
-        """Return the next bytes."""
-        self.at += count
-        if self.at > len(self.payload):
-            raise IntegrityError(f"needs {self.at} bytes of a payload of {len(self.payload)}")
-        return np.frombuffer(self.payload[self.at - count : self.at], np.uint8)
-
-    def finish(self) -> None:
-        """Require that nothing is left."""
-        if self.at != len(self.payload):
-            raise IntegrityError(f"sparse: groups end at {self.at} of a payload of {len(self.payload)} bytes")
-
-
-def _decode_group(
-    row: np.void, symbols: Bytes, values: Bytes, low: _Low, size: int, dtype: np.dtype[Any]
-) -> tuple[Column, Elements]:
-    """Return the positions of the changed elements within a group of `size`, and their zigzagged differences.
+    """The low parts of all groups.
 
     Args:
-        symbols, values: of this group and the ones behind it.
+        at: where they begin in the payload.
+        sizes: (g, 4) bytes of each part: low bits of gaps, escaped gaps, low bytes of values, escaped values.
+
+    Attributes:
+        starts: (g, 4) where each part begins.
     """
-    count, shift, values = int(row["gaps"]), int(row["gap_shift"]), values[: int(row["values"])]
-    if shift == DENSE:
-        zigzag = _decode_values(values, int(row["value_shift"]), low, dtype)
-        changed = np.flatnonzero(zigzag)
-        return changed, zigzag[changed]
-    quotients, kinds = np.divmod(symbols[:count], 3)
-    gaps, others = quotients.astype(np.int64), np.flatnonzero(kinds == OTHER)
-    if (quotients > GAP_ESCAPE).any() or len(others) != len(values):
-        raise IntegrityError(f"{len(values)} values, and symbols for {len(others)}")
-    lowest = _unpack_bits(low.take(-(-count * shift // 8)), count, shift)
-    escaped = np.flatnonzero(quotients == GAP_ESCAPE)
-    gaps[escaped] = low.take(4 * len(escaped)).view("<u4")
-    gaps = (gaps << shift) + lowest
-    if (gaps >= size).any():  # before they are summed up, so that the sum cannot overflow
-        raise IntegrityError(f"a gap of {gaps.max()} in {size} elements")
-    changed = np.cumsum(gaps + 1) - 1
-    if count and changed[-1] >= size:
-        raise IntegrityError(f"names element {changed[-1]} of {size}")
-    zigzag = (kinds + 1).astype(dtype)
-    zigzag[others] = _decode_values(values, int(row["value_shift"]), low, dtype) + dtype.type(3)
-    if (zigzag[others] < 3).any():
-        raise IntegrityError("a value beyond the element size")
-    return changed, zigzag
+
+    def __init__(self, payload: memoryview, at: int, sizes: Column) -> None:
+        ends = at + np.cumsum(sizes)
+        if ends[-1] != len(payload):
+            raise IntegrityError(f"sparse: groups end at {ends[-1]} of a payload of {len(payload)} bytes")
+        self.starts: Column = (ends - sizes.ravel()).reshape(sizes.shape)
+        self._bytes = np.zeros(len(payload) + 8, np.uint8)
+        self._bytes[: len(payload)] = np.frombuffer(payload, np.uint8)
+
+    def _words(self, at: Column, dtype: str) -> Words:
+        """Return the words of 8 bytes that begin at these bytes."""
+        words: Words = np.ndarray((len(self._bytes) - 7,), dtype, self._bytes, strides=(1,))[at].astype(np.uint64)
+        return words
+
+    def bits(self, at: Column, widths: Column) -> Column:
+        """Return integers of up to 26 bits from their first bits on, the highest one first."""
+        words = self._words(at >> 3, ">u8") << (at & 7).astype(np.uint64)
+        return (words >> (63 - widths).astype(np.uint64) >> np.uint64(1)).astype(np.int64)
+
+    def integers(self, at: Column, widths: Column) -> Words:
+        """Return little-endian integers of up to 8 bytes from their first bytes on."""
+        spare = (8 * (8 - widths)).astype(np.uint64)
+        words = self._words(at, "<u8")
+        found: Words = np.where(widths, words << (spare & np.uint64(63)) >> (spare & np.uint64(63)), np.uint64(0))
+        return found
 
 
-def _decode_values(symbols: Bytes, shift: int, low: _Low, dtype: np.dtype[Any]) -> Elements:
-    """Return values from their symbols: the inverse of `_encode_values`."""
-    size = dtype.itemsize
-    lowest = np.zeros((len(symbols), size), np.uint8)
-    lowest[:, : shift // 8] = low.take(len(symbols) * shift // 8).reshape(len(symbols), shift // 8)
-    values, escaped = symbols.astype(dtype), np.flatnonzero(symbols == VALUE_ESCAPE)
-    values[escaped] = low.take(size * len(escaped)).view(f"<u{size}")
-    if shift and (values >> dtype.type(8 * size - shift)).any():
-        raise IntegrityError("a value beyond the element size")
-    shifted: Elements = (values << dtype.type(shift)) | lowest.view(f"<u{size}")[:, 0]
+@dataclass(frozen=True, slots=True)
+class _Symbols:
+    """Symbols of all groups, group after group: (m,) of gaps or of values, and which of them are escapes."""
+
+    group: Column  # (m,)
+    number: Column  # (m,) within its group
+    escapes: Column  # (k,) indices of the symbols that say that a quotient is elsewhere
+    escape_number: Column  # (k,) within its group
+    escape_counts: Column  # (g,)
+
+
+def _symbols(counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
+    group, number = _ragged(counts)
+    escapes = np.flatnonzero(is_escape)
+    escape_counts = np.bincount(group[escapes], minlength=len(counts))
+    return _Symbols(group, number, escapes, _ragged(escape_counts)[1], escape_counts)
+
+
+def _ragged(counts: Column) -> tuple[Column, Column]:
+    """Return the owner of every item, and its number among the owner's."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _decode_changes(
+    groups: npt.NDArray[np.void], sizes: Column, streams: tuple[Bytes, Bytes], payload: memoryview, at: int, size: int
+) -> tuple[Column, Words, Words]:
+    """Decode all groups.
+
+    Args:
+        sizes: (g,) elements of each group.
+        streams: the symbols of all gaps, and of all values.
+        at: where the low parts begin in the payload.
+        size: of an element [bytes].
+
+    Returns:
+        The rank of every changed element in its group (c,), its zigzagged difference (c,); and those of all elements of
+        dense groups (d,).
+    """
+    gap_symbols, value_symbols = streams
+    counts, value_counts = (groups[name].astype(np.int64) for name in ("gaps", "values"))
+    dense = groups["gap_shift"] == DENSE
+    shifts, widths = (
+        np.where(dense, 0, groups["gap_shift"]).astype(np.int64),
+        groups["value_shift"].astype(np.int64) // 8,
+    )
+    quotients = gap_symbols // np.uint8(3)
+    of_gaps = _symbols(counts, quotients == GAP_ESCAPE)
+    of_values = _symbols(value_counts, value_symbols == VALUE_ESCAPE)
+    kinds = gap_symbols - 3 * quotients
+    others = np.flatnonzero(kinds == OTHER)
+    found = np.bincount(of_gaps.group[others], minlength=len(groups))
+    if (quotients > GAP_ESCAPE).any() or (found[~dense] != value_counts[~dense]).any():
+        raise IntegrityError(f"sparse: {value_counts.tolist()} values, and symbols for {found.tolist()}")
+    parts = [-(-counts * shifts // 8), 4 * of_gaps.escape_counts, widths * value_counts, size * of_values.escape_counts]
+    low = _Low(payload, at, np.stack(parts, axis=1))
+    ranks = _decode_ranks(quotients, of_gaps, shifts, low, counts, sizes)
+    values = _decode_values(value_symbols, of_values, widths, low, size)
+    of_dense = dense[of_values.group]
+    zigzag = kinds.astype(np.uint64) + np.uint64(1)
+    zigzag[others] = values[~of_dense] + np.uint64(3)
+    if (zigzag[others] < 3).any() or (zigzag[others] >> np.uint64(8 * size - 1) > 1).any():
+        raise IntegrityError("sparse: a value beyond the element size")
+    return ranks, zigzag, values[of_dense]
+
+
+def _decode_ranks(quotients: Bytes, gaps: _Symbols, shifts: Column, low: _Low, counts: Column, sizes: Column) -> Column:
+    """Return the ranks of changed elements in their groups, from the quotients of their gaps."""
+    found = quotients.astype(np.int64)
+    group = gaps.group[gaps.escapes]
+    found[gaps.escapes] = low.integers(low.starts[group, 1] + 4 * gaps.escape_number, np.full(len(group), 4))
+    shift = shifts[gaps.group]
+    found = (found << shift) + low.bits(8 * low.starts[gaps.group, 0] + gaps.number * shift, shift)
+    if (found >= sizes[gaps.group]).any():  # before they are summed up, so that the sum cannot overflow
+        raise IntegrityError(f"sparse: a gap of {found.max()} beyond its group")
+    through = np.cumsum(found + 1)
+    ends = np.cumsum(counts)
+    ranks: Column = through - 1 - np.append(0, through)[ends - counts][gaps.group]
+    if (ranks >= sizes[gaps.group]).any():
+        raise IntegrityError("sparse: names an element beyond its group")
+    return ranks
+
+
+def _decode_values(symbols: Bytes, values: _Symbols, widths: Column, low: _Low, size: int) -> Words:
+    """Return values from their symbols."""
+    found = symbols.astype(np.uint64)
+    group = values.group[values.escapes]
+    found[values.escapes] = low.integers(low.starts[group, 3] + size * values.escape_number, np.full(len(group), size))
+    width = widths[values.group]
+    if (found[width > 0] >> (8 * (size - width[width > 0])).astype(np.uint64)).any():
+        raise IntegrityError("sparse: a value beyond the element size")
+    lowest = low.integers(low.starts[values.group, 2] + values.number * width, width)
+    shifted: Words = (found << (8 * width).astype(np.uint64)) | lowest
     return shifted
+
+
+def _positions(groups: npt.NDArray[np.void], order: KeyOrder, ranks: Column) -> tuple[Column, list[Column]]:
+    """Return the positions of the elements with these ranks, and of all elements of each dense group."""
+    last_keys = groups["last_key"].tolist()
+    first_keys = [0, *(key + 1 for key in last_keys[:-1])]
+    counts = groups["gaps"].astype(np.int64)
+    found = order.positions(ranks + np.repeat(order.starts[first_keys], counts))
+    dense, end = [], 0
+    for first_key, last_key, count, shift in zip(
+        first_keys, last_keys, counts.tolist(), groups["gap_shift"].tolist(), strict=True
+    ):
+        begin, end = end, end + count
+        if shift == DENSE:
+            dense.append(order.members(first_key, last_key))
+        elif count and order.is_mixed(first_key, last_key):
+            found[begin:end] = order.members(first_key, last_key)[ranks[begin:end]]
+    return found, dense

@@ -1,0 +1,103 @@
+"""Key order: the elements of a chunk by their keys, in which sparse.py finds the members of its groups.
+
+In: elements. Out: their positions by number in that order, which is kept up to date from link to link of a chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays import Bytes, Column
+
+#: An order in which more elements change their places is sorted again.
+MOST_MOVES = 1000
+
+Elements = npt.NDArray[np.unsignedinteger]
+
+
+def keys_of(base: Elements, layout: int) -> Bytes:
+    """Return the key of every element: the byte of the base in the highest plane (layout 1), or 0."""
+    if not layout:
+        return np.zeros(base.size, np.uint8)
+    bits = 8 * base.itemsize
+    rotated = base >> (bits - 9) if bits > 8 else base << 1 | base >> 7
+    return rotated.astype(np.uint8)
+
+
+class KeyOrder:
+    """The elements of a chunk in the order of their keys, then of their positions; it follows a chain link by link.
+
+    To sort them takes longer than to apply a link, which gives few of them another key.
+
+    Args:
+        elements: (n,) of the oldest base.
+        layout: planes.ROTATED if keys are exponents, else planes.BYTES: then all keys are 0.
+
+    Attributes:
+        starts: (257,) the elements of key k have the numbers starts[k] to starts[k + 1] - 1 in this order.
+    """
+
+    def __init__(self, elements: Elements, layout: int) -> None:
+        self._layout = layout
+        self._shift = 24 if elements.size <= 1 << 24 else 40
+        self._dtype: np.dtype[Any] = np.dtype(np.uint32 if self._shift == 24 else np.uint64)
+        self._names = np.arange(elements.size, dtype=self._dtype)  # key << shift | position, ascending
+        if layout:
+            self._names |= self._first_name(keys_of(elements, layout))
+            self._names.sort()
+        firsts = self._first_name(np.arange(256, dtype=np.uint8))
+        self.starts: Column = np.append(np.searchsorted(self._names, firsts), elements.size).astype(np.int64)
+        self._news: tuple[Column, Bytes, Bytes] | None = None
+
+    def _first_name(self, keys: Bytes) -> Elements:
+        names: Elements = keys.astype(self._dtype) << self._dtype.type(self._shift)
+        return names
+
+    def positions(self, numbers: Column | slice) -> Column:
+        """Return where the elements with these numbers lie in the chunk."""
+        found: Column = (self._names[numbers] & self._dtype.type((1 << self._shift) - 1)).astype(np.int64)
+        return found
+
+    def members(self, first_key: int, last_key: int) -> Column:
+        """Return the positions of the elements of a group, ascending."""
+        found = self.positions(slice(self.starts[first_key], self.starts[last_key + 1]))
+        return np.sort(found) if self.is_mixed(first_key, last_key) else found
+
+    def is_mixed(self, first_key: int, last_key: int) -> bool:
+        """Return whether a group has elements of several keys, so that its order is not this one."""
+        return int((np.diff(self.starts[first_key : last_key + 2]) > 0).sum()) > 1
+
+    def note(self, at: Column, before: Elements, after: Elements) -> None:
+        """Note new values of elements at distinct positions, for `settle`: the newest link of a chain needs none."""
+        if self._layout:
+            self._news = at, keys_of(before, self._layout), keys_of(after, self._layout)
+
+    def settle(self) -> None:
+        """Give the elements that were noted their new places."""
+        if self._news is None:
+            return
+        at, before, after = self._news
+        self._news = None
+        moved = np.flatnonzero(before != after)
+        before, after, at = before[moved], after[moved], at[moved].astype(self._dtype)
+        gone, come = (np.sort(self._first_name(keys) | at) for keys in (before, after))
+        moves = np.bincount(after, minlength=256) - np.bincount(before, minlength=256)
+        self.starts[1:] += np.cumsum(moves)
+        cuts = np.concatenate([np.searchsorted(self._names, gone), np.searchsorted(self._names, come)])
+        if len(moved) > MOST_MOVES:
+            self._names[cuts[: len(moved)]] = come
+            self._names.sort()
+            return
+        pieces, begin = [], 0
+        for i in np.argsort(cuts, kind="stable").tolist():
+            end = int(cuts[i])
+            pieces.append(self._names[begin:end])
+            begin = max(begin, end)
+            if i < len(gone):
+                begin = end + 1
+            else:
+                pieces.append(come[i - len(gone) : i - len(gone) + 1])
+        self._names = np.concatenate([*pieces, self._names[begin:]])

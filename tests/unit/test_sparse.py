@@ -16,7 +16,7 @@ from snapstore.engine.batches import EncodeJob
 from snapstore.engine.cpu import encode_chunk
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, chain_decode, codecs, hashing, planes
-from snapstore.format.codecs import sparse
+from snapstore.format.codecs import key_order, sparse
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
@@ -131,6 +131,51 @@ def test_gaps_beyond_a_symbol():
     payload, lengths = payload_of(base, chunk, 1, 0)
     np.testing.assert_array_equal(applied(payload, lengths, base, 1, 0), chunk)
     assert len(payload) < 200
+
+
+# --- the order of the elements, which a chain keeps
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
+@pytest.mark.parametrize("most_moves", [0, 10**6])
+def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
+    """After links that move no, few and all elements to other keys it is what a new one would be."""
+    monkeypatch.setattr(key_order, "MOST_MOVES", most_moves)
+    rng = np.random.default_rng(size)
+    version, _ = pair(size, layout, 3000, 0, 1)
+    out, order = version.copy(), None
+    for share in (0.01, 0.3, 0, 1, 0.002, 0.05):
+        elements = version.copy().view(f"u{size}")
+        at = rng.random(elements.size) < share
+        elements[at] = rng.integers(0, 2**63, int(at.sum()), np.uint64).astype(elements.dtype)
+        base, version = version, elements.view(np.uint8)
+        payload, lengths = payload_of(base, version, size, layout)
+        order = sparse.apply(memoryview(payload), lengths, out, size, layout, BLOCK, order)
+        np.testing.assert_array_equal(out, version)
+    order.settle()
+    new = key_order.KeyOrder(version.view(f"u{size}"), layout)
+    np.testing.assert_array_equal(order.starts, new.starts)
+    every = np.arange(3000)
+    np.testing.assert_array_equal(order.positions(every), new.positions(every))
+    np.testing.assert_array_equal(order.members(0, 255), every)
+
+
+def test_groups_of_one_key_and_of_several():
+    """Keys with many elements are groups of their own, so that no reader sorts their members."""
+    base, chunk = pair(2, planes.ROTATED, 300_000, 0.01, 3, 1)
+    payload, lengths = payload_of(base, chunk, 2, planes.ROTATED)
+    np.testing.assert_array_equal(applied(payload, lengths, base, 2, planes.ROTATED), chunk)
+    (count,) = sparse.COUNT.unpack_from(payload)
+    last_keys = np.frombuffer(payload, sparse.GROUP, count, sparse.COUNT.size)["last_key"].tolist()
+    order = key_order.KeyOrder(base.view(np.uint16), planes.ROTATED)
+    mixed = [
+        len(order.members(first, last))
+        for first, last in zip([0, *(key + 1 for key in last_keys[:-1])], last_keys, strict=True)
+        if order.is_mixed(first, last)
+    ]
+    assert mixed
+    assert max(mixed) < 2 * sparse.ALONE_ABOVE
 
 
 # --- blobs and chains

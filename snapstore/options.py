@@ -7,8 +7,11 @@ from typing import Literal
 
 from .errors import InvalidInputError
 from .format.codecs import CODECS
-from .format.delta_choice import DEFAULT_MAX_DEPTH
+from .format.delta_choice import DEFAULT_RESTORE_COST
 from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+
+#: Beyond it, no chain would be shorter: see delta_choice.MAX_LINKS.
+MAX_RESTORE_COST = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,8 @@ class SaveOptions:
     """How saves are stored. Every default was measured (docs/design/).
 
     Attributes:
-        max_depth: longest chain of deltas; 0 stores every chunk full.
+        restore_cost: the most that restoring a chunk may cost, in bytes read and decoding time, as a multiple of
+            restoring it stored full. Larger values store fewer bytes; 1.0 stores no deltas.
         pack_bytes: a pack is closed at this size. The default is for states of up to 512 GiB: see `pack_bytes_of`.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
@@ -25,18 +29,18 @@ class SaveOptions:
             "full" also asks the store for every new pack and manifest by name and size.
     """
 
-    max_depth: int = DEFAULT_MAX_DEPTH
+    restore_cost: float = DEFAULT_RESTORE_COST
     pack_bytes: int = DEFAULT_PACK_BYTES
     threads: int | None = None
     codec: Literal["portable", "ans"] = "portable"
     verify_writes: Literal["off", "sample", "full"] = "sample"
 
     def __post_init__(self) -> None:
-        for name, value in (("max_depth", self.max_depth), ("pack_bytes", self.pack_bytes), ("threads", self.threads)):
+        for name, value in (("pack_bytes", self.pack_bytes), ("threads", self.threads)):
             if type(value) is not int and not (name == "threads" and value is None):
                 raise InvalidInputError(f"{name} {value!r}: expected an int, got {type(value).__name__}")
-        if not 0 <= self.max_depth <= 250:
-            raise InvalidInputError(f"max_depth {self.max_depth}: expected 0 to 250")
+        if type(self.restore_cost) not in (int, float) or not 1 <= self.restore_cost <= MAX_RESTORE_COST:
+            raise InvalidInputError(f"restore_cost {self.restore_cost!r}: expected 1.0 to {MAX_RESTORE_COST}")
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
         for name, choice, choices in (

@@ -32,7 +32,7 @@ from snapstore.state.tensors import TORCH_DTYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 448 * 1024
-OPTIONS = SaveOptions(max_depth=3, threads=2)
+OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
 #: Step of the run "job" -> how many ranks save it.
 JOB = {0: 3, 1: 3, 2: 2}
 

@@ -66,7 +66,7 @@ class EncodeBatch:
     layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
     bases: Chunks  # (n,) plain bytes of the candidate bases
     base_digests: Bytes  # (n, 16)
-    base_chain_bytes: Column  # (n,) stored bytes of every blob that the base needs
+    delta_limits: Column  # (n,) the most stored bytes that a delta may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class EncodeJob:
     layout: int = planes.BYTES
     base: Bytes | None = None
     base_digest: bytes = b""
-    base_chain_bytes: int = 0
+    delta_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,13 +193,13 @@ def default_threads() -> int:
 
 
 def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
-    columns = (batch.element_sizes, batch.layouts, batch.bases.which, batch.base_chain_bytes)
+    columns = (batch.element_sizes, batch.layouts, batch.bases.which, batch.delta_limits)
     chunks = zip(batch.chunks.views(), batch.digests, batch.bases.views(), batch.base_digests, strict=True)
     return [
         EncodeJob(chunk, chunk_digest.tobytes(), size, layout)
         if which < 0
-        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), chain_bytes)
-        for (chunk, chunk_digest, base, base_digest), size, layout, which, chain_bytes in zip(
+        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), limit)
+        for (chunk, chunk_digest, base, base_digest), size, layout, which, limit in zip(
             chunks, *(column.tolist() for column in columns), strict=True
         )
     ]
@@ -243,9 +243,9 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
             few = changed <= FEW_CHANGED_SHARE * plane_bytes
             most = min(full_bytes, delta_bytes * (FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
             data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
-            if data is not None and delta_choice.pays(len(data), full_bytes, job.base_chain_bytes):
+            if data is not None and delta_choice.pays(len(data), full_bytes, job.delta_limit):
                 return EncodedChunk(data, True, out)
-        if delta_choice.pays(delta_bytes, full_bytes, job.base_chain_bytes):
+        if delta_choice.pays(delta_bytes, full_bytes, job.delta_limit):
             source, base, chosen = difference, job.base_digest, of_difference
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
     return EncodedChunk(data, base is not None, out)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from .chunk_table import ChunkTable
+from .delta_choice import cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Link:
         place: where it lies; None while its pack is not durable.
         key: identifies a blob that is being created or moved.
         is_kept: whether some snapshot holds the chunk as its own.
+        new_bytes: its stored bytes while it has no place.
     """
 
     kind: int
@@ -44,6 +46,7 @@ class Link:
     place: Place | None
     key: Key = b""
     is_kept: bool = True
+    new_bytes: int = 0
 
 
 Chain = list[Link]
@@ -190,6 +193,12 @@ def table_of(chains: Sequence[Chain], numbers: dict[str, int]) -> ChunkTable:
         ref_starts=np.zeros(len(links), np.uint32),
         ref_sizes=np.array([link.size for link in links], np.uint32),
     )
+
+
+def cost_of(chain: Chain) -> float:
+    """Return what rebuilding a chunk costs a restore (`delta_choice.cost`)."""
+    stored_bytes = sum(link.place.length if link.place else link.new_bytes for link in chain)
+    return float(cost(stored_bytes, chain[0].size, len(chain))) if chain else 0.0
 
 
 def edge_of(chain: Chain) -> tuple[int, int] | None:

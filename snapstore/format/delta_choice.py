@@ -1,32 +1,102 @@
-"""Delta choice: whether a changed chunk is stored as a delta, its difference from a base, or full.
+"""Delta choice: whether a changed chunk is stored as a delta or full, by what a restore of it may cost.
 
-In: estimated sizes, chain sizes, generations; numbers or arrays. Out: the decision, in the same form.
+In: estimated sizes, what chains cost, generations; numbers or arrays. Out: the decision, in the same form. How the
+constants were measured is in docs/design/chains.md.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from ..arrays import Column
+from .chunk_table import ChunkTable
+
+#: The most that restoring a chunk may cost, as a multiple of restoring it stored full.
+DEFAULT_RESTORE_COST = 3.0
 #: A delta must be this much smaller than the full chunk, as every restore pays for one more read.
 MIN_SAVING = 1 / 32
-#: The most that all blobs of a chain may take together, as a multiple of the full encoded chunk.
-MAX_CHAIN_RATIO = 4.0
-DEFAULT_MAX_DEPTH = 8
+#: A restore pays for a blob: its stored bytes, this share of the chunk's plain bytes, and LINK_BYTES.
+PLAIN_SHARE = 1 / 128
+LINK_BYTES = 512
+#: No chain is made longer: the format ends at chunk_table.MAX_CHAIN, and compact joins chains.
+MAX_LINKS = 160
+#: Where so few links fit into the cost, every chunk has its turn to be full in each period of them; where more fit, in
+#: the last quarter of the period.
+SHORT_PERIOD = 8
 
 
-def pays(delta_bytes: Any, full_bytes: Any, chain_bytes: Any) -> Any:
+def cost(stored_bytes: Any, plain_bytes: Any, links: Any = 1) -> Any:
+    """Return what a restore pays for `links` blobs of one chunk: bytes read, and decoding as bytes of the same time.
+
+    Args:
+        stored_bytes: of all of them together.
+        plain_bytes: of the chunk. All arguments are numbers or arrays.
+    """
+    return stored_bytes + links * (plain_bytes * PLAIN_SHARE + LINK_BYTES)
+
+
+def delta_limit(restore_cost: float, full_cost: Any, base_cost: Any, plain_bytes: Any) -> Any:
+    """Return the most stored bytes that a delta may take.
+
+    Args:
+        restore_cost: as in SaveOptions.
+        full_cost, base_cost: of the full blob of the base's chain, and of the whole chain.
+    """
+    return restore_cost * full_cost - base_cost - cost(0, plain_bytes)
+
+
+def pays(delta_bytes: Any, full_bytes: Any, limit_bytes: Any) -> Any:
     """Return whether a delta of about `delta_bytes` is worth more than a full chunk of about `full_bytes`.
 
     Args:
-        chain_bytes: stored bytes of every blob that the base needs. All arguments are numbers or arrays.
+        limit_bytes: the chunk's `delta_limit`. All arguments are numbers or arrays.
     """
-    return (delta_bytes <= full_bytes * (1 - MIN_SAVING)) & (chain_bytes + delta_bytes <= MAX_CHAIN_RATIO * full_bytes)
+    return (delta_bytes <= full_bytes * (1 - MIN_SAVING)) & (delta_bytes <= limit_bytes)
 
 
-def is_keyframe(generation: int, chunk_index: Any, max_depth: int) -> Any:
-    """Return whether a changed chunk is stored full in this generation; `chunk_index` is an int or an array.
+class ChainCosts:
+    """The costs of restoring the chunks of a table, (n,) float64 each.
 
-    Every chunk is full once in max_depth + 1 generations, and neighbours in different ones, so that no snapshot stores
-    all of them in full.
+    Attributes:
+        whole: of the chain.
+        full: of its full blob alone.
+        newest: of its newest blob, if that is a delta; else of the shortest delta.
     """
-    return (generation + chunk_index) % (max_depth + 1) == 0
+
+    def __init__(self, table: ChunkTable) -> None:
+        self._plain, self._depths = table.lengths.astype(np.float64), table.depths
+        self.whole = cost(table.chain_bytes, self._plain, table.ref_counts)
+        self.full = cost(table.ref_lengths[table.starts[1:] - 1], self._plain)
+        self.newest = cost(np.where(self._depths > 0, table.ref_lengths[table.starts[:-1]], 0), self._plain)
+
+    def delta_limits(self, rows: Column, restore_cost: float, above: Column | float = 0.0) -> Column:
+        """Return the `delta_limit` of a delta to each of some chunks, (k,) int64.
+
+        Args:
+            above: (k,) what further links on top of the delta cost.
+        """
+        limits = delta_limit(restore_cost, self.full[rows], self.whole[rows] + above, self._plain[rows])
+        return np.asarray(np.maximum(limits, 0), np.int64)
+
+    def may_grow(self, rows: Column, restore_cost: float, generation: int, numbers: Column) -> Column:
+        """Return which of some chains may become longer by a link like their newest one, (k,) bool.
+
+        A chain whose cost is spent may not; nor one whose turn it is in this generation. By turns, the chunks of a
+        snapshot that was stored full do not all become full again in the same later one.
+
+        Args:
+            rows: (k,) of the table.
+            numbers: (k,) of the chunks, by which they take turns.
+        """
+        full, link, depths = self.full[rows], self.newest[rows], self._depths[rows]
+        room, spent = (restore_cost - 1) * full, self.whole[rows] - full + link
+        period = 1 + np.minimum(room / link, MAX_LINKS).astype(np.int64)
+        is_short = period <= SHORT_PERIOD
+        since = (generation + numbers) % np.where(is_short, period, period // 4)  # saves since its turn
+        # at its turn it was full still, and nothing known of its deltas: another save of the period
+        missed = is_short & (depths == since) & (depths == 1 + numbers // period % np.maximum(period - 1, 1))
+        turn = (depths > 0) & (is_short | (spent > room * 3 / 4)) & (since == 0)
+        fits: Column = (spent <= room) & (depths < MAX_LINKS) & ~(turn | missed)
+        return fits

@@ -17,7 +17,8 @@ from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.batches import Chunks, EncodeBatch
 from ..format import planes
-from ..format.delta_chain import Chain, table_of
+from ..format.delta_chain import Chain, cost_of, table_of
+from ..format.delta_choice import cost, delta_limit
 from ..format.manifest import Manifest
 from ..format.tensor_layout import spec_of
 from .stored_blobs import Stored, batches, gathered, new_verifier
@@ -30,12 +31,14 @@ class Job:
     Attributes:
         chain: how it is rebuilt now.
         base: the chain of the chunk that it may become a delta to; empty: none.
+        above: what a restore pays for the links of other chunks' chains on top of this chunk (`delta_choice.cost`).
     """
 
     chain: Chain
     base: Chain
     element_size: int
     layout: int
+    above: float = 0.0
 
     @property
     def digest(self) -> bytes:
@@ -51,6 +54,14 @@ class Job:
     def size(self) -> int:
         """Plain bytes of the chunk."""
         return self.chain[0].size
+
+    def delta_limit(self, restore_cost: float) -> int:
+        """Return the most stored bytes of a delta to the base: within the cost of a restore, or what it costs now."""
+        if not self.base:
+            return 0
+        base_cost = cost_of(self.base)
+        limit = delta_limit(restore_cost, cost_of(self.base[-1:]), base_cost + self.above, self.size)
+        return int(max(0, limit, cost_of(self.chain) - base_cost - cost(0, self.size)))
 
 
 class Reencoder:
@@ -91,7 +102,7 @@ class Reencoder:
                 np.array([job.layout for job in own], np.uint8),
                 Chunks([plain], np.where(based, 0, -1), base_starts, sizes),
                 _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
-                np.array([sum(link.place.length for link in job.base if link.place) for job in own], np.int64),
+                np.array([job.delta_limit(self._context.options.restore_cost) for job in own], np.int64),
             )
             made = self._engine.start_encode(encode)()
             stored = gathered(made)

@@ -29,7 +29,8 @@ from ..catalog.index import Index
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
 from ..format.blob import DIFFERENCE
-from ..format.delta_chain import Chain, Link, chains_of, edge_of
+from ..format.delta_chain import Chain, Link, chains_of, cost_of, edge_of
+from ..format.delta_choice import MAX_LINKS
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
@@ -163,10 +164,10 @@ class _Compacting(BlobRewriting):
 
     def __init__(self, context: Context, live: LiveBlobs, max_bytes: int | None, dry_run: bool) -> None:
         super().__init__(context, context.engines.cpu, states=(COMMITTED,), dry_run=dry_run)
-        self._live, self._max_depth = live, context.options.max_depth
+        self._live, self._restore_cost = live, context.options.restore_cost
         self._max_bytes = float("inf") if max_bytes is None else max_bytes
         self._encoder = Reencoder(context)
-        self._neighbours = Neighbours(live, self._encoder, self._max_depth, self.manifest_of)
+        self._neighbours = Neighbours(live, self._encoder, self._restore_cost, self.manifest_of)
         self._shared_edges = SharedEdges(self._encoder, live.kept, self.manifest_of)
         self._plan = Plan(live.kept)
         self._to_move = 0  # bytes planned to be moved, and not moved yet
@@ -248,9 +249,14 @@ class _Compacting(BlobRewriting):
             return chain
         at, base = edge
         known = self._known(chain[at].digest)
-        if known is not None and at + len(known) <= max(len(chain), self._max_depth + 1):
-            return chain[:at] + known
+        if known is not None and self._fits(changed := chain[:at] + known, chain):
+            return changed
         return chain[:base] + (self._resolved(chain[base:]) if base < len(chain) else [])
+
+    def _fits(self, changed: Chain, chain: Chain) -> bool:
+        """Whether a restore may pay for a changed chain: within the limits of a save, or no more than before."""
+        is_short = len(changed) <= max(len(chain), MAX_LINKS + 1)
+        return is_short and cost_of(changed) <= max(cost_of(chain), self._restore_cost * cost_of(changed[-1:]))
 
     # -- encode
 
@@ -331,8 +337,8 @@ class _Compacting(BlobRewriting):
                     self.encoded.update(names[new[i]] for i in packed)
                     self.spent += sum(lengths_of(made.entries[[new[i] for i in packed]]))
                 for i in rows:
-                    kind = int(made.entries["transform"][i])
-                    done.append((own[i], Link(kind, own[i].digest, own[i].size, None, names[i])))
+                    kind, length = int(made.entries["transform"][i]), int(made.entries["length"][i])
+                    done.append((own[i], Link(kind, own[i].digest, own[i].size, None, names[i], new_bytes=length)))
         except CapabilityError as error:
             log.warning("chunks that cannot be decoded here stay as they are: %s", error)
         for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # bases come first

@@ -1,7 +1,7 @@
 """Neighbours: encode a full chunk as a delta to the chunk at the same place of the snapshot before.
 
 In: the full chunks of snapshots that may be rewritten. Out: an estimate for the plan, then jobs for the encoder. No
-chain becomes longer than `max_depth`, and no chunk becomes a delta to itself.
+chain costs a restore more than `restore_cost`, and no chunk becomes a delta to itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from ..catalog.history import View
 from ..errors import DAMAGE, CapabilityError
 from ..format.blob import DIFFERENCE
 from ..format.delta_chain import chains_of
+from ..format.delta_choice import ChainCosts
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..save.bases import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of
-from .compact_plan import LiveBlobs
+from .compact_plan import HEIGHT_UNITS, LiveBlobs
 
 #: Manifests that are kept while neighbours are looked for [stored bytes].
 RECENT_BYTES = 4 * 1024 * 1024
@@ -34,9 +35,10 @@ class Neighbours:
     """
 
     def __init__(
-        self, live: LiveBlobs, encoder: Reencoder, max_depth: int, manifest_of: Callable[[ManifestRef], Manifest]
+        self, live: LiveBlobs, encoder: Reencoder, restore_cost: float, manifest_of: Callable[[ManifestRef], Manifest]
     ) -> None:
-        self._live, self._encoder, self._max_depth, self._manifest_of = live, encoder, max_depth, manifest_of
+        self._live, self._encoder, self._manifest_of = live, encoder, manifest_of
+        self._restore_cost = restore_cost
         self._recent: dict[ManifestRef, Manifest] = {}
 
     def estimate(self, view: View) -> None:
@@ -84,7 +86,7 @@ class Neighbours:
         sizes, layouts = kinds_of(m)
         chains = chains_of(m.table, m.header.pack_names, rows, self._live.kept)
         bases_of = chains_of(bases.table, bases.packs, at, self._live.kept)
-        columns = (sizes[rows].tolist(), layouts[rows].tolist())
+        columns = (sizes[rows].tolist(), layouts[rows].tolist(), self._above(m, rows).tolist())
         return [Job(*one) for one in zip(chains, bases_of, *columns, strict=True)]
 
     def _read(self, ref: ManifestRef) -> Manifest:
@@ -122,9 +124,15 @@ class Neighbours:
         rows = rows[bases.lengths[at[rows]] == m.table.lengths[rows]]
         digests, counts = m.table.digests[rows], table.ref_counts[at[rows]].astype(np.int64)
         own = (table.ref_digests[table.refs_of(at[rows])] == np.repeat(digests, counts, axis=0)).all(axis=1)
-        fits = counts + self._live.heights.numbers_of(digests) <= self._max_depth
+        limits = bases.costs.delta_limits(at[rows], self._restore_cost, self._above(m, rows))
+        fits = limits > 0
         fits[np.repeat(np.arange(len(rows)), counts)[own]] = False  # no chunk becomes a delta to itself
         return rows[fits], bases, at[rows[fits]]
+
+    def _above(self, m: Manifest, rows: Column) -> Column:
+        """Return what a restore pays at most for links on top of full chunks of a manifest (k,)."""
+        heights = self._live.heights.numbers_of(m.table.digests[rows])
+        return np.asarray(heights * HEIGHT_UNITS * ChainCosts(m.table).full[rows])
 
 
 def _tensors_of(m: Manifest) -> Column:

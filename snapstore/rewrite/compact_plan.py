@@ -23,6 +23,7 @@ from ..format import manifest
 from ..format.blob import ALIGNMENT, ENTRY
 from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Chain, Digests, Numbers, chains_of
+from ..format.delta_choice import ChainCosts
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import HEADER, TRAILER
@@ -37,6 +38,7 @@ MAX_DEAD_SHARE = 1 / 64
 MIN_GAIN = 1 / 32
 #: A new manifest and its packs may be this much longer than the old ones.
 PART_BYTES = 512
+HEIGHT_UNITS = 1 / 16
 _OFFSET_BITS = 40  # of a blob's key: packs are far smaller than a TiB
 
 
@@ -139,7 +141,8 @@ class LiveBlobs:
         damaged: id -> why, of snapshots whose manifests cannot be read.
         kept: digests of the chunks that snapshots hold.
         full: the rows of full chunks that no earlier snapshot needs, by manifest: they may become deltas.
-        heights: for the digest of a full chunk, the most deltas that a chain has on top of it.
+        heights: for the digest of a full chunk, the most that links on top of it cost a restore, in HEIGHT_UNITS of
+            what the full chunk costs.
     """
 
     def __init__(
@@ -171,8 +174,9 @@ class LiveBlobs:
             heads = np.zeros(len(table.ref_kinds), bool)
             heads[table.starts[:-1]] = True
             seen = self.kept.add(table.ref_digests, heads)
-            deltas = np.flatnonzero(table.ref_counts > 1)
-            self.heights.add(table.ref_digests[table.starts[deltas + 1] - 1], table.depths[deltas])
+            deltas, costs = np.flatnonzero(table.ref_counts > 1), ChainCosts(table)
+            heights = np.ceil((costs.whole / costs.full - 1)[deltas] / HEIGHT_UNITS)
+            self.heights.add(table.ref_digests[table.starts[deltas + 1] - 1], np.minimum(heights, 255))
             if not is_chosen:
                 pinned.add(keys, table.ref_lengths)
                 continue

@@ -20,6 +20,7 @@ from ..context import Context
 from ..errors import DAMAGE, StorageError
 from ..format import manifest
 from ..format.chunk_table import ChunkTable
+from ..format.delta_choice import ChainCosts
 from ..format.keys import pack_key
 from ..format.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
@@ -111,8 +112,8 @@ class Bases:
                 rows += len(m.table)
         self.table = ChunkTable.concatenate(tables)
         self.depths = self.table.depths
+        self.costs = ChainCosts(self.table)
         self.lengths = self.table.lengths
-        self.chain_bytes = self.table.chain_bytes
         bad = np.isin(self.table.ref_packs, [number for name, number in known.items() if name in damaged])
         self.usable = ~np.logical_or.reduceat(bad, self.table.starts[:-1]) if rows else np.zeros(0, bool)
         keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable)

@@ -23,7 +23,7 @@ from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
-from ..format import blob, delta_choice, planes
+from ..format import blob, planes
 from ..format.boxes import cut, strip_start
 from ..format.pack import Encoded
 from ..state.arrays import Memory
@@ -51,7 +51,7 @@ class _Run:
     starts: Column  # (n,) where each chunk begins in the data [bytes]
     lengths: Column  # (n,) [bytes]
     candidates: Column  # (n,) row of the chunk at its place in a base, or -1
-    numbers: Column  # (n,) of the chunk and its tensor, which spread keyframes
+    numbers: Column  # (n,) of the chunk and its tensor, by which chunks take turns to be full
 
     def part(self, rows: slice) -> _Run:
         """Return some of the chunks."""
@@ -319,17 +319,17 @@ class ChunkWriter:
         found = np.concatenate([run.candidates for run in runs])
         if self._full or not len(self.bases.table) or not (found >= 0).any():
             return np.full(len(found), -1, np.int64)
-        rows, max_depth = np.maximum(found, 0), self._context.options.max_depth
-        allowed = (found >= 0) & (self.bases.depths[rows] < max_depth) & self.bases.usable[rows]
+        rows, bases = np.maximum(found, 0), self.bases
+        allowed = (found >= 0) & bases.usable[rows]
         numbers = np.concatenate([run.numbers for run in runs])
-        allowed &= ~delta_choice.is_keyframe(self.bases.generation, numbers, max_depth)
+        allowed &= bases.costs.may_grow(rows, self._context.options.restore_cost, bases.generation, numbers)
         return np.where(allowed, rows, -1)
 
     def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
         """Return the new chunks as a batch to encode, each with the bytes of its candidate base if it has one."""
         runs, which = batch.runs, batch.which[new]
         taken = np.maximum(batch.candidates[new], 0)
-        has = len(self.bases.table) > 0
+        has, costs, restore_cost = len(self.bases.table) > 0, self.bases.costs, self._context.options.restore_cost
         return EncodeBatch(
             chunks,
             rows.digests[new],
@@ -337,7 +337,7 @@ class ChunkWriter:
             np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
             bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
-            self.bases.chain_bytes[taken] if has else np.zeros(len(new), np.int64),
+            costs.delta_limits(taken, restore_cost) if has else np.zeros(len(new), np.int64),
         )
 
     def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
@@ -412,7 +412,8 @@ class ChunkWriter:
         self.new_chunks += len(entries)
         for number in np.unique(encoding.run_of[new]).tolist():
             run, own = encoding.runs[number], encoding.run_of[new] == number
-            run.tensor.bases_tried += int((candidates[own] >= 0).sum())
+            tried = candidates[own & (candidates >= 0)]  # longer chains may have no room for a delta that pays
+            run.tensor.bases_tried += int((self.bases.depths[tried] == 0).sum())
             run.tensor.deltas_stored += int(is_delta[own].sum())
 
     def _verify(self, encoding: _Encoding, first: int, encoded: Encoded) -> None:

@@ -137,7 +137,7 @@ class TensorInput:
         keep_in: where its bytes go once `base` is no longer needed, (nbytes,) uint8, or None. It may be `base`.
         lent: whether the caller may change or free the memory as soon as the chunk writer has added the tensor.
         may_delta: whether deltas are tried.
-        bases_tried, deltas_stored: how many of its chunks had a base, and how many became deltas.
+        bases_tried, deltas_stored: how many of its chunks had a full base, and how many became deltas.
     """
 
     key: Key

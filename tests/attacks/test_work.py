@@ -266,7 +266,7 @@ def test_sparse_deltas_of_long_chains_are_each_decoded_once():
     rng, state = np.random.default_rng(1), {"w": np.zeros(2**17, np.float32)}
     steps = 200 if THOROUGH else 40
     world = World(MIB // 4)
-    options = SaveOptions(threads=1, max_depth=250)
+    options = SaveOptions(threads=1, restore_cost=100.0)
     with Repository.open(world.store, options=options) as repo:
         for step in range(steps):
             state["w"][rng.integers(0, 2**17, 130)] += rng.standard_normal(130).astype(np.float32)

@@ -114,14 +114,14 @@ def column(value, count, dtype):
     return np.array(np.broadcast_to(value, count), dtype)
 
 
-def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, chain_bytes=0):
+def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=2**40):
     """(entries, bytes of every blob) of a batch, each in its pack's padding."""
     n = len(arrays)
     bases = bases or [None] * n
     batch = EncodeBatch(
         engine.load(chunks_of(engine, arrays)), digests_of(arrays), column(size, n, np.uint8),
         column(layout, n, np.uint8), engine.load(chunks_of(engine, bases)),
-        digests_of([np.empty(0, np.uint8) if b is None else b for b in bases]), column(chain_bytes, n, np.int64),
+        digests_of([np.empty(0, np.uint8) if b is None else b for b in bases]), column(delta_limit, n, np.int64),
     )  # fmt: skip
     made = engine.start_encode(batch)()
     entries, blobs = [], []
@@ -320,10 +320,10 @@ def test_a_delta_is_stored_where_it_pays(engine, cpu, layout):
     base = content("floats", 80_000)
     near, far = changed(base), content("floats", 80_000, 9)
     arrays = [near, far, near, base, near]
-    bases, chains = [base, base, base, base, None], [70_000, 70_000, 10**6, 70_000, 0]
-    entries, blobs = encode(engine, arrays, 4, layout, bases, chains)
+    bases, limits = [base, base, base, base, None], [70_000, 70_000, 1000, 70_000, 0]
+    entries, blobs = encode(engine, arrays, 4, layout, bases, limits)
     check_entries(entries, blobs, arrays, 4, layout)
-    assert [int(e["transform"]) for e in entries] == [1, 0, 0, 1, 0], "near, far, chain too long, same, without a base"
+    assert [int(e["transform"]) for e in entries] == [1, 0, 0, 1, 0], "near, far, over its limit, same, without a base"
     assert [e["base"].tobytes() for e in entries] == [digest(base) if e["transform"] else blob.NO_BASE for e in entries]
     assert len(blobs[0]) < 0.8 * len(blobs[4])
     assert len(blobs[3]) < 2000
@@ -358,7 +358,7 @@ def test_chains_link_by_link(engine, cpu, size, bytes_of_chunk):
         after = np.array(version)
         after[depth % 7 :: 40] ^= depth
         by = engine if depth % 3 else cpu
-        (entry,), (data,) = encode(by, [after], size, planes.ROTATED, [version], 0)
+        (entry,), (data,) = encode(by, [after], size, planes.ROTATED, [version])
         chain = [data, *chain] if entry["transform"] else [data]
         version = after
         chains.append(chain)
@@ -383,7 +383,7 @@ def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
         after[depth :: 1 if depth == 3 else 50] ^= 1
         after = after.view(np.uint8)
         by = engine if depth == 3 else cpu
-        (entry,), (data,) = encode(by, [after], size, layout, [versions[-1]], 0)
+        (entry,), (data,) = encode(by, [after], size, layout, [versions[-1]])
         assert entry["transform"] == blob.DIFFERENCE
         found.append(entry["codecs"][0] == codecs.SPARSE)
         chain.insert(0, data)
@@ -448,7 +448,7 @@ def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):
         before, version = version, np.array(version)
         if i:
             version[i::64] ^= i
-        (entry,), (data,) = encode(cpu, [version], size, layout, [before if i else None], 0)
+        (entry,), (data,) = encode(cpu, [version], size, layout, [before if i else None])
         assert entry["transform"] == (1 if i else 0)
         links.insert(0, data)
     check_decodes([engine, cpu], [links], [version])

@@ -167,7 +167,7 @@ def tensors(step):
 
 def test_whatever_a_save_can_hold(tmp_path):
     folder = tmp_path / "repo"
-    with Repository.create(folder, chunk_bytes=4096, options=SaveOptions(max_depth=3, threads=2)) as repo:
+    with Repository.create(folder, chunk_bytes=4096, options=SaveOptions(threads=2)) as repo:
         for step in range(3):
             repo.save({"values": values(), "columns": columns(), "t": tensors(step)}, run="many", step=step)
         for step, lone in enumerate((None, 5, [1, torch.ones(2000)], torch.ones(3), columns()["words"])):

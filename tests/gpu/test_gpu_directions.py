@@ -191,7 +191,7 @@ def test_long_chains(chunk_bytes, staged):
             "c": typed("uint8", (90_003,), 3, device), "d": typed("int64", (9000,), 4, device, "sparse"),
         }  # fmt: skip
 
-    twin, store, options = state_on("cpu"), MemoryStore(), SaveOptions(max_depth=12, threads=4)
+    twin, store, options = state_on("cpu"), MemoryStore(), SaveOptions(restore_cost=20.0, threads=4)
     Repository.create(store, chunk_bytes=chunk_bytes, options=options).close()
     state, wanted, depths = state_on("cuda"), [], []
     with manager(store=store, options=options) as snapshots:
@@ -221,7 +221,7 @@ def test_long_chains(chunk_bytes, staged):
 
 def test_a_full_snapshot_and_no_depth_at_all():
     state = {"w": floats(200_000, 1, "cuda")}
-    with repository(max_depth=0) as repo:
+    with repository(restore_cost=1.0) as repo:
         for step in range(3):
             assert repo.save(state, run="r", step=step).depth == 0
             wanted = facts(state)

@@ -289,7 +289,10 @@ def test_tag_of_a_forgotten_one(root):
             repository.restore("a@0")
 
 
-@pytest.mark.parametrize("options", [{"max_depth": -1}, {"max_depth": 251}, {"pack_bytes": 1}, {"threads": 0}])
+BAD_COSTS = [{"restore_cost": value} for value in (0.9, 101, float("nan"), "3", True, None)]
+
+
+@pytest.mark.parametrize("options", [*BAD_COSTS, {"pack_bytes": 1}, {"threads": 0}])
 def test_options(options):
     with pytest.raises(InvalidInputError):
         SaveOptions(**options)
@@ -590,7 +593,7 @@ def test_the_newest_of_a_run_is_not_forgotten_by_name_unless_forced(tmp_path):
         assert not repository.snapshots("a")
 
 
-@pytest.mark.parametrize("options", [{"threads": "x"}, {"pack_bytes": "1"}, {"max_depth": 1.5}, {"threads": True}])
+@pytest.mark.parametrize("options", [{"threads": "x"}, {"pack_bytes": "1"}, {"threads": True}])
 def test_options_of_other_types(options):
     with pytest.raises(InvalidInputError, match="expected an int"):
         SaveOptions(**options)

@@ -313,7 +313,7 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
         changed[7] ^= 1
         return encode(changed, *args)
 
-    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
         with monkeypatch.context() as patch:
             patch.setattr(blob, "encode", wrong)
@@ -332,7 +332,7 @@ def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeyp
 
 
 CHUNK = 4096
-ONE_PACK = SaveOptions(threads=1, pack_bytes=1 << 20, max_depth=0, verify_writes="off")
+ONE_PACK = SaveOptions(threads=1, pack_bytes=1 << 20, restore_cost=1.0, verify_writes="off")
 
 
 @pytest.fixture
@@ -442,7 +442,7 @@ def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypa
     """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
-    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
         found.save({"w": data}, run="c", step=0)
         with monkeypatch.context() as patch:

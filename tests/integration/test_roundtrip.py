@@ -125,7 +125,7 @@ chunk_sizes = st.sampled_from([64, 80, 256, 1024, 4096])
 quick = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
-OPTIONS = SaveOptions(max_depth=3, pack_bytes=16384, threads=2)
+OPTIONS = SaveOptions(pack_bytes=16384, threads=2)
 
 
 @quick

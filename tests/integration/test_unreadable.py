@@ -221,7 +221,7 @@ def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
 def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatch):
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
-    options = SaveOptions(threads=1, pack_bytes=4096, max_depth=0, verify_writes="off")
+    options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
         with monkeypatch.context() as patch:
             patch.setattr(blob, "encode", lambda source, *args: encode(source ^ np.uint8(1), *args))
@@ -523,7 +523,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
         calls.append(1)
         return encode(source ^ np.uint8(1) if len(calls) == 500 else source, *args)
 
-    options = SaveOptions(threads=1, max_depth=0, verify_writes="off")
+    options = SaveOptions(threads=1, restore_cost=1.0, verify_writes="off")
     with Repository.open(made, options=options) as found, monkeypatch.context() as patch:
         patch.setattr(blob, "encode", wrong)
         found.save({"w": data}, run="c", step=0)

@@ -15,7 +15,7 @@ import numpy as np
 from snapstore import KeepLast, Repository, SaveOptions, Snapshot
 from snapstore.storage.s3.store import S3Store
 
-OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
+OPTIONS = SaveOptions(pack_bytes=4096, threads=1)
 
 
 def values(run: str, version: int) -> dict[str, Any]:

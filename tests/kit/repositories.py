@@ -23,12 +23,13 @@ from snapstore import Repository, SaveOptions, Snapshot
 from snapstore.catalog import index
 from snapstore.check.report import CheckResult
 from snapstore.format import manifest, records
+from snapstore.format.delta_choice import ChainCosts
 from snapstore.format.keys import pack_key
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
-OPTIONS = SaveOptions(pack_bytes=4096, threads=1, max_depth=3)
+OPTIONS = SaveOptions(pack_bytes=4096, threads=1)
 Values = Callable[[str, int], Any]
 
 
@@ -67,6 +68,17 @@ def version_of(snapshot: Snapshot) -> tuple[str, int]:
         metadata = metadata["safetensors"]["origin"].split(":")
     run, version = metadata
     return run, int(version)
+
+
+def dearest(store: ObjectStore, snapshot: Snapshot) -> float:
+    """Return the cost of restoring the dearest chunk of a snapshot, as a multiple of restoring it stored full."""
+    found, refs = 1.0, list(snapshot.manifests)
+    while refs:
+        m = manifest.read(store, refs.pop(), None)
+        refs += m.header.children
+        costs = ChainCosts(m.table)
+        found = max(found, (costs.whole / costs.full).max(initial=1.0))
+    return found
 
 
 def same(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from snapstore import Repository
 from snapstore.errors import DAMAGE
 from snapstore.format import manifest
-from snapstore.rewrite.compact_plan import LiveBlobs
+from snapstore.format.delta_choice import cost
+from snapstore.rewrite.compact_plan import HEIGHT_UNITS, LiveBlobs
 
 Blob = tuple[str, int]  # pack and offset
 Chain = list[tuple[bytes, Blob, int]]  # (digest, blob, stored bytes), the newest first
@@ -44,13 +46,16 @@ def survey(repository: Repository, chosen: set[str]) -> Survey:
                 found.damaged.add(snapshot.id)
                 continue
             refs = [*m.header.children, *refs]
-            parts.append((snapshot.id, ref.sha256, _chains(m)))
-    found.kept = {chain[0][0] for _, _, chains in parts for chain in chains}
-    for snapshot_id, name, chains in parts:
-        for chain in chains:
+            parts.append((snapshot.id, ref.sha256, _chains(m), m.table.lengths.tolist()))
+    found.kept = {chain[0][0] for _, _, chains, _ in parts for chain in chains}
+    for snapshot_id, name, chains, sizes in parts:
+        for chain, size in zip(chains, sizes, strict=True):
             found.blobs.update({blob: length for _, blob, length in chain})
             if len(chain) > 1:
-                found.heights[chain[-1][0]] = max(len(chain) - 1, found.heights.get(chain[-1][0], 0))
+                full = cost(chain[-1][2], size)
+                above = sum(cost(length, size) for _, _, length in chain[:-1])
+                height = min(255, math.ceil(above / full / HEIGHT_UNITS))
+                found.heights[chain[-1][0]] = max(height, found.heights.get(chain[-1][0], 0))
         if snapshot_id in chosen - found.damaged:
             found.full[name] = [
                 row for row, chain in enumerate(chains) if len(chain) == 1 and chain[0][0] not in found.digests
@@ -60,7 +65,8 @@ def survey(repository: Repository, chosen: set[str]) -> Survey:
         else:
             found.pinned |= {blob for chain in chains for _, blob, _ in chain}
         found.digests |= {digest for chain in chains for digest, _, _ in chain}
-    whole = {chain[0][0] for _, _, chains in parts for chain in chains if all(link[0] in found.kept for link in chain)}
+    every = [chain for _, _, chains, _ in parts for chain in chains]
+    whole = {chain[0][0] for chain in every if all(link[0] in found.kept for link in chain)}
     for digest in whole & found.edges.keys():
         length, _, base, blobs, _ = found.edges[digest]
         found.edges[digest] = length, 0, base, blobs, True

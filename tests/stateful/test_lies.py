@@ -40,7 +40,7 @@ from snapstore.catalog import policy_store
 from snapstore.storage.base import ObjectInfo
 from snapstore.storage.memory import MemoryStore
 
-FULL = SaveOptions(pack_bytes=4096, threads=1, max_depth=3, verify_writes="full")
+FULL = SaveOptions(pack_bytes=4096, threads=1, verify_writes="full")
 #: One case in so many, beginning elsewhere in every run.
 EVERY = 1 if THOROUGH else 100
 

@@ -29,7 +29,7 @@ from kit.actors import Actor
 from kit.faults import CRASHES, MODES, Crash, FaultStore, one_thread
 from kit.objects import keys_of
 from kit.ranks import RankStore, part_of, save_shared
-from kit.repositories import OPTIONS, check_clean, objects_of, opened, same, save, values, version_of
+from kit.repositories import OPTIONS, check_clean, dearest, objects_of, opened, same, save, values, version_of
 from kit.samples import SEED, THOROUGH
 from kit.schedules import saving
 from kit.tally import tally
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
             snapshot = save(repository, run, step, self.count, tags=tags)
         assert snapshot.parent == parent
         assert all(snapshot.seq > known.seq for known in self.of(run, *STATES).values())
-        assert snapshot.depth <= OPTIONS.max_depth
+        assert dearest(repository.store, snapshot) <= 1.01 * OPTIONS.restore_cost
         for known in self.known.values():
             if known.run == run and known.state == "committed":
                 known.tags -= set(tags)  # a tag names one snapshot of a run
@@ -270,7 +270,7 @@ class Machine(RuleBasedStateMachine):
         assert all(isinstance(snapshot, Snapshot) and snapshot.id == found[0].id for snapshot in found), found
         assert found[0].features == ["ranks"]
         assert found[0].parent == parent
-        assert found[0].depth <= OPTIONS.max_depth
+        assert dearest(self.store, found[0]) <= 1.01 * OPTIONS.restore_cost
         for known in self.of(run).values():
             known.tags -= set(tags)
         self.learn(found[0], self.count)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from snapstore.format import delta_choice
 from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.delta_chain import Digests, Numbers
-from snapstore.format.delta_choice import is_keyframe
+from snapstore.format.delta_choice import ChainCosts
 from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.save.bases import Base, Bases, place_of
@@ -103,10 +103,11 @@ def test_manifests_are_left_as_they_were():
     assert m.table.ref_packs.tolist() == [0, 1]
 
 
-def test_depths_and_chain_bytes():
+def test_depths_and_costs():
     bases = Bases([a_base(a_manifest([1], depth=0), a_manifest([2], depth=3))])
     assert bases.depths.tolist() == [0, 3]
-    assert bases.chain_bytes.tolist() == [100, 400]
+    assert bases.costs.whole.tolist() == [100 + 512.5, 400 + 4 * 512.5]
+    assert bases.costs.full.tolist() == [612.5, 612.5]
 
 
 def test_places_come_from_the_first_base_that_has_them():
@@ -163,32 +164,78 @@ def test_the_first_base_goes_before_the_others():
     assert rows_at(bases, place, [0, 64], [64, 64]) == ([0, 1], False)
 
 
-@pytest.mark.parametrize("max_depth", [0, 1, 3, 8])
-def test_keyframes_are_spread(max_depth):
-    """Every chunk once in max_depth + 1 generations; in every generation its share of the chunks, and no more."""
-    period, chunks = max_depth + 1, 72
-    for chunk in range(chunks):
-        turns = [g for g in range(5 * period) if is_keyframe(g, chunk, max_depth)]
-        assert len(turns) == 5
-        assert set(np.diff(turns)) <= {period}
-    for generation in range(3 * period):
-        assert sum(is_keyframe(generation, c, max_depth) for c in range(chunks)) == chunks // period
+def run_of(restore_cost, delta_bytes, saves, chunks=72, full_bytes=800_000, plain_bytes=2**20):
+    """Per save, how many chunks are stored full, and what the dearest chain costs; deltas all take the same bytes."""
+    chains = [[full_bytes] for _ in range(chunks)]
+    found = []
+    for generation in range(1, saves):
+        costs = ChainCosts(a_table(chains, plain_bytes))
+        rows = np.arange(chunks)
+        grows = costs.may_grow(rows, restore_cost, generation, rows)
+        grows &= delta_choice.pays(delta_bytes, full_bytes, costs.delta_limits(rows, restore_cost))
+        chains = [[delta_bytes, *c] if grow else [full_bytes] for c, grow in zip(chains, grows.tolist(), strict=True)]
+        costs = ChainCosts(a_table(chains, plain_bytes))
+        found.append((chunks - int(grows.sum()), (costs.whole / costs.full).max(), max(map(len, chains)) - 1))
+    return found
+
+
+def a_table(chains, plain_bytes):
+    """A table of these chains, given as stored lengths, newest first."""
+    refs, counts = sum(map(len, chains)), np.array([len(c) for c in chains], np.uint16)
+    kinds = np.ones(refs, np.uint8)
+    kinds[np.cumsum(counts) - 1] = 0
+    return ChunkTable(
+        digests=np.zeros((len(chains), 16), np.uint8), ref_counts=counts, ref_kinds=kinds,
+        ref_packs=np.zeros(refs, np.uint32), ref_offsets=np.zeros(refs, np.uint64),
+        ref_lengths=np.array([length for c in chains for length in c], np.uint32),
+        ref_digests=np.zeros((refs, 16), np.uint8), ref_starts=np.zeros(refs, np.uint32),
+        ref_sizes=np.full(refs, plain_bytes, np.uint32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("restore_cost", [1.5, 2, 3.0, 10])
+@pytest.mark.parametrize("delta_bytes", [1000, 10_000, 100_000, 400_000, 760_000])
+def test_no_chain_costs_more_than_it_may(restore_cost, delta_bytes):
+    found = run_of(restore_cost, delta_bytes, 60)
+    assert max(dearest for _, dearest, _ in found) <= restore_cost
+    assert max(depth for _, _, depth in found) <= delta_choice.MAX_LINKS
+
+
+def test_a_cost_of_one_means_no_deltas():
+    assert run_of(1.0, 1, 5) == [(72, 1.0, 0)] * 4
+
+
+def test_dense_chains_are_two_deltas_deep():
+    found = run_of(3.0, 750_000, 20)
+    assert max(depth for _, _, depth in found) == 2
+    fulls = [full for full, _, _ in found]
+    assert fulls[0] == 0, "deltas are tried before anyone knows what they take"
+    assert max(fulls) <= 72 / 2
+    assert {sum(fulls[i : i + 3]) for i in range(4, 16)} == {72}, "each once in three saves"
+
+
+@pytest.mark.parametrize("delta_bytes", [100_000, 250_000, 400_000])
+def test_chunks_that_were_full_together_do_not_become_full_together_again(delta_bytes):
+    period = max(depth for _, _, depth in run_of(3.0, delta_bytes, 40)) + 1
+    found = [full for full, _, _ in run_of(3.0, delta_bytes, 6 * period)]
+    assert max(found) <= 72 / 2
+    assert sum(found[-3 * period :]) <= 3.2 * 72, "spread, but not oftener than the cost asks for"
 
 
 @pytest.mark.parametrize(
-    ("delta_bytes", "full_bytes", "chain_bytes", "expected"),
+    ("delta_bytes", "full_bytes", "limit_bytes", "expected"),
     [
         (0, 100, 100, True),
         (96.875, 100, 100, True),
         (96.9, 100, 100, False),  # saves less than 1/32
-        (50, 100, 350, True),
-        (50, 100, 351, False),  # the chain would grow beyond four full chunks
+        (50, 100, 50, True),
+        (51, 100, 50, False),  # a restore would pay too much
         (0, 0, 0, True),
         (1, 0, 0, False),
     ],
 )
-def test_pays(delta_bytes, full_bytes, chain_bytes, expected):
-    assert delta_choice.pays(delta_bytes, full_bytes, chain_bytes) is expected
+def test_pays(delta_bytes, full_bytes, limit_bytes, expected):
+    assert delta_choice.pays(delta_bytes, full_bytes, limit_bytes) is expected
 
 
 def test_chunks_of_damaged_packs_are_unknown():

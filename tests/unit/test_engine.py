@@ -103,7 +103,7 @@ def test_a_delta_is_stored_where_it_pays():
         assert header.base == (digest(base.view(np.uint8)) if expected else blob.NO_BASE)
         assert header.digest == digest(chunk)
     long_chain = EncodeJob(
-        near, digest(near), 4, planes.ROTATED, base.view(np.uint8), digest(base.view(np.uint8)), 10**6
+        near, digest(near), 4, planes.ROTATED, base.view(np.uint8), digest(base.view(np.uint8)), 1000
     )
     assert not encoded(long_chain).is_delta
 

@@ -181,10 +181,10 @@ def test_groups_of_one_key_and_of_several():
 # --- blobs and chains
 
 
-def encoded(chunk, base=None, size=2, layout=planes.ROTATED, chain_bytes=0):
+def encoded(chunk, base=None, size=2, layout=planes.ROTATED, delta_limit=10**9):
     out = np.empty(blob.bound(chunk.size, size), np.uint8)
     base_digest = b"" if base is None else digest(base)
-    return bytes(encode_chunk(EncodeJob(chunk, digest(chunk), size, layout, base, base_digest, chain_bytes), out).data)
+    return bytes(encode_chunk(EncodeJob(chunk, digest(chunk), size, layout, base, base_digest, delta_limit), out).data)
 
 
 def rebuilt(blobs, chunk, base=None):
@@ -211,8 +211,8 @@ def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
         "half of the elements and two values for them are no less than planes"
     )
     base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
-    header = blob.parse(memoryview(encoded(chunk, base, chain_bytes=10**9)), "here")
-    assert header.transform == blob.FULL, "the chain is too long"
+    header = blob.parse(memoryview(encoded(chunk, base, delta_limit=100)), "here")
+    assert header.transform == blob.FULL, "a restore would pay too much"
 
 
 def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():

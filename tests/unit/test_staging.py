@@ -90,7 +90,7 @@ def test_an_unchanged_tensor_is_no_rejected_delta(snapshots):
 
 def test_without_deltas_nothing_is_tried_and_nothing_rejected():
     store = MemoryStore()
-    options = SaveOptions(threads=2, max_depth=0)
+    options = SaveOptions(threads=2, restore_cost=1.0)
     Repository.create(store, chunk_bytes=4096, options=options).close()
     with SnapshotManager(store, run="a", options=options) as snapshots:
         for step in range(3):

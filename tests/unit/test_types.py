@@ -36,7 +36,7 @@ from snapstore import (
 
 
 def training(path: Path, state: dict[str, Any]) -> None:
-    options = SaveOptions(max_depth=3, pack_bytes=1 << 20, threads=None)
+    options = SaveOptions(restore_cost=2, pack_bytes=1 << 20, threads=None)
     with SnapshotManager(
         path, run="a", save_interval_steps=10, keep=[KeepLast(3), KeepBest("loss", n=2, mode="max")], async_save=True,
         on_busy="skip", keep_base=False, read_only=False, options=options,

@@ -234,9 +234,9 @@ def plane_entropy(base: Elements, source: Elements, layout: int) -> float:
 # -- snapstore and others: whole states
 
 
-def snapstore(before: gpu_train.State, after: gpu_train.State, max_depth: int) -> int:
+def snapstore(before: gpu_train.State, after: gpu_train.State, restore_cost: float) -> int:
     """Bytes of packs and manifests that the second save adds."""
-    with Repository.create(MemoryStore(), options=SaveOptions(max_depth=max_depth)) as repository:
+    with Repository.create(MemoryStore(), options=SaveOptions(restore_cost=restore_cost)) as repository:
         repository.save(before, run="r", step=0)
         return int(repository.save(after, run="r", step=1).stored_bytes)
 
@@ -279,8 +279,7 @@ def measure(series: str, before: gpu_train.State, after: gpu_train.State) -> dic
     """Every figure of one pair of states, as a share of the plain bytes; a coding of one kind of tensor, of theirs."""
     whole = gpu_train.nbytes(after)
     found = {
-        "snapstore": snapstore(before, after, 8) / whole,
-        "snapstore, no chunk full": snapstore(before, after, 250) / whole,
+        "snapstore": snapstore(before, after, 3) / whole,
     }
     for kind in after:
         a, b = elements_of(before, kind), elements_of(after, kind)

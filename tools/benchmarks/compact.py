@@ -32,9 +32,9 @@ from snapstore.state.arrays import as_bytes
 GOAL = 1.05
 
 
-def encoded(folder: Path, states: Sequence[Any], max_depth: int) -> int:
-    """Stored bytes of states one after the other: all full if `max_depth` is 0, else one full and deltas."""
-    with Repository.create(folder, options=SaveOptions(max_depth=max_depth)) as repository:
+def encoded(folder: Path, states: Sequence[Any], restore_cost: float) -> int:
+    """Stored bytes of states one after the other: all full if `restore_cost` is 1, else one full and deltas."""
+    with Repository.create(folder, options=SaveOptions(restore_cost=restore_cost)) as repository:
         for step, state in enumerate(states):
             repository.save(state, run="r", step=step)
         return repository.stats().stored_bytes
@@ -96,7 +96,7 @@ def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
                 continue
             stored = repository.stats().stored_bytes
             states = [repository.restore(s.ref) for s in repository.snapshots()]
-        full, delta = encoded(folder / "full", states, 0), encoded(folder / "delta", states, 250)
+        full, delta = encoded(folder / "full", states, 1), encoded(folder / "delta", states, 100)
         ratio = stored / min(full, delta)
         rows += [
             row("three full encodings", full / size, "x the state"),

@@ -84,7 +84,7 @@ class Encoding:
         """Return the kind of each plane (n, 8), and which chunks are stored as deltas (n,)."""
         full, delta = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
-        is_delta = has_base & delta_choice.pays(delta, full, self.batch.base_chain_bytes)
+        is_delta = has_base & delta_choice.pays(delta, full, self.batch.delta_limits)
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
         kinds = plane_kinds(bits, top_share, self.batch.layouts[:, None])
         # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time

@@ -369,7 +369,7 @@ def _batch_on_host(batch: EncodeBatch) -> EncodeBatch:
         batch.layouts,
         _all_on_host(batch.bases),
         batch.base_digests,
-        batch.base_chain_bytes,
+        batch.delta_limits,
     )
 
 
@@ -381,7 +381,7 @@ def _rows_of(batch: EncodeBatch, rows: Column) -> EncodeBatch:
         batch.layouts[rows],
         batch.bases.take(rows),
         batch.base_digests[rows],
-        batch.base_chain_bytes[rows],
+        batch.delta_limits[rows],
     )
 
 

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from ..state.containers import Path
+from ..state.stateful import is_stateful, state_of
 from .planner import SnapstorePlanner
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
@@ -69,7 +71,8 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     """Fill a state from a snapshot of any number of ranks. Each rank reads what it needs; nothing is communicated.
 
     Args:
-        state: its tensors are filled in place; its other values are replaced. Objects load in the order of their keys.
+        state: its tensors are filled in place; its other values are replaced. Objects with load_state_dict, also in
+            dicts, lists and `PerRank`, load their state, in the order of their keys.
         step: a step, a tag, or None for the newest.
 
     Raises:
@@ -77,11 +80,49 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     """
     name = "latest" if step is None else str(step)
     ordered = dict(sorted(state.items()))  # the order in which objects load is the same on all ranks
-    with _alone_is_meant():
+    with _alone_is_meant(), _opened(ordered):
         state_dict_loader.load(ordered, checkpoint_id=name, storage_reader=reader, no_dist=True)
     for key, value in ordered.items():
         if state[key] is not value:
             state[key] = value
+
+
+@contextmanager
+def _opened(state: dict[str, Any]) -> Iterator[None]:
+    """Put the states of objects in the place of these, and let the objects load what is then there; DCP sees to those
+    that are values of `state` itself.
+    """
+    places: list[tuple[Path, Any]] = []  # an object before what its state contains
+    try:
+        for key, value in state.items():
+            if not is_stateful(value):
+                _open_objects(value, (key,), places)
+        yield
+        for path, value in reversed(places):
+            container = _container(state, path)
+            loaded, container[path[-1]] = container[path[-1]], value
+            value.load_state_dict(loaded)
+    finally:
+        for path, value in reversed(places):
+            _container(state, path)[path[-1]] = value
+
+
+def _open_objects(container: Any, path: Path, places: list[tuple[Path, Any]]) -> None:
+    if not isinstance(container, dict | list):
+        return
+    for key in sorted(container, key=str) if isinstance(container, dict) else range(len(container)):
+        while is_stateful(container[key]):
+            places.append(((*path, key), container[key]))
+            container[key] = state_of(container[key], (*path, key))
+        _open_objects(container[key], (*path, key), places)
+
+
+def _container(state: dict[str, Any], path: Path) -> Any:
+    """Return the container of a place: DCP replaces lists."""
+    found: Any = state
+    for key in path[:-1]:
+        found = found[key]
+    return found
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import pytest
 from kit.faults import FaultStore
 from kit.objects import flip
 from kit.states import same
-from snapstore import InvalidInputError, NotFoundError, Repository, SnapshotManager
+from snapstore import InvalidInputError, NotFoundError, PerRank, Repository, RngState, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 
 torch = pytest.importorskip("torch")
@@ -379,6 +379,52 @@ def test_stateful_and_other_values_load(writer: Any, repository: Repository, rea
 
 
 # --- async saves ---
+
+
+class Loader:
+    """An object with a state; its tensor is new in each state."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": torch.arange(self.position, self.position + 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["order"].tolist() == list(range(state["position"], state["position"] + 3))
+        self.position = state["position"]
+
+
+def test_objects_below_the_top_level_load_into_their_own_shape(writer: Any, reader: Any) -> None:
+    """A tensor, a dict and an object in `PerRank`; objects in dicts and lists; they stay the objects that they are."""
+
+    def made(factor: int) -> dict[str, Any]:
+        return {
+            "own": {
+                "tensor": PerRank(torch.full((4,), float(factor))), "dict": PerRank({"a": torch.ones(2) * factor}),
+                "value": PerRank([factor]), "loader": PerRank(Loader(factor)), "rng": RngState(),
+            },
+            "loaders": {"list": [torch.ones(2) * factor, Loader(2 * factor)], "one": Loader(3 * factor)},
+            "n": factor,
+        }  # fmt: skip
+
+    state, target = made(7), made(1)
+    snap.save(state, writer, 1)
+    drawn = torch.rand(3)
+    objects = dict(target["own"]) | {"list": target["loaders"]["list"][1], "one": target["loaders"]["one"]}
+    memory = target["own"]["tensor"].value
+    snap.load(target, reader, 1)
+    found = dict(target["own"]) | {"list": target["loaders"]["list"][1], "one": target["loaders"]["one"]}
+    assert all(found[key] is one for key, one in objects.items())
+    assert memory.tolist() == [7.0] * 4
+    assert found["tensor"].value is memory
+    assert (found["dict"].value["a"].tolist(), found["value"].value) == ([7.0, 7.0], [7])
+    assert [found["loader"].value.position, found["list"].position, found["one"].position] == [7, 14, 21]
+    assert target["n"] == 7
+    assert torch.equal(torch.rand(3), drawn)
+    with pytest.raises(dcp.CheckpointException, match="Missing key"):
+        snap.load(target | {"gone": {"loader": (gone := Loader(4))}, "own": objects}, reader, 1)
+    assert (gone.position, target["own"]["loader"]) == (4, found["loader"])
 
 
 def test_an_async_save_keeps_the_values_of_its_call(writer: Any, reader: Any) -> None:

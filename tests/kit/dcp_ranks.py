@@ -739,6 +739,9 @@ def case_values_of_each_rank(world: World) -> None:
         target = blank()
         load(target, world.reader("own-values"), step)
         expect_same(target, full({"rng": {"mine": own(world.rank)}, "step": 1}))
+        target = {"rng": {"mine": PerRank(blank()["rng"]["mine"])}, "step": 0}
+        load(target, world.reader("own-values"), step)
+        expect_same(target["rng"]["mine"].value, full(own(world.rank)))
         target = blank()
         load(target, world.reader("own-values", per_rank=1), step)
         expect_same(target, full({"rng": {"mine": own(1)}, "step": 1}))

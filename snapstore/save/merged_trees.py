@@ -29,7 +29,12 @@ Alike = tuple[Sequence[int], Sequence[PartTree]]
 
 MAX_PROBLEMS = 20  # the most differences that one error names
 _ARRAYS = ("tensor", "parameter", "array", "bytes", "bytearray")
-_MAPPINGS, _SEQUENCES = ("dict", "odict"), ("list", "tuple")
+#: Where the keys and values of a mapping, the items of a sequence and the plain form of an object begin in their nodes.
+_MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
+_SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
+_OBJECTS = {"object": 4}
+_STARTS = _MAPPINGS | _SEQUENCES | _OBJECTS
+_OWN = "a value of the rank's own, which all ranks must have at this place (PerRank(None) where there is none), only"
 MAX_SHOWN = 60  # characters of a value in an error
 Path = tuple[str | int, ...]
 
@@ -85,7 +90,7 @@ class _View:
         try:
             text = repr(decode_plain(unpack_nodes(pack(self.node))))
         except FormatError:
-            text = f"{self.tag} of {len(self.node[-1])}"
+            text = f"{self.node[3]}" if self.tag in _OBJECTS else f"{self.tag} of {len(self.node[-1])}"
         return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -173,12 +178,10 @@ class _Merger:
         node, tag = views[0].node, views[0].tag
         if any(view.tensor is not None for view in views):
             return self._tensor(views, path)
-        if tag in (*_MAPPINGS, *_SEQUENCES) and all(view.tag == tag for view in views):
-            if tag in _MAPPINGS:
-                return self._mapping(views, path)
-            if len({len(view.node[1]) for view in views}) == 1:
-                items = zip(*([view.child(item) for item in view.node[1]] for view in views), strict=True)
-                return [tag, [self._merged(item, (*path, i)) for i, item in enumerate(items)]]
+        if tag in _STARTS and all(view.tag == tag for view in views):
+            at = _STARTS[tag]
+            if len({pack(view.node[:at]) for view in views}) == 1 and (found := self._below(views, at, path)):
+                return [*node[:at], *found]
         if len({pack(view.node) for view in views}) == 1:
             return node
         if tag in ("columns", *_MAPPINGS) and (merged := _union_of_columns([view.node for view in views])) is not None:
@@ -186,20 +189,31 @@ class _Merger:
         self._problem(path, views, _View.text)
         return node
 
-    def _mapping(self, views: Sequence[_View], path: Path) -> Node:
+    def _below(self, views: Sequence[_View], at: int, path: Path) -> list[Node]:
+        """Return what follows the head of the nodes of one kind, as one; []: sequences of unlike lengths."""
+        if views[0].tag in _OBJECTS:
+            return [self._merged([view.child(view.node[at]) for view in views], path)]
+        if views[0].tag in _MAPPINGS:
+            return self._mapping(views, at, path)
+        if len({len(view.node[at]) for view in views}) > 1:
+            return []
+        items = zip(*([view.child(item) for item in view.node[at]] for view in views), strict=True)
+        return [[self._merged(item, (*path, i)) for i, item in enumerate(items)]]
+
+    def _mapping(self, views: Sequence[_View], at: int, path: Path) -> list[Node]:
         found: dict[bytes, tuple[Node, list[_View]]] = {}
         for view in views:
-            for key, node in zip(view.node[1], view.node[2], strict=True):
+            for key, node in zip(view.node[at], view.node[at + 1], strict=True):
                 found.setdefault(pack(key), (key, []))[1].append(view.child(node))
         nodes = []
         for key, below in found.values():
             child = (*path, key if type(key) in (str, int) else str(key))
             if len(below) < len(views) and any(_has_own(view.node) for view in below):
-                self._problem(child, below, lambda _: "a value of the rank's own, which all ranks must have, only")
+                self._problem(child, below, lambda _: _OWN)
             nodes.append(self._merged(below, child))
-        extra = [view.child(view.node[3]) for view in views if len(view.node) > 3]
+        extra = [view.child(view.node[at + 2]) for view in views if len(view.node) > at + 2]
         metadata = [self._merged(extra, (*path, "_metadata"))] if extra else []
-        return [views[0].tag, [key for key, _ in found.values()], nodes, *metadata]
+        return [[key for key, _ in found.values()], nodes, *metadata]
 
     def _tensor(self, views: Sequence[_View], path: Path) -> Node:
         first = views[0]
@@ -222,10 +236,10 @@ def _has_own(node: Node) -> bool:
         return False
     if node[0] in ("rank", "part"):
         return bool(node[0] == "rank")
-    at = {"list": 1, "tuple": 1, "deque": 2, "dict": 2, "odict": 2, "counter": 2, "defaultdict": 3}.get(node[0])
-    if at is None:
-        return len(node) > 4 and node[0] == "object" and _has_own(node[4])
-    return any(map(_has_own, node[at]))
+    if node[0] not in _STARTS:
+        return False
+    at = _STARTS[node[0]] + (node[0] in _MAPPINGS)
+    return _has_own(node[at]) if node[0] in _OBJECTS else any(map(_has_own, node[at]))
 
 
 def _union_of_columns(nodes: Sequence[Node]) -> Node:

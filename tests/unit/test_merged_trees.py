@@ -1,6 +1,8 @@
 """Trees of ranks become one: unions of dicts, one error for all that differs, and no tensor under another's number."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -71,6 +73,31 @@ def test_stages_of_a_pipeline_become_one_state():
     same_as(merged, whole)
 
 
+@dataclass
+class Expert:
+    layers: dict
+    calls: int
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Counter, partial(defaultdict, dict), partial(Expert, calls=3)])
+def test_experts_in_any_container_become_one_state(kind):
+    """Tensors and plain values at paths that one rank has, in mappings and objects; sequences within them as well."""
+
+    def experts(*numbers):
+        found = {f"expert{i}": layer(i) | {"at": deque([i, torch.ones(i + 2)], 9), "calls": i} for i in numbers}
+        return {
+            "before": torch.zeros(7),
+            "moe": kind(found if kind is not Counter else {f"calls{i}": i for i in numbers}),
+        }
+
+    def state(*numbers):
+        return {"model": experts(*numbers), "other": {f"e{i}": Expert({"w": torch.ones(i + 1)}, i) for i in numbers}}
+
+    same_as(merge(state(0), state(1, 3), state(2)), state(0, 1, 3, 2))
+    with pytest.raises(InvalidInputError, match=r"other\.e1\.calls: 1 on rank 0, 5 on rank 1"):
+        merge(state(0, 1), {**state(1), "other": {"e1": Expert({"w": torch.ones(2)}, 5)}})
+
+
 def test_dicts_in_columns_become_one():
     first, second = {f"a{i}": i for i in range(500)}, {f"b{i}": str(i) for i in range(3)}
     (root, part) = merge({"m": {"w": torch.ones(1), "d": first}}, {"m": {"w": torch.ones(1), "d": {**second, "a7": 7}}})
@@ -107,8 +134,11 @@ def test_ties_are_counted_in_the_merged_part():
         ({"list": (1, 2)}, r"o\.list: "),
         ({"list": [1, 3]}, r"o\.list\.1: 2 on rank 0, 3 on rank 1"),
         ({"own": 3}, r"o\.own: a value of the rank's own on rank 0, 3 on rank 1"),
-        ({"own2": PerRank(1)}, r"o\.own2: a value of the rank's own, which all ranks must have, only on rank 1"),
-        ({"in": {"own3": PerRank(1)}}, r"o\.in: a value of the rank's own, which all ranks must have, only on rank 1"),
+        ({"own2": PerRank(1)}, r"o\.own2: a value of the rank's own, which all ranks must have .*, only on rank 1"),
+        (
+            {"in": {"own3": PerRank(1)}},
+            r"o\.in: a value of the rank's own, which all ranks must have .*, only on rank 1",
+        ),
     ],
 )
 def test_values_that_differ_are_named(second, told):

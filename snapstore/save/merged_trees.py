@@ -34,6 +34,12 @@ _MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
 _SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
 _OBJECTS = {"object": 4}
 _STARTS = _MAPPINGS | _SEQUENCES | _OBJECTS
+_EQUAL = "make these values equal on all ranks, or put what is each rank's own into snapstore.PerRank"
+_FLATTEN = (
+    "an optimizer's param_groups name the parameters of their rank alone: pass its state flattened, by get_state_dict("
+    "model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)), whose keys are those of the whole "
+    f"model, and restore it with keys= of this rank; {_EQUAL.replace('these', 'other')}"
+)
 _OWN = "a value of the rank's own, which all ranks must have at this place (PerRank(None) where there is none), only"
 MAX_SHOWN = 60  # characters of a value in an error
 Path = tuple[str | int, ...]
@@ -143,6 +149,7 @@ class _Merger:
 
     def __init__(self, states: Sequence[Alike]) -> None:
         self._problems: list[str] = []
+        self._has_groups = False  # whether one of them is in the groups of an optimizer
         self._places: dict[Name, int] = {}  # of each tensor among those of its merged part
         # The first of tied tensors among the merged parts, whose order may not be that of the rank that ties them.
         self._origins: dict[Name, tuple[str, int]] = {}
@@ -157,8 +164,7 @@ class _Merger:
         if self._problems:
             told, more = self._problems[:MAX_PROBLEMS], len(self._problems) - MAX_PROBLEMS
             raise InvalidInputError(
-                "the states of the ranks differ; make these values equal on all ranks, or put what is each rank's own "
-                "into snapstore.PerRank; nothing was committed",
+                f"the states of the ranks differ; {_FLATTEN if self._has_groups else _EQUAL}; nothing was committed",
                 *told,
                 *([f"and {more} more"] if more > 0 else []),
             )
@@ -170,6 +176,7 @@ class _Merger:
         return PartTree(name, self._merged(views, (name,) if name else ()), self._specs)
 
     def _problem(self, path: Path, views: Sequence[_View], text: Callable[[_View], str]) -> None:
+        self._has_groups = self._has_groups or "param_groups" in path
         told = [f"{text(view)} on {_named(view.ranks)}" for view in views[:3]]
         self._problems.append(f"{shown(path)}: {', '.join(told)}{', ...' if len(views) > 3 else ''}")
 

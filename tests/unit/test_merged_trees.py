@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from snapstore import InvalidInputError, PerRank
 from snapstore.save.inputs import inputs_of
@@ -71,6 +72,24 @@ def test_stages_of_a_pipeline_become_one_state():
         whole["optimizer"]["state"].update(one["optimizer"]["state"])
         whole[f"only{i}"] = one[f"only{i}"]
     same_as(merged, whole)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_an_optimizer_of_a_stage_must_be_flattened(flat):
+    """Its groups list the parameters of the stage: the error says what helps, and that helps."""
+
+    def stage(*numbers):
+        model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(3, 3) for i in numbers})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+
+    if flat:
+        assert {part.name for part in merge(stage(0, 1), stage(2))} == {"", "model", "optimizer"}
+        return
+    with pytest.raises(InvalidInputError, match=r"flatten_optimizer_state_dict=True\).* keys= of this rank") as raised:
+        merge(stage(0, 1), stage(2))
+    assert "optimizer.param_groups.0.params" in str(raised.value)
 
 
 @dataclass

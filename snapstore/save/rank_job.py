@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -223,8 +223,8 @@ class RankJob:
         with context.store.pinned():
             with staging.saving(inputs), out_of_memory("save", advice):
                 inputs = self._learn(context, request, staging, inputs)
-                data = RankWriter(context, lineage, self.ranks, request, inputs, staging)
-                snapshot = self._job_of(context).save(request.number, request, data)
+                with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
+                    snapshot = self._job_of(context).save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)
             self._has_failed = False
             lineage.note_saved(snapshot, data.manifests)

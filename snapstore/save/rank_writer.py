@@ -12,7 +12,7 @@ import xxhash
 
 from ..context import Context
 from ..distributed.base import Ranks, named
-from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
+from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Ref, Report
 from ..errors import IntegrityError
 from ..format.hashing import checksum
 from ..format.manifest import Manifest
@@ -27,7 +27,7 @@ from .merged_trees import merge_trees, orders_of
 from .near_children import NearChildren
 from .pipeline import commit, without_bases
 from .rank_state import decode_trees, encode_trees, rank_state
-from .root_writer import Children, read_headers, write_roots
+from .root_writer import ChildHeaders, Children, write_roots
 from .staging import Staging
 from .together import Share
 
@@ -55,6 +55,7 @@ class RankWriter:
         self._context, self._lineage, self._ranks, self._request = context, lineage, ranks, request
         self._inputs, self._staging = inputs, staging
         self._bases = Bases()
+        self._child_headers = ChildHeaders(context)
         self.headers: dict[str, bytes] = {}
         self.manifests: dict[str, Manifest] = {}
 
@@ -94,6 +95,10 @@ class RankWriter:
         """Return the path and the digest of each tensor that a group of ranks holds alike."""
         return [found for part in self._state.replica_digests for found in self._state.tensor_digests(part, group)]
 
+    def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
+        """Take the child manifests of a rank that has reported, on rank 0: their headers are read from now on."""
+        self._child_headers.start([ref.whole(rank) for ref in manifests])
+
     def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
         """Merge the trees of all ranks.
 
@@ -120,9 +125,7 @@ class RankWriter:
                 "names the ranks that hold copies; nothing was committed"
             )
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
-        others = [ref for ref in children if ref.sha256 not in self.headers]
-        headers = self.headers | read_headers(self._context, others)
-        found = Children(children, headers, orders_of(states, parts))
+        found = Children(children, self.headers | self._child_headers.result(), orders_of(states, parts))
         cached = self._lineage.cached_manifests()
         written = write_roots(self._context, session, parts, found, self._ranks.count, cached)
         self._note(written)
@@ -133,6 +136,10 @@ class RankWriter:
         roots.new_chunks += sum(report.new_chunks for report in reports)
         roots.stored_bytes += sum(report.stored_bytes for report in reports)
         return commit(session, self._request, roots, bases, self._bases.generation, [RANKS])
+
+    def close(self) -> None:
+        """Read no more headers, if this save has failed."""
+        self._child_headers.give_up()
 
     def _note(self, written: Written) -> None:
         self.headers |= written.headers

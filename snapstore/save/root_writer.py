@@ -26,31 +26,55 @@ from ..format.records import RANKS, ManifestRef
 from ..state.containers import shown
 from ..state.tree_encode import pack
 from ..text import some
-from ..threads import Threads
+from ..threads import Pending, Threads, when_dropped
 from .bases import Bases, SessionLike, load_bases
 from .chunk_writer import ChunkWriter, Rows
 from .manifest_writer import Layout, Written, add_tree, entry_of, table_of
 from .near_children import NearChildren
 from .rank_state import PartTree
 
-#: Headers that are read at once: of a large job thousands. Roots that are put at once.
-READS_AT_ONCE, PUTS_AT_ONCE = 32, 8
+#: Headers that are read at once: of a large job thousands; one process of Python sends some 600 requests a second.
+#: Roots that are put at once.
+READS_AT_ONCE, PUTS_AT_ONCE = 64, 8
+
+
+class ChildHeaders:
+    """Reads the headers of child manifests in the background, from when their ranks have reported on.
+
+    Call sequence: `start` for some manifests, again for others; `result`; at any time `give_up`.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._store, self._threads = context.store, Threads(READS_AT_ONCE)
+        self._pending: list[tuple[Sequence[ManifestRef], Pending[bytes]]] = []
+        self._given_up = False
+        when_dropped(self, self._threads.close).atexit = False
+
+    def start(self, children: Sequence[ManifestRef]) -> None:
+        """Begin to read the headers of manifests, which are durable."""
+        self._pending.append((children, self._threads.start(self._read, children)))
+
+    def result(self) -> dict[str, bytes]:
+        """Wait, and return the bytes of each child up to the end of its header, by SHA-256; nothing proves them yet.
+
+        Raises:
+            StorageError, NotFoundError, IntegrityError: one cannot be read.
+        """
+        return {ref.sha256: data for refs, found in self._pending for ref, data in zip(refs, found(), strict=True)}
+
+    def give_up(self) -> None:
+        """Begin no more reads; nobody waits for those that run."""
+        self._given_up = True
+
+    def _read(self, ref: ManifestRef) -> bytes:
+        return b"" if self._given_up else read_header(self._store, ref.key, ref.size_bytes)
 
 
 def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str, bytes]:
-    """Return the bytes of each child up to the end of its header, by SHA-256.
-
-    Raises:
-        IntegrityError: a child is not the one that its rank has reported.
-        StorageError, NotFoundError: it cannot be read.
-    """
-
-    def read(ref: ManifestRef) -> bytes:
-        return read_header(context.store, ref.key, ref.size_bytes)
-
-    with Threads(READS_AT_ONCE) as threads:
-        found = threads.start(read, children)()
-    return {ref.sha256: data for ref, data in zip(children, found, strict=True)}
+    """Return the bytes of each child up to the end of its header, by SHA-256; raises as `ChildHeaders.result`."""
+    headers = ChildHeaders(context)
+    headers.start(children)
+    return headers.result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ from .outcomes import in_save, read_committed, read_record, settle
 log = logging.getLogger("snapstore")
 #: How often a rank that writes looks whether the save was given up [s].
 LOOK_S = 0.5
+#: Rank 0 looks for the reports one by one, and then pauses for so many times as long.
+PASS_PAUSE = 20
 
 
 @dataclass(slots=True)
@@ -94,6 +96,10 @@ class DataSide(Protocol):
         Args:
             group: its id, or the end of several ids; see `Replica.group_id`.
         """
+        ...
+
+    def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
+        """Take the child manifests of another rank, which are durable; called on rank 0 once for each."""
         ...
 
     def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
@@ -223,29 +229,48 @@ class _Save:
         return self._data.commit(session, roots, list(reports.values()), ids)
 
     def _collect(self, session: Session) -> dict[int, Report]:
-        """Return the reports of all other ranks, by rank.
+        """Return the reports of all other ranks, by rank; hand each to the data side as it comes.
 
         Raises:
             RelayedError: a rank has failed.
             RanksError: a rank is silent, or too late.
         """
-        ranks, others = self._ranks, range(1, self._ranks.count)
-        keys = {rank: self._key(f"report/{rank}") for rank in others}
+        ranks, reports = self._ranks, dict[int, Report]()
+        keys = {rank: self._key(f"report/{rank}") for rank in range(1, ranks.count)}
+        next_pass = time.monotonic() + LOOK_S
 
-        def look() -> list[bytes] | None:
+        def take(rank: int, data: bytes | None) -> None:
+            if data is None:
+                return
+            report = decode(data, Report)
+            if report.manifests is None:
+                if (apart := ranks.look(self._key(f"manifests/{rank}"))) is None:
+                    return
+                report = msgspec.structs.replace(report, manifests=decode(apart, list[Ref]))
+            reports[rank] = report
+            self._data.take_report(rank, report.manifests or ())
+
+        def look() -> dict[int, Report] | None:
+            nonlocal next_pass
             self._job.answer(self._number)
-            return ranks.look_all(list(keys.values()))
+            left = [rank for rank in keys if rank not in reports]
+            found = ranks.look_all([keys[rank] for rank in left])
+            began = time.monotonic()
+            if found is not None:
+                for rank, data in zip(left, found, strict=True):
+                    take(rank, data)
+            elif began >= next_pass:  # the last ones are late: take the others meanwhile, one by one
+                for rank in left:
+                    take(rank, ranks.look(keys[rank]))
+                next_pass = time.monotonic() + max(LOOK_S, PASS_PAUSE * (time.monotonic() - began))
+            return reports if len(reports) == len(keys) else None
 
-        watch = self._watch_ranks(session, "reports", lambda: [r for r, key in keys.items() if ranks.look(key) is None])
-        found = wait_for(look, watch) if keys else []
-        reports = {rank: decode(data, Report) for rank, data in zip(others, found, strict=True)}
-        apart = {rank: self._key(f"manifests/{rank}") for rank, report in reports.items() if report.manifests is None}
-        if apart:
-            found = wait_for(lambda: ranks.look_all(list(apart.values())), watch)
-            for rank, data in zip(apart, found, strict=True):
-                reports[rank] = msgspec.structs.replace(reports[rank], manifests=decode(data, list[Ref]))
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if rank not in reports and ranks.look(key) is None]
+
+        wait_for(look, self._watch_ranks(session, "reports", missing))
         self._remove_old_keys()
-        return reports
+        return dict(sorted(reports.items()))
 
     def _digests(self, session: Session, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
         """Return the digests of the tensors of a group, by path, for each of some ranks.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kit.objects import keys_of
-from kit.ranks import LocalJob, of_all, together
+from kit.ranks import LocalJob, of_all, save_shared, together
 from kit.repositories import check_clean, created, opened
-from snapstore import InvalidInputError, RanksError
+from snapstore import InvalidInputError, NotFoundError, RanksError
 from snapstore.distributed.local import MessageFaults
+from snapstore.format.records import ManifestRef
+from snapstore.save.root_writer import READS_AT_ONCE, ChildHeaders
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -35,6 +39,69 @@ def test_messages_are_small():
         before = dict(job.ranks.sent_bytes)
         job.save("a", 1, 1)
         assert all(job.ranks.sent_bytes[rank] - before[rank] < 2048 for rank in range(3))
+
+
+class StoreOfRank:
+    """A memory store that all ranks share, as one of them sees it."""
+
+    def __init__(self, store, before):
+        self._store, self._before = store, before
+
+    def __getattr__(self, name):
+        call = getattr(self._store, name)
+        if name not in ("put", "get_range"):
+            return call
+
+        def instead(key, *args):
+            self._before(name, key)
+            return call(key, *args)
+
+        return instead
+
+
+def test_rank_0_reads_headers_while_another_rank_still_writes(monkeypatch):
+    """Rank 2 puts its manifests once rank 0 has read one of rank 1."""
+    monkeypatch.setattr("snapstore.save.together.LOOK_S", 0.02)
+    store, names, was_read, in_time = created(), set(), threading.Event(), []
+
+    def of_0(verb, key):
+        if verb == "get_range" and key in names:
+            was_read.set()
+
+    def of_1(verb, key):
+        if verb == "put" and key.startswith("manifests/"):
+            names.add(key)
+
+    def of_2(verb, key):
+        if verb == "put" and key.startswith("manifests/"):
+            in_time.append(was_read.wait(10))
+
+    found = save_shared([StoreOfRank(store, before) for before in (of_0, of_1, of_2)], "a", 0, 0)
+    assert len({snapshot.id for snapshot in found}) == 1, found
+    assert in_time
+    assert all(in_time)
+    check_clean(store)
+
+
+def test_a_save_that_is_given_up_reads_no_more_headers():
+    running, go_on, reads = threading.Event(), threading.Event(), []
+
+    def before(verb, key):
+        reads.append(key)
+        running.set()
+        go_on.wait(10)
+
+    with opened(StoreOfRank(created(), before)) as repository:
+        reads.clear()
+        ref = ManifestRef(part="", rank=1, sha256="0" * 64, header_sha256="0" * 64, size_bytes=100, logical_bytes=0)
+        headers = ChildHeaders(repository.context)
+        headers.start([ref] * 500)
+        assert running.wait(10)
+        headers.give_up()
+        go_on.set()
+        with pytest.raises(NotFoundError):
+            headers.result()
+        assert len(reads) <= READS_AT_ONCE
 
 
 @pytest.mark.parametrize("seed", range(6))

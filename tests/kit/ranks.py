@@ -57,6 +57,7 @@ class RankSide:
     def __init__(self, repository: Repository, ranks: Ranks, request: SaveRequest, state: Any) -> None:
         self._context, self._ranks, self._request, self._state = repository.context, ranks, request, state
         self.unlike_trees = False
+        self.reported: list[tuple[int, float]] = []
 
     def _parts(self, *names: str) -> list[Any]:
         own = self._ranks.rank
@@ -76,6 +77,9 @@ class RankSide:
 
     def replicas(self, group: str) -> Any:
         return [("same", b"0"), (f"model.{group}", bytes([self._ranks.rank]))]
+
+    def take_report(self, rank: int, manifests: Sequence[Any]) -> None:
+        self.reported.append((rank, time.monotonic()))
 
     def merge(self, trees: Any) -> None:
         assert sorted(rank for ranks, _ in trees for rank in ranks) == list(range(self._ranks.count))

@@ -3,13 +3,15 @@
 In: a job on paper (ranks_plan.py). Out: the seconds from the last rank's report to the committed record, on rank 0. The
 child manifests are encoded as a save encodes them, of the boxes that each rank would store; their chunks' digests are
 noise, and no pack exists. Rank 0 runs its real code: it collects the reports, reads the children's headers, writes the
-roots and creates the record.
+roots and creates the record. The store may be slow: each of its calls takes a while more, as requests to S3 do.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,24 +96,68 @@ def child_of(job: Job, rank: int, part: str, save_id: str, seed: int, pack_bytes
 
 
 class _Side(RankWriter):
-    """Rank 0's part of a save whose bytes are written already."""
+    """Rank 0's part of a save whose bytes are written already.
 
-    def __init__(self, *args: Any, trees: bytes, share: Share, reports: dict[str, bytes], others: Any) -> None:
+    Args:
+        spread_s: between the first and the last report of another rank [s].
+    """
+
+    def __init__(
+        self, *args: Any, trees: bytes, share: Share, reports: dict[str, bytes], others: Any, spread_s: float
+    ) -> None:
         super().__init__(*args)
         self._trees, self._share, self._reports, self._others = trees, share, reports, others
-        self.began = 0.0
+        self._spread_s, self.began = spread_s, 0.0
 
     def write(self, session: Session | SharedSession, *, full: bool) -> Share:
         """Let the other ranks report."""
-        for key, data in self._reports.items():
-            self._others[int(key.rpartition("/")[2])].post(key, data)
         self._note(self._share.written)
-        self.began = time.perf_counter()
+        if self._spread_s:
+            threading.Thread(target=self._report, daemon=True).start()
+        else:
+            self._report()
         return self._share
 
+    def _report(self) -> None:
+        began = time.perf_counter()
+        for number, (key, data) in enumerate(self._reports.items(), start=1):
+            due = began + self._spread_s * number / len(self._reports)
+            time.sleep(max(0.0, due - time.perf_counter()))
+            self._others[int(key.rpartition("/")[2])].post(key, data)
+        self.began = time.perf_counter()
 
-def measure(job: Job, repository: Repository, pack_bytes: int, times: int = 3) -> dict[str, Any]:
-    """Return the seconds of commits by rank 0, and the sizes of what takes part."""
+
+class _Slow:
+    """A store each call of which takes `latency_s` more [s]; as many at once as there are callers."""
+
+    def __init__(self, store: Any, latency_s: float) -> None:
+        self._store, self._latency_s = store, latency_s
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if name not in ("put", "get", "get_range", "stat", "sizes", "list", "delete", "lock", "touch", "release"):
+            return found
+
+        def slow(*args: Any, **options: Any) -> Any:
+            time.sleep(self._latency_s)
+            return found(*args, **options)
+
+        return slow
+
+
+def measure(
+    job: Job,
+    repository: Repository,
+    pack_bytes: int,
+    times: int = 3,
+    *,
+    slow: Sequence[tuple[float, float]] = (),
+) -> dict[str, Any]:
+    """Return the seconds of commits by rank 0, and the sizes of what takes part.
+
+    Args:
+        slow: (the time of a request, the time from the first report to the last) of one more commit each [s].
+    """
     context, save_id = repository.context, new_id()
     refs: dict[int, list[ManifestRef]] = {rank: [] for rank in range(job.world)}
     own, written_bytes = Written(), 0
@@ -128,15 +174,26 @@ def measure(job: Job, repository: Repository, pack_bytes: int, times: int = 3) -
         if name
     ]
     packed = encode_trees(trees)
-    request = SaveRequest("bench", 0)
     seconds = []
-    for number in range(times):
+    for number, (latency_s, spread_s) in enumerate([(0.0, 0.0)] * times + list(slow)):
         ranks = LocalRanks(job.world)
         request = SaveRequest("bench", number)
         share = Share(own, request_digests(request), xxhash.xxh3_128_digest(packed), held_bytes=_held(refs[0]))
         reports = {f"0/report/{rank}": _report(number, share, refs[rank]) for rank in refs if rank}
+        store: Any = _Slow(repository.store, latency_s) if latency_s else repository.store
+        context = replace(repository.context, store=store)
         side = _Side(
-            context, Lineage(), ranks[0], request, [], None, trees=packed, share=share, reports=reports, others=ranks
+            context,
+            Lineage(),
+            ranks[0],
+            request,
+            [],
+            None,
+            trees=packed,
+            share=share,
+            reports=reports,
+            others=ranks,
+            spread_s=spread_s,
         )
         snapshot = Saves(context, ranks[0]).save(0, request, side)
         seconds.append(time.perf_counter() - side.began)
@@ -144,7 +201,11 @@ def measure(job: Job, repository: Repository, pack_bytes: int, times: int = 3) -
     return {
         "ranks": job.world,
         "tensors": sum(map(len, job.specs.values())),
-        "seconds": seconds,
+        "seconds": seconds[:times],
+        "slow": [
+            {"request_s": latency_s, "reports_within_s": spread_s, "seconds": took}
+            for (latency_s, spread_s), took in zip(slow, seconds[times:], strict=True)
+        ],
         "report_bytes": max(map(len, reports.values())),
         "child_manifest_bytes": written_bytes,
         "root_bytes": roots,

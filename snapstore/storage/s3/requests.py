@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 #: The most open connections; further callers wait for one.
-CONNECTIONS = 32
+CONNECTIONS = 64
 
 Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" its place in the object
 

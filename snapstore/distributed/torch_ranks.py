@@ -1,7 +1,8 @@
 """TorchRanks: the ranks of a torch.distributed job, over a TCPStore of its own.
 
-In: a process group. Out: a `Ranks`. Rank 0 starts the server, in its process. The ranks meet by polling the job's own
-store: no collective is called, then or later, so a rank that does not come is an error and not a hang.
+In: a process group. Out: a `Ranks`. Rank 0 starts the server, in its process: one for each attempt of the job, so keys
+need no name of it. The ranks meet by polling the job's own store: no collective is called, then or later, so a rank
+that does not come is an error and not a hang.
 
 `check`, `get` and `set` of a TCPStore never time out while its server's process is stopped (torch 2.13). So each client
 has a thread, which makes its calls, and each call is waited for at most `silent_s`. A blocking call on the job's store
@@ -172,29 +173,28 @@ class TorchRanks:
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key, unless it is set; see `Ranks`."""
-        self._call(self._messages, lambda store: store.compare_set(self._key(key), "", value))
+        self._call(self._messages, lambda store: store.compare_set(key, "", value))
 
     def look(self, key: str) -> bytes | None:
         """Return the value of a key, or None; see `Ranks`."""
-        return self._call(self._messages, lambda store: _looked(store, self._key(key)))
+        return self._call(self._messages, lambda store: _looked(store, key))
 
     def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values of many keys, or None; see `Ranks`."""
-        names = [self._key(key) for key in keys]
-        if not names:
+        if not keys:
             return []
+        names = list(keys)
         return self._call(self._messages, lambda store: store.multi_get(names) if store.check(names) else None)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget keys; see `Ranks`."""
-        names = [self._key(key) for key in keys]
-        self._call(self._messages, lambda store: [store.delete_key(name) for name in names])
+        self._call(self._messages, lambda store: [store.delete_key(key) for key in keys])
 
     def beat(self) -> None:
         """Tell the other ranks that this one lives."""
         self._beat_count += 1
         beats = str(self._beat_count)
-        self._call(self._beats, lambda store: store.set(self._key(f"beats/{self.rank}"), beats))
+        self._call(self._beats, lambda store: store.set(f"beats/{self.rank}", beats))
 
     def silences(self, ranks: Collection[int]) -> list[float]:
         """Return how long each of some ranks has been silent [s]; see `Ranks`."""
@@ -202,9 +202,6 @@ class TorchRanks:
         if found is None:  # one has met the others and has died before its first beat
             found = [self.look(f"beats/{rank}") or b"0" for rank in ranks]
         return [self._heard.silence_s(rank, int(beats)) for rank, beats in zip(ranks, found, strict=True)]
-
-    def _key(self, key: str) -> str:
-        return f"{self.attempt}/{key}"
 
     def _call(self, client: _Client, call: Callable[[Any], T]) -> T:
         if os.getpid() != self._pid:

@@ -259,14 +259,16 @@ class _Save:
             if found is not None:
                 for rank, data in zip(left, found, strict=True):
                     take(rank, data)
-            elif began >= next_pass:  # the last ones are late: take the others meanwhile, one by one
-                for rank in left:
-                    take(rank, ranks.look(keys[rank]))
+            elif began >= next_pass:  # the last ones are late: take the others meanwhile
+                missing()
                 next_pass = time.monotonic() + max(LOOK_S, PASS_PAUSE * (time.monotonic() - began))
             return reports if len(reports) == len(keys) else None
 
         def missing() -> list[int]:
-            return [rank for rank, key in keys.items() if rank not in reports and ranks.look(key) is None]
+            for rank, key in keys.items():
+                if rank not in reports:
+                    take(rank, ranks.look(key))
+            return [rank for rank in keys if rank not in reports]
 
         wait_for(look, self._watch_ranks(session, "reports", missing))
         self._remove_old_keys()

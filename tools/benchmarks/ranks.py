@@ -35,7 +35,7 @@ SMALL = {"few": (256, 704, 4), "many": (64, 176, 40)}
 LIMIT_S = 300
 #: A share of a quarter of the small model's largest matrices has 11 chunks then; one of an 8B on 16 ranks has 14.
 RESHARDED_CHUNK_BYTES = 16 * 1024
-SECTIONS = "save,restore,reshard,reads,train,commit,scaling,job,plan"
+SECTIONS = "save,restore,reshard,reads,train,commit,wire,scaling,job,plan"
 
 
 def world(ranks: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -187,6 +187,21 @@ def commit_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -
     return [row(f"commit_ms: from the last report to the record, {ranks} ranks", value, "ms", "<= 20", value <= 20)]
 
 
+def wire_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
+    """The bytes of keys and values that a rank sends and receives over the job's store for a save, the worst rank."""
+    found = details["wire_bytes_per_rank"] = world(ranks, {"do": "wire", "shape": shape}, folder)
+    found["how"] = (
+        "counted at each rank's client of the TCPStore: keys and values of all its calls; looks: for keys that are not "
+        "there yet, at most 20 a second; median of the saves after the first two"
+    )
+    messages = warm([max(one["messages"]) for one in found["saves"]])
+    both = warm([max(a + b for a, b in zip(one["messages"], one["looks"], strict=True)) for one in found["saves"]])
+    return [
+        row(f"wire_bytes_per_rank of a save, {ranks} ranks", both, "bytes", "<= 2,048", both <= 2048),
+        row("wire_bytes_per_rank without looks for what is not there yet", messages, "bytes"),
+    ]
+
+
 def scaling_rows(folder: Path, gpus: int, details: dict[str, Any]) -> list[Row]:
     """The rate of four ranks together over that of one, each with a quarter of the cores; on two GPUs that of two."""
     ranks, cores = 2 if gpus in (2, 3) else 4, os.cpu_count() or 1
@@ -236,6 +251,7 @@ def main() -> None:
         "train": lambda at: train_rows(ranks, shapes["few"], at, details),
         "reads": lambda at: reads_rows(SMALL["few"], at, details),
         "commit": lambda at: commit_rows(4, SMALL["few"], at, details),
+        "wire": lambda at: wire_rows(4, SMALL["few"], at, details),
         "scaling": lambda at: scaling_rows(at, gpus, details),
         "job": lambda at: job_rows(details, at, quick=args.quick),
         "plan": lambda _: plan_rows(details, quick=args.quick),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
+from snapstore.distributed import torch_ranks
 from snapstore.protocol.session import Session
 from snapstore.save import together
 from snapstore.save.rank_writer import RankWriter
@@ -292,6 +293,76 @@ def measure_commits(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, A
     return times
 
 
+class CountedStore:
+    """A client of the channel's TCPStore that counts the bytes of keys and values, sent and received.
+
+    Attributes:
+        counts: "messages": of all calls but looks for keys that are not there yet; "looks": of those.
+    """
+
+    counts: ClassVar = {"messages": 0, "looks": 0}  # of this process
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def _count(self, kind: str, *data: Any) -> None:
+        self.counts[kind] += sum(len(one.encode() if isinstance(one, str) else one) for one in data)
+
+    def check(self, keys: list[str]) -> bool:
+        """Count the keys."""
+        found: bool = self._store.check(keys)
+        self._count("messages" if found else "looks", *keys)
+        return found
+
+    def get(self, key: str) -> bytes:
+        """Count key and value."""
+        found: bytes = self._store.get(key)
+        self._count("messages", key, found)
+        return found
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Count keys and values."""
+        found: list[bytes] = self._store.multi_get(keys)
+        self._count("messages", *keys, *found)
+        return found
+
+    def set(self, key: str, value: Any) -> None:
+        """Count key and value."""
+        self._count("messages", key, value)
+        self._store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, value: Any) -> bytes:
+        """Count key and values, the returned one too."""
+        found: bytes = self._store.compare_set(key, expected, value)
+        self._count("messages", key, expected, value, found)
+        return found
+
+    def delete_key(self, key: str) -> bool:
+        """Count the key."""
+        self._count("messages", key)
+        found: bool = self._store.delete_key(key)
+        return found
+
+
+def measure_wire(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of keys and values that each rank sends and receives over the job's store, for each save."""
+    connect, found = torch_ranks.TorchRanks._connect, list[dict[str, list[float]]]()
+
+    def counted(ranks: Any, place: Any) -> Any:
+        return CountedStore(connect(ranks, place))
+
+    setattr(torch_ranks.TorchRanks, "_connect", counted)  # noqa: B010
+    with SnapshotManager(folder / "repository", run="bench", **mode) as snapshots:
+        for step in range(SAVES):
+            run.train()
+            synchronize()
+            before = dict(CountedStore.counts)
+            snapshots.save(step, run.state())
+            snapshots.wait_until_finished()
+            found.append({kind: all_of(CountedStore.counts[kind] - before[kind]) for kind in before})
+    return {"saves": found}
+
+
 def measure_rate(mesh: DeviceMesh, folder: Path, task: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
     """Durable seconds of saves of as many bytes a rank, all of them new each time."""
     rows, rank = task["bytes_a_rank"] // (16 * 4096), dist.get_rank()
@@ -362,6 +433,8 @@ def measure(run: Run, folder: Path, task: dict[str, Any], mode: dict[str, Any]) 
         found |= measure_reads(run, folder)
     elif task["do"] == "commit":
         found |= measure_commits(run, folder, mode)
+    elif task["do"] == "wire":
+        found |= measure_wire(run, folder, mode)
     elif task["do"] == "train":
         found |= measure_training(run, folder, mode)
     return found

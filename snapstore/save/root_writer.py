@@ -63,7 +63,7 @@ class ChildHeaders:
         return {ref.sha256: data for refs, found in self._pending for ref, data in zip(refs, found(), strict=True)}
 
     def give_up(self) -> None:
-        """Begin no more reads; nobody waits for those that run."""
+        """Begin no more reads; nobody waits for the running ones."""
         self._given_up = True
 
     def _read(self, ref: ManifestRef) -> bytes:

@@ -35,7 +35,7 @@ SETS = range(1 << COUNT)
 
 
 class Rank(NamedTuple):
-    """What one rank knows, and where it is in the save.
+    """One rank: what it knows, and where it is in the save.
 
     Attributes:
         known: the holders of the tensor, as it was told last.
@@ -158,7 +158,7 @@ def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
 
 
 def next_save(s: State) -> Iterator[Step]:
-    """The save has ended: all go on to the next one, and those that heard of a failure are unsure."""
+    """The save has ended: all go on to the next one; after a failure they are unsure."""
     if not s.outcome or s.save == len(s.held) - 1:
         return
     for blind in range(-1, COUNT) if s.outcome == "C" else [-1]:  # a rank that cannot know that it is committed

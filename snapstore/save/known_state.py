@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
@@ -21,7 +21,8 @@ from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
 from ..state.held_array import Held
 from ..state.structure import Match, Structure
-from .inputs import PartInput, TensorInput
+from ..state.tensors import TensorSpec
+from .inputs import BoxOf, Key, PartInput, TensorInput
 from .replicas import Replica
 from .shares import Name, names_of
 
@@ -33,23 +34,29 @@ if TYPE_CHECKING:
 _WORDS = {4: "<u4", 8: "<u8"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A tensor of the state, or a box of one, as every save of the state copies it.
 
     Attributes:
-        input: of the save from which the structure was learnt, without bytes.
+        key, spec, box_of: as its `TensorInput` has them.
         row: of its tensor among the specs of the structure.
     """
 
-    input: TensorInput
+    key: Key
+    spec: TensorSpec
+    box_of: BoxOf | None
     row: int
 
     @property
     def span(self) -> tuple[int, int] | None:
         """The first row and the number of rows of a box in its tensor; None: it is all of it, or no box."""
-        of = self.input.box_of
+        of = self.box_of
         return None if of is None or not of.piece.sizes else (of.piece.first_row, of.piece.sizes[0])
+
+    def nbytes(self, whole: int) -> int:
+        """Return its size; `whole`: that of the tensor."""
+        return whole if self.box_of is None else self.spec.nbytes
 
     def offset(self, nbytes: int) -> int:
         """Return where the bytes of a box of `nbytes` begin in its tensor, if that lies in one piece."""
@@ -57,8 +64,7 @@ class _Slot:
 
     def held(self, held: Held) -> Held:
         """Return the box of a tensor."""
-        of = self.input.box_of
-        return held if of is None else of.piece.held(held)
+        return held if self.box_of is None else self.box_of.piece.held(held)
 
 
 class Group:
@@ -75,14 +81,17 @@ class Group:
         chosen = [slots[row] for row in rows]
         self.rows, self._slots = list(rows), chosen
         self.at = np.array(at, np.int64)
-        self.keys = [slot.input.key for slot in chosen]
-        self.nbytes: Column = np.array([slot.input.spec.nbytes for slot in chosen], np.int64)
-        offsets = [slot.offset(nbytes) for slot, nbytes in zip(chosen, self.nbytes.tolist(), strict=True)]
-        self.offsets: Column = np.array(offsets, np.int64)
-        self._spans = [slot.span for slot in chosen] if any(slot.span for slot in chosen) else []
+        self.keys = [slot.key for slot in chosen]
+        self.nbytes: Column = structure.nbytes[self.at]
+        self.offsets: Column = np.zeros(len(chosen), np.int64)
+        self._spans: list[tuple[int, int] | None] = []
+        if any(slot.box_of is not None for slot in chosen):
+            self.nbytes = _column(slot.nbytes(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
+            self.offsets = _column(slot.offset(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
+            self._spans = [slot.span for slot in chosen]
         self._specs = [structure.specs[slot.row] for slot in chosen]
         in_pieces = set(structure.in_pieces)
-        self._in_pieces = [i for i, k in enumerate(at) if k in in_pieces]
+        self._in_pieces = [i for i, k in enumerate(at) if k in in_pieces] if in_pieces else []
 
     def held(self, match: Match) -> Iterator[tuple[int, Held]]:
         """Yield the position and the array of each of these."""
@@ -124,6 +133,7 @@ class SmallCopies:
         place = {k: i for i, k in enumerate(hashed.at.tolist())}
         more = np.array([k not in place for k in stored.at.tolist()], bool)
         self._at = np.concatenate([hashed.at, stored.at[more]])
+        self._positions: list[int] = self._at.tolist()
         self._offsets = np.concatenate([hashed.offsets, stored.offsets[more]])
         self._nbytes = np.concatenate([hashed.nbytes, stored.nbytes[more]])
         starts = np.cumsum(self._nbytes) - self._nbytes
@@ -136,16 +146,15 @@ class SmallCopies:
         self._hashed = list(zip(starts.tolist(), (starts + hashed.nbytes).tolist(), strict=True))
 
     def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[int], Bytes]]:
-        """Copy them; return what gives the bytes to store, and the i-th ones to hash, (nbytes,) uint8 each.
+        """Hold the memory of the match. Copy these; return what gives the bytes to store, and the i-th ones to hash.
 
-        Call it before `match.confirm`, which finds memory that was resized meanwhile.
+        Both are (nbytes,) uint8. Call it before `match.confirm`, which finds memory that was resized meanwhile.
 
         Raises:
             DifferentStructureError: one has moved since the match.
         """
-        storages = match.hold(self._at)
+        match.hold(self._positions)
         together = copy_addresses(match.addresses[self._at] + self._offsets, self._nbytes)
-        del storages
         stored, hashed = self._stored, self._hashed
         return lambda: [together[first:end] for first, end in stored], lambda i: together[slice(*hashed[i])]
 
@@ -183,10 +192,13 @@ class Groups:
         for i, slot in enumerate(slots):
             self._slots_of_row[slot.row].append(i)
         groups: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for k, (row, device) in enumerate(zip(structure.rows, structure.devices, strict=True)):
+        devices = {device: (has_engine(device), device.type == "cpu") for device in set(structure.devices)}
+        columns = (structure.rows, structure.devices, structure.nbytes.tolist())
+        for k, (row, device, nbytes) in enumerate(zip(*columns, strict=True)):
+            on_device, on_host = devices[device]
             for i in self._slots_of_row.get(row, ()):
-                is_small = device.type == "cpu" and slots[i].input.spec.nbytes < INLINE_BYTES
-                rows, at = groups[device if has_engine(device) else "small" if is_small else "others"]
+                is_small = on_host and slots[i].nbytes(nbytes) < INLINE_BYTES
+                rows, at = groups[device if on_device else "small" if is_small else "others"]
                 rows.append(i)
                 at.append(k)
         made = {name: Group(structure, slots, *chosen) for name, chosen in groups.items()}
@@ -221,7 +233,7 @@ class KnownState:
         self._slots = list(_slots_of(structure, inputs))
         self._parts = [replace(part, tree=None, tensors=(), replicas=()) for part in inputs]
         self._counts = [(len(list(part.tensors)), len(part.replicas)) for part in inputs]
-        self.keys = [slot.input.key for slot in self._slots]
+        self.keys = [slot.key for slot in self._slots]
         self.copied = Groups(structure, self._slots, has_engine)
         replicas = [one for part in inputs for one in part.replicas]
         self.hashed = Groups(structure, list(_slots_of_replicas(structure, inputs)), has_engine)
@@ -240,8 +252,7 @@ class KnownState:
             copies: positions of slots, and what gives the bytes of these.
             digests: positions of replicas, and what gives the digests of the i-th of these.
         """
-        known = (slot.input for slot in self._slots)
-        tensors = [TensorInput(tensor.key, tensor.spec, None, box_of=tensor.box_of) for tensor in known]
+        tensors = [TensorInput(slot.key, slot.spec, None, box_of=slot.box_of) for slot in self._slots]
         for rows, memories in copies:
             for row, memory in zip(rows, memories(), strict=True):
                 tensors[row].copy = memory
@@ -263,8 +274,7 @@ def _slots_of(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Sl
     starts = dict(zip(structure.sizes, accumulate(structure.sizes.values(), initial=0), strict=False))
     for part in inputs:
         for position, tensor in enumerate(part.tensors):
-            template = TensorInput(tensor.key, tensor.spec, None, box_of=tensor.box_of)
-            yield _Slot(template, starts[part.key] + tensor.number(position))
+            yield _Slot(tensor.key, tensor.spec, tensor.box_of, starts[part.key] + tensor.number(position))
 
 
 def _slots_of_replicas(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Slot]:
@@ -276,4 +286,8 @@ def _slots_of_replicas(structure: Structure, inputs: Sequence[PartInput]) -> Ite
     for part in inputs:
         for replica in part.replicas:
             row = rows[replica.name]
-            yield _Slot(TensorInput(replica.name, structure.specs[row], None), row)
+            yield _Slot(replica.name, structure.specs[row], None, row)
+
+
+def _column(numbers: Iterable[int]) -> Column:
+    return np.fromiter(numbers, np.int64)

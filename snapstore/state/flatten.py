@@ -32,14 +32,14 @@ from typing import Any
 import msgspec
 
 from ..errors import UnsupportedLeafError
-from .arrays import address_of, describe, memory_key
+from .arrays import Array, address_of, describe, memory_key
 from .containers import CONTAINERS, Path, children
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
 from .sharded import Sharding, locals_of, sharding_of
 from .stateful import buffers_of, is_stateful, names_in_modules, state_of
-from .structure import Structure
+from .structure import Structure, learn
 from .tensors import Node, TensorSpec
 from .tree_encode import PLAIN, Encoder
 
@@ -91,11 +91,12 @@ def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
     return (_RankFlattener() if of_rank else _Flattener()).parts(state)
 
 
-def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part], Structure | None]:
+def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part], tuple[Structure, list[Array]] | None]:
     """Split a state into parts as `flatten` does, and learn its structure, by which a later state can be recognised.
 
     Returns:
-        The parts, and the structure, or None if the state has one that cannot be recognised.
+        The parts; and the structure, with the arrays of the state for `Structure.match_of`, or None if the state has
+        one that cannot be recognised.
     """
     flattener = _RankFlattener() if of_rank else _Flattener()
     parts = flattener.parts(state)
@@ -104,7 +105,7 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
     keys, trees = [part.key for part in parts], [part.tree for part in parts]
     specs = [[held.spec for held in part.arrays] for part in parts]
     try:
-        return parts, Structure(state, flattener.states, keys, trees, specs)
+        return parts, learn(state, flattener.states, keys, trees, specs)
     except DifferentStructureError:
         return parts, None
 

@@ -6,13 +6,12 @@ in which a match finds them (structure.py).
 
 from __future__ import annotations
 
+import marshal
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
-
-import msgspec
 
 from .arrays import Array
 from .containers import CONTAINERS, Path
@@ -94,7 +93,7 @@ class Learner:
         keys = list(value) if is_mapping else list(range(len(value)))
         values = list(value.values()) if is_mapping else list(value)
         versions = getattr(value, "_metadata", None)
-        if not are_versions(versions):
+        if not _are_versions(versions):
             raise DifferentStructureError
         noted = None if versions is None else bytes_of(versions)
         found = Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, node)
@@ -178,7 +177,7 @@ def _is_columns(node: Node) -> bool:
     return type(node) is list and node[:1] == ["columns"]
 
 
-def are_versions(metadata: Any) -> bool:
+def _are_versions(metadata: Any) -> bool:
     """Return whether `_metadata` has int values only."""
     if metadata is None:
         return True
@@ -189,6 +188,15 @@ def are_versions(metadata: Any) -> bool:
     return set(map(type, chain(metadata, names))) <= {str} and set(map(type, numbers)) <= {int}
 
 
-def bytes_of(metadata: Mapping[str, Mapping[str, int]]) -> bytes:
-    """Return bytes that are the same for the same versions in the same order."""
-    return msgspec.msgpack.encode(list(metadata.items()))
+def bytes_of(metadata: Any) -> bytes:
+    """Return bytes of a module's `_metadata`: equal for the same versions in the same order, and of the same types.
+
+    Raises:
+        DifferentStructureError: it is no OrderedDict, or has values of other types than Python's own.
+    """
+    if type(metadata) is not OrderedDict:
+        raise DifferentStructureError
+    try:
+        return marshal.dumps(list(metadata.items()), 2)  # 2: without references, which differ for equal values
+    except ValueError as error:
+        raise DifferentStructureError from error

@@ -14,8 +14,8 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter, eq, methodcaller
+from itertools import accumulate, chain
+from operator import attrgetter, eq, methodcaller, not_
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,7 +26,7 @@ from .arrays import Array, address_of, describe
 from .containers import Path
 from .held_array import Held
 from .known_shards import KnownShards
-from .learner import MAPPINGS, Container, DifferentStructureError, Learner, are_versions, bytes_of, is_own_key
+from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
@@ -60,27 +60,25 @@ class Match:
     _places: list[int]
     _storages: list[Any] = field(default_factory=list)
 
-    def hold(self, at: Column) -> list[Any]:
-        """Return the storages of some of `tensors`, which keep their memory, to be read at once and then confirmed.
+    def hold(self, at: Sequence[int]) -> None:
+        """Keep the memory of all tensors. Those at positions `at` may then be read at once, before `confirm`.
 
         Raises:
-            DifferentStructureError: one lies elsewhere.
+            DifferentStructureError: one of these lies elsewhere.
         """
-        tensors = [self.tensors[k] for k in at.tolist()]
-        storages = _storages(tensors)
-        if _addresses(tensors) != self.addresses[at].tolist():
+        self._storages = _storages(self._all)
+        firsts = self.structure._firsts
+        if not self.structure._lie_at(self._all, self._places, at if firsts is None else [firsts[k] for k in at]):
             raise DifferentStructureError
-        return storages
 
     def confirm(self) -> None:
-        """Check that the tensors have the known form, and lie where they lay at the match.
+        """Check, after `hold`, that the tensors have the known form, and lie where they lay at the match.
 
         Raises:
             DifferentStructureError: one does not.
         """
         known = self.structure
-        self._storages = _storages(self._all)  # then their addresses are asked again
-        if not known._has_form(self._all) or not known._lie_at(self._all, self._places):
+        if not known._has_form(self._all) or not known._lie_at(self._all, self._places, known._all_places):
             raise DifferentStructureError
 
 
@@ -88,9 +86,9 @@ class Structure:
     """The containers of a state, and the form of its arrays.
 
     Args:
-        state: as it was flattened.
-        states: what `state_dict` returned, by the id of its object.
-        keys, trees, specs: of its parts. Specs of sharded tensors are those of the local tensors.
+        root, own_counts: as the learner found them; how many values of its own each part of a rank has.
+        arrays, rows: of the state, and the positions of their specs.
+        sizes, specs: of its parts.
 
     Attributes:
         specs: of all parts, in order.
@@ -102,38 +100,31 @@ class Structure:
         in_pieces: positions in `rows` of tensors that are strided, or views with other values.
 
     Raises:
-        DifferentStructureError: the state has containers or ties that cannot be recognised.
+        DifferentStructureError: the state has ties that cannot be recognised, or is no longer as its specs say.
     """
 
     def __init__(
         self,
-        state: Any,
-        states: Mapping[int, Any],
-        keys: Sequence[str],
-        trees: Sequence[Node],
-        specs: Sequence[Sequence[TensorSpec]],
+        root: Container,
+        own_counts: Mapping[str, int],
+        arrays: Sequence[Array],
+        rows: Sequence[int],
+        sizes: Mapping[str, int],
+        specs: Sequence[TensorSpec],
     ) -> None:
-        self.specs = [spec for part in specs for spec in part]
-        self.sizes = dict(zip(keys, map(len, specs), strict=True))
-        starts = dict(zip(keys, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
-        by_key = dict(zip(keys, trees, strict=True))
-        learner = Learner(states, by_key, starts)
-        root = learner.learn(state, trees[0], (), "")
-        if root is None:
-            raise DifferentStructureError  # there are no arrays
-        self._root = root
-        self._own_counts = {key: len(tree[1]) for key, tree in by_key.items() if is_own_key(key)}
+        self._root, self._own_counts, self.sizes, self.specs = root, own_counts, sizes, specs
         try:
-            self._sharded = KnownShards(learner.arrays)
-            arrays = self._sharded.localize(learner.arrays)
+            self._sharded = KnownShards(arrays)
+            local = self._sharded.localize(list(arrays))
         except ValueError as error:
             raise DifferentStructureError from error
-        self._note_arrays(arrays, learner.rows, starts)
+        self._note_arrays(local, rows)
 
-    def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int], starts: Mapping[str, int]) -> None:
+    def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int]) -> None:
         batched = [_is_batched(array) for array in arrays]
         self._batched = [i for i, is_batched in enumerate(batched) if is_batched]
         self._others = [(i, rows[i]) for i, is_batched in enumerate(batched) if not is_batched]
+        starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
         ties = [(row, self.specs[row].tie) for row in rows]
         memories = [row if tie is None else starts[tie[0]] + tie[1] for row, tie in ties]
         used = Counter(memories)
@@ -146,16 +137,25 @@ class Structure:
         self.rows = list(first)
         self._firsts = None if len(first) == len(self._batched) else list(first.values())
         tensors = [arrays[i] for i in self._batched]
-        self._places = _addresses(tensors)
+        self._places: list[int] = []  # of the last match
         self._all_places = list(range(len(tensors)))
         self._properties = [list(map(take, tensors)) for take in _PROPERTIES]
+        dtypes, shapes, _, strides, *views = self._properties
+        specs = [self.specs[rows[i]] for i in self._batched]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
+        if shapes != [spec.shape for spec in specs] or [names[dtype] for dtype in dtypes] != [s.dtype for s in specs]:
+            raise DifferentStructureError  # it has changed since
+        self._guards = _guards(tensors, shapes, strides)
         self._devices = [tensor.device for tensor in tensors]
-        self._extents = np.array([_extent(tensor) for tensor in tensors], np.int64)
-        self._guards = _guards(tensors)
-        chosen = [tensors[k] for k in first.values()]
-        self.devices = [tensor.device for tensor in chosen]
-        self.nbytes = np.array([tensor.nbytes for tensor in chosen], np.int64)
-        self.in_pieces = [k for k, tensor in enumerate(chosen) if not _lies_in_one_piece(tensor)]
+        nbytes: list[int] = list(map(attrgetter("nbytes"), tensors))
+        in_one_piece = [tensor.is_contiguous() for tensor in tensors]
+        extents = [n if whole else _extent(t) for t, n, whole in zip(tensors, nbytes, in_one_piece, strict=True)]
+        self._extents = np.array(extents, np.int64)
+        chosen = list(first.values())
+        self.devices = [self._devices[k] for k in chosen]
+        self.nbytes = np.array([nbytes[k] for k in chosen], np.int64)
+        is_odd = list(map(max, map(not_, in_one_piece), *views))  # a conjugated view has other values in its memory
+        self.in_pieces = [i for i, k in enumerate(chosen) if is_odd[k]]
 
     # -- match
 
@@ -170,6 +170,14 @@ class Structure:
         trees: dict[str, Node] = {key: ["own", [None] * count] for key, count in self._own_counts.items()}
         self._match(self._root, state, arrays, trees, [])
         trees[""] = self._root.node
+        return self.match_of(arrays, trees)
+
+    def match_of(self, arrays: list[Array], trees: dict[str, Node]) -> Match:
+        """Return the match of a state by its arrays, in the order of its containers, and the trees of its parts.
+
+        Raises:
+            DifferentStructureError: the arrays have another structure, or one that must be looked at more closely.
+        """
         try:
             arrays = self._sharded.localize(arrays)
         except ValueError as error:
@@ -186,7 +194,9 @@ class Structure:
     def _locate(self, tensors: Sequence[Any]) -> list[int]:
         """Return addresses of tensors whose known bytes lie within their storages, tied as is known."""
         try:
-            if self._lie_at(tensors, self._places):  # as at the last match, which has looked at the storages
+            if self._places and self._lie_at(
+                tensors, self._places, self._all_places
+            ):  # as at the last match, which has looked at the storages
                 return self._places
             storages = _storages(tensors)
             places = _addresses(tensors)
@@ -202,12 +212,12 @@ class Structure:
         self._places = places
         return places
 
-    def _lie_at(self, tensors: Sequence[Any], places: Sequence[int]) -> bool:
-        """Return whether tensors begin at these addresses."""
-        at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if tensors else None
+    def _lie_at(self, tensors: Sequence[Any], places: Sequence[int], at: Sequence[int]) -> bool:
+        """Return whether the tensors at positions `at` begin at these addresses."""
+        at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if at else None
         if at_once is None:
-            return _addresses(tensors) == places
-        return bool(at_once(tensors, places, self._all_places))
+            return _addresses([tensors[k] for k in at]) == [places[k] for k in at]
+        return bool(at_once(tensors, places, at))
 
     def _has_form(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the known properties."""
@@ -287,6 +297,37 @@ class Structure:
         return others
 
 
+def learn(
+    state: Any,
+    states: Mapping[int, Any],
+    keys: Sequence[str],
+    trees: Sequence[Node],
+    specs: Sequence[Sequence[TensorSpec]],
+) -> tuple[Structure, list[Array]]:
+    """Learn the structure of a state.
+
+    Args:
+        state: as it was flattened.
+        states: what `state_dict` returned, by the id of its object.
+        keys, trees, specs: of its parts. Specs of sharded tensors are those of the local tensors.
+
+    Returns:
+        The structure, which keeps no array; and the arrays of this state, for `Structure.match_of`.
+
+    Raises:
+        DifferentStructureError: the state has containers or ties that cannot be recognised, or has changed.
+    """
+    sizes, by_key = dict(zip(keys, map(len, specs), strict=True)), dict(zip(keys, trees, strict=True))
+    starts = dict(zip(keys, accumulate(sizes.values(), initial=0), strict=False))
+    learner = Learner(states, by_key, starts)
+    root = learner.learn(state, trees[0], (), "")
+    if root is None:
+        raise DifferentStructureError  # there are no arrays
+    own_counts = {key: len(tree[1]) for key, tree in by_key.items() if is_own_key(key)}
+    of_all = [spec for part in specs for spec in part]
+    return Structure(root, own_counts, learner.arrays, learner.rows, sizes, of_all), learner.arrays
+
+
 def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:
     """Put a rank's own value among those of its part; `part`: it is all of that part."""
     trees[key][1][number] = node
@@ -330,15 +371,15 @@ def _extent(tensor: Any) -> int:
     return int((1 + last) * tensor.dtype.itemsize)
 
 
-def _guards(tensors: Sequence[Any]) -> Any:
+def _guards(tensors: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
     """Return torch's own check of the form of many tensors at once, by which torch.compile knows its inputs; or None.
 
     It is not public. If it is missing, or says no, each property is compared.
     """
     try:
         kind = sys.modules["torch"]._C._dynamo.guards.TensorGuards
-        shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-        guards = kind(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        dims = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
+        guards = kind(*tensors, **dims)
         return guards if guards.check(*tensors) else None
     except Exception:  # noqa: BLE001  whatever another release of torch raises
         return None
@@ -354,9 +395,7 @@ def _check_versions(known: Container, value: Any) -> None:
     """Check what an OrderedDict has beside keys and values."""
     attributes = dict(value.__dict__)
     versions = attributes.pop("_metadata", None)
-    if attributes or (versions is None) != (known.versions is None) or not are_versions(versions):
-        raise DifferentStructureError
-    if versions is not None and bytes_of(versions) != known.versions:
+    if attributes or (None if versions is None else bytes_of(versions)) != known.versions:
         raise DifferentStructureError
 
 

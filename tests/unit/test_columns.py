@@ -122,7 +122,7 @@ def test_a_known_structure_gives_the_columns_that_flatten_gives():
         large = [(first, "x"), *((i, str(i)) for i in range(400))]
         return {"model": {"w": torch.ones(3), "seen": large}, "rows": large, "names": {"a": large, "lr": first}}
 
-    _, structure = flatten_and_learn(state(0))
+    _, (structure, _) = flatten_and_learn(state(0))
     for first in (1, 2.5):
         match = structure.match(state(first))
         match.confirm()

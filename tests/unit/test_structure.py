@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from snapstore import InvalidInputError, SnapshotManager
 from snapstore.engine.registry import Engines
+from snapstore.save import staging as staging_module
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.learner import DifferentStructureError
@@ -177,7 +178,7 @@ def test_tied_tensors_stay_tied_and_are_told_from_others():
 
 
 def test_a_tensor_that_moves_while_it_is_recognised():
-    _, structure = flatten_and_learn({"w": A.clone(), "v": B.clone()})
+    _, (structure, _) = flatten_and_learn({"w": A.clone(), "v": B.clone()})
     state = {"w": A.clone(), "v": B.clone()}
     match = structure.match(state)
     state["w"].data = B.clone()
@@ -201,6 +202,19 @@ def test_an_interrupt_leaves_no_structure(monkeypatch):
     assert not twice.again(state)
 
 
+class Once:
+    """A state of tensors, counted."""
+
+    def __init__(self, counting):
+        self._counting = counting
+
+    def state_dict(self):
+        self._counting.n += 1
+        return {"t": B}
+
+    def load_state_dict(self, state): ...
+
+
 class Counting:
     """Another state at every call."""
 
@@ -212,6 +226,28 @@ class Counting:
         return {"n": self.n, "t": torch.full((3,), float(self.n))}
 
     def load_state_dict(self, state): ...
+
+
+def test_a_first_save_asks_an_object_for_its_state_once():
+    counting = Counting()
+    twice = Twice({"w": A.clone(), "a": Once(counting)})
+    assert recognised(twice.staging)
+    assert counting.n == 2, "once by the copy, and once by the comparison"
+
+
+def test_a_tensor_that_changes_before_the_first_copy(monkeypatch):
+    """Between the walk and the copy: it is compared with what the walk described."""
+    state = {"w": A.clone(), "v": B.clone()}
+    real = staging_module.flatten_and_learn
+
+    def changed(value, **options):
+        done = real(value, **options)
+        state["w"].resize_(1)
+        return done
+
+    monkeypatch.setattr(staging_module, "flatten_and_learn", changed)
+    with pytest.raises(InvalidInputError, match=r"^w: was changed while it was saved"):
+        Staging(Engines(0, threads=1)).copy_state(state)
 
 
 def test_an_object_that_is_in_the_state_twice():

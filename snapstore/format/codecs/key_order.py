@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Bytes, Column
+from ..planes import scratch
 
 #: An order in which more elements change their places is sorted again.
 MOST_MOVES = 1000
@@ -18,17 +19,25 @@ MOST_MOVES = 1000
 Elements = npt.NDArray[np.unsignedinteger]
 
 
-def keys_of(base: Elements, layout: int) -> Bytes:
-    """Return the key of every element: the byte of the base in the highest plane (layout 1), or 0."""
+def keys_of(elements: Elements, layout: int) -> Bytes:
+    """Return the key of every element, its byte in the highest plane (layout 1) or 0; valid until the next call."""
+    keys = scratch.room("keys", elements.size)
     if not layout:
-        return np.zeros(base.size, np.uint8)
-    bits = 8 * base.itemsize
-    rotated = base >> (bits - 9) if bits > 8 else base << 1 | base >> 7
-    return rotated.astype(np.uint8)
+        keys[:] = 0
+        return keys
+    bits = 8 * elements.itemsize
+    shifted = scratch.room("shifted", elements.nbytes).view(elements.dtype)
+    np.right_shift(elements, bits - 9 if bits > 8 else 7, out=shifted)
+    if bits == 8:
+        np.bitwise_or(shifted, elements << 1, out=shifted)
+    np.copyto(keys, shifted, casting="unsafe")
+    return keys
 
 
 class KeyOrder:
     """The elements of a chunk in the order of their keys, then of their positions; it follows a chain link by link.
+
+    A thread has one at a time: the next one takes its memory.
 
     To sort them takes longer than to apply a link, which gives few of them another key.
 
@@ -44,13 +53,16 @@ class KeyOrder:
         self._layout = layout
         self._shift = 24 if elements.size <= 1 << 24 else 40
         self._dtype: np.dtype[Any] = np.dtype(np.uint32 if self._shift == 24 else np.uint64)
-        self._names = np.arange(elements.size, dtype=self._dtype)  # key << shift | position, ascending
+        self._rooms = [scratch.room(f"names {i}", elements.size * self._dtype.itemsize) for i in (0, 1)]
+        self._names = self._rooms[0].view(self._dtype)  # key << shift | position, ascending
+        np.copyto(self._names, keys_of(elements, layout))
+        np.left_shift(self._names, self._shift, out=self._names)
+        np.bitwise_or(self._names, np.arange(elements.size, dtype=self._dtype), out=self._names)
         if layout:
-            self._names |= self._first_name(keys_of(elements, layout))
             self._names.sort()
         firsts = self._first_name(np.arange(256, dtype=np.uint8))
         self.starts: Column = np.append(np.searchsorted(self._names, firsts), elements.size).astype(np.int64)
-        self._news: tuple[Column, Bytes, Bytes] | None = None
+        self._news: tuple[Column, Elements, Elements] | None = None
 
     def _first_name(self, keys: Bytes) -> Elements:
         names: Elements = keys.astype(self._dtype) << self._dtype.type(self._shift)
@@ -58,28 +70,30 @@ class KeyOrder:
 
     def positions(self, numbers: Column | slice) -> Column:
         """Return where the elements with these numbers lie in the chunk."""
-        found: Column = (self._names[numbers] & self._dtype.type((1 << self._shift) - 1)).astype(np.int64)
+        found: Column = self._names[numbers] & self._dtype.type((1 << self._shift) - 1)
         return found
 
     def members(self, first_key: int, last_key: int) -> Column:
         """Return the positions of the elements of a group, ascending."""
-        found = self.positions(slice(self.starts[first_key], self.starts[last_key + 1]))
-        return np.sort(found) if self.is_mixed(first_key, last_key) else found
+        return np.sort(self.positions(slice(self.starts[first_key], self.starts[last_key + 1])))
 
-    def is_mixed(self, first_key: int, last_key: int) -> bool:
-        """Return whether a group has elements of several keys, so that its order is not this one."""
-        return int((np.diff(self.starts[first_key : last_key + 2]) > 0).sum()) > 1
+    def mixed(self, first_keys: Column, last_keys: Column) -> npt.NDArray[np.bool_]:
+        """Return which groups have elements of several keys, so that their members are not in this order."""
+        present = np.append(0, np.cumsum(np.diff(self.starts) > 0))
+        several: npt.NDArray[np.bool_] = present[last_keys + 1] - present[first_keys] > 1
+        return several
 
     def note(self, at: Column, before: Elements, after: Elements) -> None:
         """Note new values of elements at distinct positions, for `settle`: the newest link of a chain needs none."""
         if self._layout:
-            self._news = at, keys_of(before, self._layout), keys_of(after, self._layout)
+            self._news = at, before, after
 
     def settle(self) -> None:
         """Give the elements that were noted their new places."""
         if self._news is None:
             return
-        at, before, after = self._news
+        at, *news = self._news
+        before, after = (keys_of(elements, self._layout).copy() for elements in news)
         self._news = None
         moved = np.flatnonzero(before != after)
         before, after, at = before[moved], after[moved], at[moved].astype(self._dtype)
@@ -100,4 +114,5 @@ class KeyOrder:
                 begin = end + 1
             else:
                 pieces.append(come[i - len(gone) : i - len(gone) + 1])
-        self._names = np.concatenate([*pieces, self._names[begin:]])
+        self._rooms.reverse()
+        self._names = np.concatenate([*pieces, self._names[begin:]], out=self._rooms[0].view(self._dtype))

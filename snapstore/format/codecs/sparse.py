@@ -13,12 +13,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Bytes, Column
 from ...errors import IntegrityError
+from ..planes import scratch
 from . import zstd
 from .key_order import Elements, KeyOrder, keys_of
 
@@ -85,7 +87,7 @@ def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block
     """
     zigzag, before = (array.view(f"u{element_size}") for array in (difference, base))
     keys = keys_of(before, layout)
-    at = np.flatnonzero(zigzag != 0)
+    at = np.flatnonzero(np.not_equal(zigzag, 0, out=_mask_room(zigzag.size)))
     last_keys = _last_keys(np.bincount(keys[at], minlength=256), np.bincount(keys[::SAMPLED], minlength=256))
     of_key = np.searchsorted(last_keys, np.arange(256)).astype(np.uint8)
     group_of = of_key[keys[at]]
@@ -128,11 +130,17 @@ def _last_keys(changed: Column, sampled: Column) -> list[int]:
 
 
 def _mask(keys: Bytes, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Return which keys lie in a range, its last one included."""
-    if last - first == 255:
-        return np.ones(keys.size, bool)
-    mask: npt.NDArray[np.bool_] = keys == first if first == last else keys - np.uint8(first) <= last - first
+    """Return which keys lie in a range, its last one included; valid until the next call."""
+    mask = _mask_room(keys.size)
+    if first == last:
+        np.equal(keys, first, out=mask)
+    else:
+        np.less_equal(keys - np.uint8(first), last - first, out=mask)
     return mask
+
+
+def _mask_room(size: int) -> npt.NDArray[np.bool_]:
+    return scratch.room("mask", size).view(bool)
 
 
 def _ranks(members: npt.NDArray[np.bool_], at: Column) -> tuple[Column, int]:
@@ -167,8 +175,7 @@ def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
     gaps = np.diff(changed, prepend=-1) - 1
     kinds = np.minimum(zigzag - zigzag.dtype.type(1), OTHER).astype(np.int64)
     # half of the quotients are below 4
-    middle = len(gaps) // 2
-    shift = max(0, int(np.partition(gaps, middle)[middle]).bit_length() - 2) if len(gaps) else 0
+    shift = max(0, int(_median(gaps)).bit_length() - 2) if len(gaps) else 0
     quotients = gaps >> shift
     symbols = (3 * np.minimum(quotients, GAP_ESCAPE) + kinds).astype(np.uint8)
     escapes = quotients[quotients >= GAP_ESCAPE].astype("<u4").tobytes()
@@ -180,11 +187,16 @@ def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
 def _encode_values(values: Elements) -> tuple[int, Bytes, list[bytes]]:
     """Return the shift of values, their symbols, and [their low bytes, escaped quotients]."""
     size = values.itemsize
-    low_bytes = min(size - 1, max(0, int(np.median(values)).bit_length() - 1) // 8) if values.size else 0
+    low_bytes = min(size - 1, max(0, int(_median(values)).bit_length() - 1) // 8) if values.size else 0
     quotients = values >> values.dtype.type(8 * low_bytes)
     low = values.astype(f"<u{size}").view(np.uint8).reshape(-1, size)[:, :low_bytes].tobytes()
     escapes = quotients[quotients >= VALUE_ESCAPE].astype(f"<u{size}").tobytes()
     return 8 * low_bytes, np.minimum(quotients, VALUE_ESCAPE).astype(np.uint8), [low, escapes]
+
+
+def _median(values: Column) -> Any:
+    """Return the middle one of values, of two the greater."""
+    return np.partition(values, values.size // 2)[values.size // 2]
 
 
 def _pack_bits(values: Column, bits: int) -> bytes:
@@ -447,17 +459,12 @@ def _decode_values(symbols: Bytes, values: _Symbols, widths: Column, low: _Low, 
 
 def _positions(groups: npt.NDArray[np.void], order: KeyOrder, ranks: Column) -> tuple[Column, list[Column]]:
     """Return the positions of the elements with these ranks, and of all elements of each dense group."""
-    last_keys = groups["last_key"].tolist()
-    first_keys = [0, *(key + 1 for key in last_keys[:-1])]
+    last_keys = groups["last_key"].astype(np.int64)
+    first_keys = np.append(0, last_keys[:-1] + 1)
     counts = groups["gaps"].astype(np.int64)
     found = order.positions(ranks + np.repeat(order.starts[first_keys], counts))
-    dense, end = [], 0
-    for first_key, last_key, count, shift in zip(
-        first_keys, last_keys, counts.tolist(), groups["gap_shift"].tolist(), strict=True
-    ):
-        begin, end = end, end + count
-        if shift == DENSE:
-            dense.append(order.members(first_key, last_key))
-        elif count and order.is_mixed(first_key, last_key):
-            found[begin:end] = order.members(first_key, last_key)[ranks[begin:end]]
-    return found, dense
+    is_dense, ends = groups["gap_shift"] == DENSE, np.cumsum(counts)
+    for i in np.flatnonzero((counts > 0) & order.mixed(first_keys, last_keys)).tolist():
+        own = slice(ends[i] - counts[i], ends[i])
+        found[own] = order.members(first_keys[i], last_keys[i])[ranks[own]]
+    return found, [order.members(first_keys[i], last_keys[i]) for i in np.flatnonzero(is_dense).tolist()]

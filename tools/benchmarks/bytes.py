@@ -107,12 +107,18 @@ def chunks(before: Arrays, after: Arrays) -> Iterator[tuple[Elements, Elements]]
 
 
 def zigzag(base: Elements, chunk: Elements) -> Elements:
-    """Wrapped differences of the floats as ordered integers: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Differences as snapstore stores them."""
+    found, after = np.empty_like(base), np.ascontiguousarray(chunk)
+    planes.difference(after.view(np.uint8), base.view(np.uint8), base.itemsize, found.view(np.uint8))
+    return found
+
+
+def in_order(base: Elements, chunk: Elements) -> Elements:
+    """The same of integers in the order of the floats: those of negative floats are turned over."""
     signed = np.dtype(f"i{base.itemsize}")
     top, low = 8 * base.itemsize - 1, np.iinfo(signed).max
-    a, b = (x.view(signed) ^ ((x.view(signed) >> top) & low) for x in (base, chunk))
-    found: Elements = (((b - a) << 1) ^ ((b - a) >> top)).view(base.dtype)
-    return found
+    a, b = ((x.view(signed) ^ ((x.view(signed) >> top) & low)).view(base.dtype) for x in (base, chunk))
+    return zigzag(a, b)
 
 
 def exponents(base: Elements) -> npt.NDArray[np.uint8]:
@@ -210,6 +216,7 @@ RL_CODINGS: dict[str, Callable[[Elements, Elements], float]] = {
     "entropy: which changed, given the exponent": lambda a, b: given_exponent(a, a != b),
     "entropy: integer difference, given the exponent": lambda a, b: given_exponent(a, zigzag(a, b)),
     "XOR planes, best codec a plane": lambda a, b: coded_planes(a ^ b, planes.ROTATED),
+    "integer difference, planes": lambda a, b: coded_planes(zigzag(a, b), planes.BYTES),
     "gaps and XORs, zstd literals": gaps_and_xors,
     "gaps and differences, zstd literals": gaps_and_values,
     "gaps and differences, best zstd level": lambda a, b: smallest(gaps_and_values, a, b),
@@ -219,6 +226,7 @@ PRETRAIN_CODINGS: dict[str, Callable[[Elements, Elements], float]] = {
     "full, planes": lambda a, b: coded_planes(b, planes.ROTATED),
     "XOR planes": lambda a, b: coded_planes(a ^ b, planes.ROTATED),
     "integer difference, planes": lambda a, b: coded_planes(zigzag(a, b), planes.BYTES),
+    "the same in the order of the floats": lambda a, b: coded_planes(in_order(a, b), planes.BYTES),
     "entropy of XOR, given the exponent: by plane": lambda a, b: plane_entropy(a, a ^ b, planes.ROTATED),
     "entropy of the difference, given the exponent: by plane": lambda a, b: plane_entropy(
         a, zigzag(a, b), planes.BYTES

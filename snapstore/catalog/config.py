@@ -17,7 +17,7 @@ from ..format import manifest, records
 from ..format.chunking import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ..format.hashing import new_seed
 from ..format.manifest import ManifestHeader
-from ..format.records import Config
+from ..format.records import Config, ManifestList
 from ..storage.base import ObjectStore
 from ..text import strip_hint
 from .read_twice import tried
@@ -129,16 +129,20 @@ def _reconstruct(store: ObjectStore) -> Config | None:
 def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
     """Yield the header of every manifest that is there and can be read."""
     for info in store.list("manifests/"):
-        header = tried(store, partial(read_manifest_header, store, info.key, info.size_bytes))
-        if header is not None:
+        header = tried(store, partial(read_unproven, store, info.key, info.size_bytes))
+        if isinstance(header, ManifestHeader):
             yield header
 
 
-def read_manifest_header(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader:
-    """Return the header of a manifest that no record vouches for.
+def read_unproven(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader | ManifestList:
+    """Return the header of a manifest, or the list of manifests, for which no record vouches.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: it is missing or damaged.
         StorageError: it cannot be read.
     """
-    return manifest.decode_header(manifest.read_header(store, key, size_bytes), key)
+    first = bytes(store.get_range(key, 0, min(manifest.HEADER_READ_BYTES, size_bytes)))
+    if records.is_list(first):
+        data = first if len(first) == size_bytes else store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
+        return records.decode(data, ManifestList, key)
+    return manifest.decode_header(manifest.read_header(store, key, size_bytes, first), key)

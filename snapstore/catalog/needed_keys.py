@@ -31,14 +31,13 @@ def all_needed_keys(
     """Yield every snapshot with its `needed_keys`, or with the error of a manifest. Headers are read in parallel."""
     headers = index.headers(ref for snapshot in snapshots for ref in snapshot.manifests)
     for snapshot in snapshots:
-        keys: set[str] = set()
+        keys = set(snapshot.named_keys)
         first_error: SnapstoreError | None = None
-        for ref in snapshot.manifests:
+        for _ in snapshot.manifests:
             header = next(headers)
             if isinstance(header, SnapstoreError):
                 first_error = first_error or header
             else:
-                keys.add(ref.key)
                 keys.update(child.key for child in header.children)
                 keys.update(map(pack_key, header.pack_names))
         yield snapshot, first_error or keys

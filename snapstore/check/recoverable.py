@@ -12,14 +12,14 @@ from functools import partial
 
 import msgspec
 
-from ..catalog.config import read_manifest_header
+from ..catalog.config import read_unproven
 from ..catalog.read_twice import tried
 from ..context import Context
 from ..format import manifest, records
-from ..format.keys import parse_record_key, record_key
+from ..format.keys import manifest_key, parse_record_key, record_key
 from ..format.manifest import Manifest
 from ..format.rank_checks import read_children
-from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
 from ..format.tensor_layout import check_layouts
 from ..storage.base import ObjectStore
 from .damaged_packs import check_tree
@@ -101,7 +101,7 @@ def _after(context: Context, scan: RecordScan, earlier: Snapshot, revision: int)
 def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, str] | None:
     """Return the record of a snapshot of which only manifests and packs are left."""
     stand = stand_in(key)
-    sizes = _manifests_of(context.store, scan, stand.id)
+    sizes, manifest_list = _manifests_of(context, scan, stand.id)
     read = partial(_read_manifests, context, sizes)
     found = tried(context.store, read) if sizes else None
     if found is None:
@@ -114,6 +114,7 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
         state=COMMITTED,
         seq=_free_seq(context.store, scan, key),
         manifests=refs,
+        manifest_list=manifest_list,
         tags=[tag],
         created=context.store.stat(key).modified_s,
         depth=max(m.header.depth for m in manifests),
@@ -150,17 +151,25 @@ def _read_manifests(context: Context, sizes: Mapping[str, int]) -> tuple[list[Ma
     return refs, [*roots, *children]
 
 
-def _manifests_of(store: ObjectStore, scan: RecordScan, save_id: str) -> dict[str, int]:
-    """Return key -> size of the manifests whose headers name a save, in the order of ranks and parts [bytes]."""
-    known = {ref.key for snapshot in scan.ruling.values() for ref in snapshot.manifests}
+def _manifests_of(context: Context, scan: RecordScan, save_id: str) -> tuple[dict[str, int], str]:
+    """Return (key -> size of the manifests of a save in the order of ranks and parts [bytes], SHA-256 of their list).
+
+    The list of manifests says them, or else their headers, which then all name the save.
+    """
+    store, sizes = context.store, scan.sizes
+    known = {ref.key: ref for snapshot in scan.ruling.values() for ref in snapshot.manifests}
     found: list[tuple[int, int, str]] = []
-    for key, size in scan.sizes.items():
-        if not key.startswith("manifests/") or key in known:
+    for key, size in sizes.items():
+        if not key.startswith("manifests/"):
             continue
-        header = tried(store, partial(read_manifest_header, store, key, size))
-        if header is not None and header.save_id.hex() == save_id:
-            found.append((header.rank, header.sequence, key))
-    return {key: scan.sizes[key] for _, _, key in sorted(found)}
+        read = partial(read_unproven, store, key, size)
+        head = tried(store, partial(context.index.header, known[key]) if key in known else read)
+        if head is None or head.save_id.hex() != save_id:
+            continue
+        if isinstance(head, ManifestList):
+            return {name: sizes.get(name, 0) for name in map(manifest_key, head.sha256s)}, head.sha256
+        found.append((head.rank, head.sequence, key))
+    return {key: sizes[key] for _, _, key in sorted(found)}, ""
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:

@@ -21,16 +21,17 @@ from ..errors import (
     DAMAGE,
     CapabilityError,
     FormatError,
+    IntegrityError,
     NotFoundError,
     SnapstoreError,
     StorageError,
     UnknownFormatError,
 )
 from ..format import manifest
-from ..format.keys import pack_key, quarantined_names, record_key
+from ..format.keys import manifest_key, pack_key, quarantined_names, record_key
 from ..format.manifest import Manifest, manifest_name
 from ..format.rank_checks import RankCheck, check_roots
-from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestRef, Snapshot, decode
+from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestList, ManifestRef, Snapshot, decode
 from ..format.tensor_layout import check_layouts
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
@@ -54,6 +55,7 @@ class ScanResult:
         need: damaged pack -> ids of all snapshots that refer to it.
         affected: snapshot id -> SHA-256 of those of its manifests that refer to damaged packs.
         without_manifest: id -> why, of the snapshots that lack a manifest.
+        without_list: ids of the snapshots whose list of manifests is missing or damaged.
         recovered: packs in quarantine that are whole, or gone and needed by no snapshot.
         found_again: ids of the snapshots that a note says lack a manifest, and that lack none or are collected.
     """
@@ -64,6 +66,7 @@ class ScanResult:
     need: Mapping[str, set[str]]
     affected: Mapping[str, Sequence[str]]
     without_manifest: Mapping[str, str]
+    without_list: frozenset[str]
     recovered: frozenset[str]
     found_again: frozenset[str]
 
@@ -108,6 +111,7 @@ class _ObjectScanner:
                 self._packs.condemn(key, offset)
         self._unknown: set[str] = set()  # ids of snapshots that this release or this machine cannot read in full
         self._without_manifest: dict[str, str] = {}
+        self._without_list: set[str] = set()
         self._affected: dict[str, list[str]] = {}
         self._need: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that refer to it
         self._damages: dict[str, set[str]] = {}  # damaged pack -> ids of the snapshots that lose chunks by it
@@ -134,6 +138,7 @@ class _ObjectScanner:
             need=self._need,
             affected=self._affected,
             without_manifest=self._without_manifest,
+            without_list=frozenset(self._without_list),
             recovered=frozenset(recovered),
             found_again=frozenset(found_again),
         )
@@ -264,7 +269,8 @@ class _ObjectScanner:
                 # While its chunks were rebuilt, the snapshot was rewritten and a gc deleted the old packs.
                 self._ruling[snapshot.id] = now
                 return self._scan_snapshot(now) if now.state in _STATES else set()
-        needed = {ref.key for ref in snapshot.manifests}
+        needed = set(snapshot.named_keys)
+        self._check_list(snapshot)
         for ref, m in found:
             needed.update(child.key for child in m.header.children)
             keys = [pack_key(name) for name in m.header.pack_names]
@@ -285,6 +291,23 @@ class _ObjectScanner:
             except FormatError as error:
                 self._report_manifest(snapshot, snapshot.key, error)
         return needed
+
+    def _check_list(self, snapshot: Snapshot) -> None:
+        """Report a list of manifests that is missing or damaged, or that is not the snapshot's."""
+        if not snapshot.manifest_list:
+            return
+        key = manifest_key(snapshot.manifest_list)
+        try:
+            names = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), ManifestList, key)
+            if (names.snapshot.hex(), names.sha256s) != (snapshot.id, [ref.sha256 for ref in snapshot.manifests]):
+                raise IntegrityError(f"{key}: lists other manifests than {snapshot.key}")
+        except UnknownFormatError as error:
+            self._findings.problem("manifest", key, f"{snapshot.ref}: {error}", command="")
+        except (*DAMAGE, StorageError) as error:
+            why = read_failure(self._store, key, error) if isinstance(error, StorageError) else error
+            self._without_list.add(snapshot.id)
+            text = f"{snapshot.ref}: its list of manifests: {strip_hint(why)}; it restores, but gcs may not run without"
+            self._findings.problem("manifest", key, text)
 
     def _newest_revision(self, snapshot: Snapshot) -> Snapshot:
         """Return the revision that rules now; a rewrite, a repair or a gc may have added one since the scan began."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from ..text import counted
 from . import layout, open_maps
-from .chunk_table import ChunkTable
+from .chunk_table import COLUMNS, ChunkTable
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .keys import manifest_key, sha256_names
 from .open_maps import NONE_UNKNOWN, Unknown
@@ -103,7 +103,12 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Manifest:
-    """A whole manifest in memory; `unknown` has the sections that this release does not know."""
+    """A whole manifest in memory.
+
+    Attributes:
+        unknown: the sections that this release does not know.
+        ref: its reference; None: nobody has asked for it.
+    """
 
     header: ManifestHeader
     tree: Any
@@ -111,6 +116,7 @@ class Manifest:
     inline: bytes
     table: ChunkTable
     unknown: Sequence[layout.Unknown] = ()
+    ref: ManifestRef | None = None
 
     @property
     def own_packs(self) -> dict[str, int]:
@@ -118,6 +124,32 @@ class Manifest:
         used = np.flatnonzero(np.bincount(self.table.ref_packs)).tolist()
         names, sizes = self.header.pack_names, self.header.pack_size_list
         return {names[number]: sizes[number] for number in used}
+
+    @property
+    def content(self) -> bytes:
+        """Return everything but its chunks, packed: compared as bytes, a NaN equals itself."""
+        return msgspec.msgpack.encode((self.tree, self.tensors, self.inline))
+
+    def says_the_same(self, other: Manifest) -> bool:
+        """Return whether two manifests differ in nothing but the session and the record that they were written for.
+
+        Then either may stand for the other, in any record. One with keys or sections that this release does not know
+        is like no other.
+        """
+        if not np.array_equal(self.table.digests, other.table.digests):
+            return False
+        headers = [self.header, other.header]
+        packs = [dict(zip(header.pack_names, header.pack_size_list, strict=True)) for header in headers]
+        of_writer = {"save_id": b"", "snapshot": b"", "revision": 0, "sequence": 0}
+        places: dict[str, Any] = {"packs": b"", "pack_sizes": b"", "sections": []}  # packs in any order
+        alike = [msgspec.structs.replace(header, **of_writer, **places) for header in headers]
+        if alike[0] != alike[1] or packs[0] != packs[1] or self.header.unknown or self.unknown or other.unknown:
+            return False
+        numbers = {name: number for number, name in enumerate(packs[1])}
+        renumber = np.array([numbers[name] for name in packs[0]] or [0], np.uint32)
+        table = replace(self.table, ref_packs=renumber[self.table.ref_packs])
+        columns = ((getattr(table, name), getattr(other.table, name)) for name in COLUMNS)
+        return all(np.array_equal(*pair) for pair in columns) and self.content == other.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +308,13 @@ def header_bytes(data: bytes) -> bytes:
     return data[: layout.header_end(data, "manifest")]
 
 
-def read_header(store: ObjectStore, key: str, size_bytes: int) -> bytes:
-    """Read a manifest's bytes up to the end of its header, with one or two ranged reads; nothing proves them yet."""
-    data = store.get_range(key, 0, min(HEADER_READ_BYTES, size_bytes))
+def read_header(store: ObjectStore, key: str, size_bytes: int, first: bytes | memoryview = b"") -> bytes:
+    """Read a manifest's bytes up to the end of its header, with one or two ranged reads; nothing proves them yet.
+
+    Args:
+        first: the first `HEADER_READ_BYTES`, or all of it, if they are known.
+    """
+    data = first or store.get_range(key, 0, min(HEADER_READ_BYTES, size_bytes))
     end = layout.header_end(data, key)
     if end > size_bytes:
         raise IntegrityError(f"{key}: prefix and header of {end} bytes in a manifest of {size_bytes}")
@@ -352,6 +388,7 @@ def checked(data: bytes, ref: ManifestRef, digest_seed: int | None) -> Manifest:
     if digest_seed is not None:
         check_seed(m.header, digest_seed, ref.key)
     _check_sizes(m, ref.key)
+    m.ref = ref
     return m
 
 

@@ -5,6 +5,7 @@ In: typed structs. Out: checksummed bytes, and back (docs/format.md, "Envelope")
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import struct
 from collections.abc import Iterable
@@ -106,6 +107,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         state: "committed", "aborted", "forgotten" or "swept".
         parent: id of the snapshot, of any run, that this one goes on from.
         bases: ids of the snapshots whose packs this one uses.
+        manifest_list: SHA-256 of its `ManifestList`; "": all manifests were written for this snapshot.
         created: seconds since the epoch, by the writer's clock.
         generation: 0, or the first base's generation plus one.
         depth: length of the longest delta chain.
@@ -127,6 +129,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     bases: list[str] = []
     manifests: list[ManifestRef] = []
+    manifest_list: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
     tags: list[str] = []
     metrics: dict[str, float] = {}
     metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # decoded when asked for
@@ -151,6 +154,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Return the key of this revision in the store."""
         return record_key(self.run, self.step, self.id, self.revision)
+
+    @property
+    def named_keys(self) -> list[str]:
+        """Return the keys of the objects that the record names: its manifests, and their list if it has one."""
+        keys = [ref.key for ref in self.manifests]
+        return [*keys, manifest_key(self.manifest_list)] if self.manifest_list else keys
 
     @property
     def metadata(self) -> Any:
@@ -281,6 +290,51 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
         return f"gc/{self.id}.lost"
 
 
+class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifests of a snapshot, some of which were written for other snapshots. It is the snapshot's own object.
+
+    Without it a gc could not tell that its listings lack the record of a snapshot that has stored nothing else.
+
+    Attributes:
+        save_id: id of the session.
+        snapshot, revision: the record that it was written for.
+        manifests: SHA-256 of the manifests that the record names, in its order.
+    """
+
+    save_id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    snapshot: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    revision: Count
+    manifests: bytes
+
+    @classmethod
+    def of(cls, save_id: str, made_for: MadeFor, refs: Iterable[ManifestRef]) -> ManifestList:
+        """Return the list of some manifests, written by the session `save_id`."""
+        names = bytes.fromhex("".join(ref.sha256 for ref in refs))
+        return cls(
+            save_id=bytes.fromhex(save_id), snapshot=made_for.snapshot, revision=made_for.revision, manifests=names
+        )
+
+    @property
+    def sha256s(self) -> list[str]:
+        """Return the names of the manifests."""
+        return sha256_names(self.manifests)
+
+    @property
+    def made_for(self) -> MadeFor:
+        """Return the record that it was written for."""
+        return MadeFor(self.snapshot, self.revision)
+
+    @property
+    def sha256(self) -> str:
+        """Return the name under which it lies among the manifests."""
+        return hashlib.sha256(encode(self)).hexdigest()
+
+    @property
+    def key(self) -> str:
+        """Return the list's key in the store."""
+        return manifest_key(self.sha256)
+
+
 _KINDS: dict[type, int] = {
     Config: 1,
     Snapshot: 2,
@@ -291,10 +345,11 @@ _KINDS: dict[type, int] = {
     Done: 7,
     Quarantine: 8,
     Lost: 9,
+    ManifestList: 10,
 }
 _ENCODER = msgspec.msgpack.Encoder()
-T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost)
-SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost
+T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost, ManifestList)
+SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost | ManifestList
 
 
 def key_of(value: SmallObject) -> str:
@@ -405,6 +460,11 @@ def _check_sizes(snapshot: Snapshot, key: str) -> None:
         raise UnknownFormatError(f"{key}: two manifests of one part and rank")
     if RANKS in snapshot.features and any(ref.rank for ref in snapshot.manifests):
         raise UnknownFormatError(f"{key}: of several ranks, and names a manifest of another rank than 0")
+
+
+def is_list(data: bytes | memoryview) -> bool:
+    """Return whether the first bytes of an object among the manifests are those of a `ManifestList`."""
+    return bytes(data[:5]) == b"SNAP" + bytes([_KINDS[ManifestList]])
 
 
 def highest_seq(seqs: Iterable[int]) -> int:

@@ -85,6 +85,7 @@ def stats(context: Context) -> StatsResult:
     for snapshot in view.snapshots():
         result.snapshots += 1
         result.logical_bytes += snapshot.logical_bytes
+        needed.update(snapshot.named_keys)
         for ref, read in all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)):
             needed.add(ref.key)
             needed.update(map(pack_key, read.header.pack_names))

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
+from ..catalog.history import View
 from ..context import Context
 from ..errors import (
     AlreadyExistsError,
@@ -104,6 +107,20 @@ def revise(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
         )
     context.index.add(revision)
     return revision
+
+
+def is_ruling(view: View, snapshot: Snapshot) -> bool:
+    """Return whether a revision is still the highest one of its record."""
+    ruling = view.get(snapshot.id)
+    return ruling is not None and ruling.key == snapshot.key
+
+
+def same_content(now: Snapshot | None, before: Snapshot) -> bool:
+    """Return whether a record is as it was, except for copies that failed attempts of ours have created (commit.py)."""
+    if now is None:
+        return False
+    copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)
+    return records.encode(copy) == records.encode(before)  # in bytes a NaN equals itself
 
 
 def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:

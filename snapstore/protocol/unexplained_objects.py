@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from ..catalog.config import read_unproven
 from ..catalog.history import View
 from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import read_twice, tried
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
-from ..format import manifest, pack
+from ..format import pack
 from ..format.keys import pack_key
+from ..format.manifest import ManifestHeader
 from ..format.records import FORGOTTEN, MadeFor
 from ..storage.base import ObjectStore
 from ..text import counted, some
@@ -91,7 +93,7 @@ def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], ses
     known = _read_origins.get(context.index, {})
     _read_origins[context.index] = {key: known[key] for key in known.keys() & sizes.keys()}
     left = set(sizes)
-    left -= {ref.key for snapshot in view.snapshots(states=None) for ref in snapshot.manifests}
+    left -= {key for snapshot in view.snapshots(states=None) for key in snapshot.named_keys}
     for _, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         if not isinstance(keys, SnapstoreError):
             left -= keys
@@ -135,10 +137,11 @@ def _read_origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None
         if key.startswith("packs/"):
             head = read_twice(store, partial(pack.read_header, store, key))
             return Origin(head.save_id.hex(), head.made_for)
-        data = read_twice(store, partial(manifest.read_header, store, key, size_bytes))
-        header = manifest.decode_header(data, key)
-        named = frozenset(map(pack_key, header.pack_names)) | {child.key for child in header.children}
-        return Origin(header.save_id.hex(), header.made_for, named)
+        found = read_twice(store, partial(read_unproven, store, key, size_bytes))
+        named = frozenset[str]()
+        if isinstance(found, ManifestHeader):
+            named = frozenset(map(pack_key, found.pack_names)) | {child.key for child in found.children}
+        return Origin(found.save_id.hex(), found.made_for, named)
     except NotFoundError:
         return None
     except DAMAGE:  # or of a later release

@@ -22,14 +22,18 @@ from ..catalog.read_twice import tried
 from ..check.damaged_packs import DamagedPacks, lost_rows, unbuilt
 from ..chunks import limits
 from ..context import Context
-from ..errors import DAMAGE, CapabilityError, IntegrityError
+from ..errors import DAMAGE, CapabilityError, ConflictError, IntegrityError
 from ..format import blob
 from ..format.chunk_table import MAX_CHAIN
 from ..format.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
-from ..format.keys import pack_key
+from ..format.keys import pack_key, record_key
 from ..format.manifest import Manifest, manifest_name
 from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
+from ..protocol.commit import Claim
+from ..protocol.revisions import is_ruling
 from ..rewrite.base import Part, Rewriting, Target, Work, moved, target_of
+from ..rewrite.roots import Written
+from ..rewrite.shared_manifests import put_list
 from ..rewrite.stored_blobs import batches, stored_of
 from ..text import counted
 
@@ -233,6 +237,10 @@ class Healer(Rewriting):
                 raise error
             raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
 
+    def shared(self, work: Work, parts: Sequence[Part]) -> Written:
+        """Return none: each snapshot's own plan tells what of it stays lost."""
+        return {}
+
     def begin(self, work: Work, parts: Sequence[Part]) -> None:
         """Find the new chains of all parts, by packs that stay."""
         self._usable = self.staying(work, self._packs_of_chains())
@@ -333,6 +341,23 @@ class Healer(Rewriting):
             raise lack
         rows = list(chains)
         return {rows[number] for number in failed}
+
+
+def renew_list(context: Context, snapshot: Snapshot) -> Snapshot:
+    """Publish the next revision of a snapshot, with a new list of its manifests; return it.
+
+    Raises:
+        ConflictError: another process has revised it.
+        StorageError: the store failed.
+    """
+    key = record_key(snapshot.run, snapshot.step, snapshot.id, snapshot.revision + 1)
+    with Claim(context, key, Healer.verb, lambda _: snapshot.revised()) as claim:
+        if not is_ruling(context.index.refresh(), snapshot):
+            raise ConflictError("another process has revised it")
+        name = put_list(context, claim, snapshot.manifests, {})
+        revision = claim.publish(snapshot.revised(manifest_list=name))
+    context.index.add(revision)
+    return revision
 
 
 def _digests(found: Iterable[bytes]) -> Digests:

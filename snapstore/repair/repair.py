@@ -10,7 +10,8 @@ each complete by itself:
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that a snapshot needs: from now on no save builds on
                  it, and no gc deletes it. The pack itself does not change. PUT gc/<id>.lost for every snapshot that
                  lacks a manifest: from now on no policy counts it
-    heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records
+    heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records; so it is
+                 with snapshots whose list of manifests is damaged
     drop         only on request: forget what stays damaged
     purge        only on request: leave packs in quarantine that no snapshot needs to gc
     index        rebuild it, unless the store is older: then only the index knows what vanished, and keeps gc from it
@@ -63,7 +64,7 @@ from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
 from ..text import strip_hint
-from .heal import Healer
+from .heal import Healer, renew_list
 from .report import RepairAction, RepairResult
 
 log = logging.getLogger("snapstore")
@@ -133,6 +134,7 @@ class _Repair:
         self._quarantine()
         self._note_lost()
         self._heal()
+        self._renew_lists()
         if drop:
             self._drop()
         if purge:
@@ -424,6 +426,15 @@ class _Repair:
         report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
+
+    def _renew_lists(self) -> None:
+        """Write lists of manifests again that are missing or damaged, unless their snapshots were healed just now."""
+        lost = {snapshot.id for snapshot, _ in self._report.lost}
+        for name in sorted(self._scan.without_list - self._records.outdated - lost):
+            snapshot = self._ruling[name]
+            if snapshot.state in _STATES and snapshot.manifest_list == self._scan.records.ruling[name].manifest_list:
+                message = f"{snapshot.ref}: its list of manifests is written again"
+                self._do("record", snapshot.key, message, partial(renew_list, self._context, snapshot))
 
     # -- drop, purge
 

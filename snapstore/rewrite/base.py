@@ -35,7 +35,7 @@ from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, ConflictError, FormatError, IntegrityError
-from ..format import manifest, records
+from ..format import manifest
 from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Chain, Key, Link, Place, table_of
 from ..format.keys import pack_key, quarantined_names, record_key
@@ -43,8 +43,9 @@ from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import RANKS, ManifestRef, Snapshot
 from ..protocol.commit import Claim
-from ..protocol.revisions import retry_conflicts
+from ..protocol.revisions import is_ruling, retry_conflicts, same_content
 from .roots import Written, new_roots
+from .shared_manifests import Replacements, beside, put_list
 from .stored_blobs import Stored, lengths_of, names_of
 
 log = logging.getLogger("snapstore")
@@ -149,6 +150,7 @@ class Rewriting(ABC):
         self.failed: list[tuple[Snapshot, str]] = []
         self.made: dict[Key, tuple[int, int]] = {}
         self.sizes: dict[str, int] = {}
+        self._replacements = Replacements(context)
         self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
         self._places: dict[Key, Place] = {}  # of blobs that this run has made or shared
 
@@ -175,6 +177,11 @@ class Rewriting(ABC):
 
     def foresee(self, parts: Sequence[Part]) -> None:  # noqa: B027 (some know their numbers already)
         """Note what a dry run would write of one snapshot."""
+
+    def shared(self, work: Work, parts: Sequence[Part]) -> Written:
+        """Return the manifests of earlier snapshots of this run that the snapshot is to name in place of its own."""
+        refs = [*work.ruling.manifests, *(part.ref for part in parts)]
+        return self._replacements.usable(work.view, work.marked, refs, lambda packs: self.safe(work, packs))
 
     def published(self, work: Work) -> None:
         """Let later snapshots build on the blobs that `work` has packed: its snapshot refers to them now."""
@@ -234,7 +241,7 @@ class Rewriting(ABC):
             raise
         except DAMAGE as error:
             self._view = None
-            if _same_content(self._latest_view().get(ruling.id), ruling):
+            if same_content(self._latest_view().get(ruling.id), ruling):
                 raise
             raise ConflictError(str(error)) from error
         (self.skipped if revision is ruling else self.rewritten).append(revision)
@@ -287,7 +294,7 @@ class Rewriting(ABC):
             marked = claim.marked()
             self._require_known_quarantine(claim.quarantined)
             view = self.index.refresh()
-            if not _is_ruling(view, ruling):
+            if not is_ruling(view, ruling):
                 raise ConflictError("another process has revised it")
             packs = PackUploader(claim, self._pack_bytes, max(p.manifest.header.chunk_bytes for p in parts))
             work = Work(claim, ruling, packs, view, marked)
@@ -299,13 +306,14 @@ class Rewriting(ABC):
                     self.engine.give_back(buffer)
             if not written:
                 return ruling
-            headers = {ref.sha256: manifest.header_bytes(data) for ref, data in written.values()}
+            headers = {ref.sha256: manifest.header_bytes(data) for ref, data in written.values() if data}
             revision = self._revised(work, parts, written, headers)
-            sizes = {ref.key: len(data) for ref, data in written.values()}
+            sizes = {ref.key: len(data) for ref, data in written.values() if data}
             claim.confirm(sizes | dict(zip(map(pack_key, packs.names), packs.sizes, strict=True)))
             self._require_known_quarantine(self._list_quarantined())
             claim.publish(revision)
         self.index.add(revision, headers)
+        self._replacements.note(revision, written)
         self.made.update(_lengths(work))
         self.published(work)
         log.info(
@@ -319,19 +327,24 @@ class Rewriting(ABC):
         return revision
 
     def _revised(self, work: Work, parts: Sequence[Part], written: Written, headers: dict[str, bytes]) -> Snapshot:
-        """Return the next revision of a record, which names the new manifests."""
+        """Return the next revision of a record, which names the new manifests; put their list if it needs one."""
         ruling = work.ruling
         refs = [written[ref.sha256][0] if ref.sha256 in written else ref for ref in ruling.manifests]
         before = {ref.sha256: ref.size_bytes for ref in (*ruling.manifests, *(part.ref for part in parts))}
         grown = sum(after - before for before, after in _lengths(work).values())
-        grown += sum(ref.size_bytes - before[old] for old, (ref, _) in written.items())
-        depths = [manifest.decode_header(headers[ref.sha256], ref.key).depth for ref, _ in written.values()]
+        grown += sum(ref.size_bytes - before[old] for old, (ref, data) in written.items() if data)
+        depths = [manifest.decode_header(headers[sha256], "manifest").depth for sha256 in headers]
+        depths += [self.index.header(ref).depth for ref, data in written.values() if not data]
         depths += [part.manifest.header.depth for part in parts if part.ref.sha256 not in written]
         if RANKS in ruling.features:
             depths += [self._depth(ref, ruling) for ref in refs if ref.sha256 not in headers]
         elif len(parts) < len(refs):  # the depths of the other manifests are not known one by one
             depths.append(ruling.depth)
-        return ruling.revised(manifests=refs, stored_bytes=max(0, ruling.stored_bytes + grown), depth=max(depths))
+        name = ""
+        if ruling.manifest_list or len(headers) < len(written):
+            name = put_list(self.context, work.claim, refs, written)
+        stored_bytes = max(0, ruling.stored_bytes + grown)
+        return ruling.revised(manifests=refs, manifest_list=name, stored_bytes=stored_bytes, depth=max(depths))
 
     def _depth(self, ref: ManifestRef, ruling: Snapshot) -> int:
         """Return the depth of a root manifest; of one that is lost, the snapshot's."""
@@ -354,6 +367,9 @@ class Rewriting(ABC):
 
     def _write_all(self, work: Work, parts: Sequence[Part]) -> Written:
         """Put the blobs that have no place yet, then the manifests; all are durable on return."""
+        shared = self.shared(work, parts)
+        replaced = beside(self.index, work.ruling, shared)
+        parts = [part for part in parts if part.ref.sha256 not in replaced]
         self.begin(work, parts)
         targets: list[tuple[Part, Target]] = []
         for part in parts:
@@ -366,8 +382,9 @@ class Rewriting(ABC):
         self.sizes.update(zip(work.packs.names, work.packs.sizes, strict=True))
         places = work.places | work.new_places()
         written = {part.ref.sha256: self._new_manifest(work.claim, part, target, places) for part, target in targets}
+        written |= shared
         written |= new_roots(self.index, self.manifest_of, work.claim, work.ruling, written)
-        for durable in [work.packs.start_put(ref.key, data) for ref, data in written.values()]:
+        for durable in [work.packs.start_put(ref.key, data) for ref, data in written.values() if data]:
             durable()
         work.claim.heartbeat()
         return written
@@ -396,7 +413,7 @@ class Rewriting(ABC):
         )
         data = manifest.encode(contents)
         new = manifest.decode(data, part.ref.key)
-        if _content(new) != _content(m) or not np.array_equal(new.table.digests, m.table.digests):
+        if new.content != m.content or not np.array_equal(new.table.digests, m.table.digests):
             raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
         return msgspec.structs.replace(manifest.ref_of(data), unknown=part.ref.unknown), data
 
@@ -477,21 +494,3 @@ def places_of(part: Part) -> list[Place]:
 def _lengths(work: Work) -> dict[Key, tuple[int, int]]:
     """Return the stored bytes of every blob that `work` has packed, before and after."""
     return {key: (work.before[key], length) for key, (_, _, length) in work.new.items()}
-
-
-def _content(m: Manifest) -> bytes:
-    """Return everything in a manifest but its chunks, packed: compared as bytes, a NaN equals itself."""
-    return msgspec.msgpack.encode((m.tree, m.tensors, m.inline))
-
-
-def _same_content(now: Snapshot | None, before: Snapshot) -> bool:
-    """Return whether a record is as it was, except for copies that failed attempts of ours have created (commit.py)."""
-    if now is None:
-        return False
-    copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)
-    return records.encode(copy) == records.encode(before)  # in bytes a NaN equals itself
-
-
-def _is_ruling(view: View, snapshot: Snapshot) -> bool:
-    ruling = view.get(snapshot.id)
-    return ruling is not None and ruling.key == snapshot.key

@@ -19,7 +19,8 @@ from ..format.manifest import Manifest
 from ..format.records import RANKS, ManifestRef, Snapshot
 from ..protocol.commit import Claim
 
-#: The manifests that a session has written, by the SHA-256 of the one that each replaces, with their bytes.
+#: The manifests that a revision names in place of others, by the SHA-256 of the one that each replaces, with their
+#: bytes; b"": it was written for another snapshot of the run (shared_manifests.py).
 Written = dict[str, tuple[ManifestRef, bytes]]
 
 
@@ -33,7 +34,7 @@ def new_roots(
 
     Args:
         read: returns a whole manifest.
-        written: the new children, and roots over new tables that still name the old children.
+        written: the new children, roots over new tables that still name the old children, and new roots without bytes.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a root of a new child, or a child that stays beside one, is missing
@@ -48,6 +49,9 @@ def new_roots(
             lost.append(error)
             continue
         of_root = {ref.sha256, *(child.sha256 for child in old)}
+        if ref.sha256 in written and not written[ref.sha256][1]:
+            rootless -= of_root
+            continue
         if written.keys().isdisjoint(of_root):
             continue
         rootless -= of_root
@@ -57,7 +61,7 @@ def new_roots(
         numbers = np.array([places.get(name, 0) for name in root.header.pack_names] or [0], np.uint32)
         for child in old:
             new, data = written.get(child.sha256, (child, b""))
-            header = manifest.decode_header(data, new.key) if data else index.header(child)
+            header = manifest.decode_header(data, new.key) if data else index.header(new)
             children.append(new)
             depth = max(depth, header.depth)
             packs.update(zip(header.pack_names, header.pack_size_list, strict=True))

@@ -91,6 +91,7 @@ class Bases:
         snapshot: the first of them, whose bytes staging may still keep.
         table: the chunks of all base snapshots; `ref_packs` counts in `packs`.
         usable: (n,) bool, which of the chunks need no damaged pack.
+        manifests: of all base snapshots, as far as they were read.
         packs, pack_sizes: hex names and sizes [bytes].
     """
 
@@ -99,13 +100,14 @@ class Bases:
         self.pack_sizes: list[int] = []
         self.ids = [base.snapshot.id for base in bases]
         self.snapshot = bases[0].snapshot if bases else None
+        self.manifests = [m for base in bases for m in base.manifests]
         self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
         self._places: dict[Place, list[_Run]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows = 0
         for i, base in enumerate(bases):
-            for m in base.manifests:
+            for m in (m for m in base.manifests if len(m.table)):
                 tables.append(self._adopt(m, known))
                 for entry in m.tensors:
                     self._note_boxes(m, entry, rows, in_first_base=i == 0)
@@ -222,7 +224,7 @@ def load_bases(
             for ref, m in found:
                 manifest.check_seed(m.header, config.digest_seed, f"base {snapshot.ref}: {ref.key}")
             if all(m.header.chunk_bytes == config.chunk_bytes for _, m in found):
-                yield Base(snapshot, [m for _, m in found if len(m.table)])
+                yield Base(snapshot, [m for _, m in found])
 
     bases = list(readable())
     return Bases(bases, _damaged_packs(context.store, session, bases))

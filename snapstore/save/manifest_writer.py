@@ -1,14 +1,16 @@
 """Manifest writer: the inputs of a save into durable packs and manifests.
 
 In: the inputs, and the bases that they may reference. Out: one durable manifest a part; every pack that it names is
-durable before it. One of several ranks writes child manifests, of the boxes that it stores; `root_writer` writes the
-roots above them. `chunk_writer` writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a
-tree of less than 64 KiB. A larger one is cut into pages, which are stored as tensors are: known pages cost nothing.
+durable before it. If a part has not changed, that is a manifest of a base, and nothing is written. One of several ranks
+writes child manifests, of the boxes that it stores; `root_writer` writes the roots above them. `chunk_writer` writes
+the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a tree of less than 64 KiB. A larger one
+is cut into pages, which are stored as tensors are: known pages cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,13 +18,14 @@ import numpy as np
 
 from ..arrays import Column
 from ..context import Context
-from ..format import manifest
+from ..errors import DAMAGE, StorageError
+from ..format import manifest, records
 from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
-from ..format.records import RANKS, ManifestRef
+from ..format.records import RANKS, ManifestList, ManifestRef
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
@@ -43,6 +46,7 @@ class Written:
     Attributes:
         manifests: at most one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by
             SHA-256) are theirs.
+        manifest_list: SHA-256 of the list of `manifests`, if some are another snapshot's; else "".
         depth: of the longest chain of deltas.
         sizes: of every object put, by key [bytes].
     """
@@ -50,6 +54,7 @@ class Written:
     manifests: list[ManifestRef] = field(default_factory=list)
     headers: dict[str, bytes] = field(default_factory=dict)
     in_memory: list[Manifest] = field(default_factory=list)
+    manifest_list: str = ""
     logical_bytes: int = 0
     stored_bytes: int = 0
     chunks: int = 0
@@ -63,18 +68,42 @@ class Written:
         sizes = dict(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
         return cls(stored_bytes=sum(sizes.values()), chunks=chunks.rows, new_chunks=chunks.new_chunks, sizes=sizes)
 
-    def note(self, data: bytes) -> ManifestRef:
-        """Add a manifest that is about to be put, and return its reference."""
+    def add(self, session: SessionLike, data: bytes, bases: Sequence[Manifest]) -> list[tuple[str, bytes]]:
+        """Add a manifest, or the one among those of the bases that says the same; return what is to be put for it.
+
+        A manifest of a base is read first: no snapshot is to depend on one that is damaged or gone.
+        """
         ref = manifest.ref_of(data)
         made = manifest.decode(data, ref.key)
-        self.sizes[ref.key] = len(data)
+        made.ref = ref
+        for m in bases:
+            if m.ref is not None and (m.ref.part, m.ref.rank) == (ref.part, ref.rank) and made.says_the_same(m):
+                with suppress(*DAMAGE, StorageError):
+                    manifest.read_bytes(session.store, m.ref.sha256, m.ref.size_bytes)
+                    made, ref = m, m.ref
+                    break
         self.manifests.append(ref)
-        self.headers[ref.sha256] = manifest.header_bytes(data)
         self.in_memory.append(made)
         self.logical_bytes += ref.logical_bytes
-        self.stored_bytes += len(data)
         self.depth = max(self.depth, made.header.depth)
-        return ref
+        if made.header.save_id.hex() != session.id:
+            return []
+        self.headers[ref.sha256] = manifest.header_bytes(data)
+        self._note_put(ref.key, data)
+        return [(ref.key, data)]
+
+    def add_list(self, session: SessionLike) -> list[tuple[str, bytes]]:
+        """List the manifests, which a record will name, if some are another snapshot's; return what is to be put."""
+        if all(m.header.save_id.hex() == session.id for m in self.in_memory):
+            return []
+        names = ManifestList.of(session.id, session.made_for, self.manifests)
+        self.manifest_list, data = names.sha256, records.encode(names)
+        self._note_put(names.key, data)
+        return [(names.key, data)]
+
+    def _note_put(self, key: str, data: bytes) -> None:
+        self.sizes[key] = len(data)
+        self.stored_bytes += len(data)
 
 
 def write(
@@ -233,7 +262,7 @@ def _write_manifests(
     rank, world_size = writer
     written = Written.of_chunks(chunks)
     rows = Rows.concatenate(chunks.done)
-    puts = []
+    puts = list[tuple[str, bytes]]()
     for sequence, layout in enumerate(layouts):
         if world_size and not layout.entries and layout.tree == NO_TREE:
             continue  # this rank stores nothing of the part
@@ -256,9 +285,10 @@ def _write_manifests(
             world_size=world_size,
             box_map=BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
         )
-        data = manifest.encode(contents)
-        puts.append(chunks.packs.start_put(written.note(data).key, data))
-    for wait in puts:
+        puts += written.add(session, manifest.encode(contents), chunks.bases.manifests)
+    if not world_size:
+        puts += written.add_list(session)
+    for wait in [chunks.packs.start_put(key, data) for key, data in puts]:
         wait()
     session.heartbeat()
     return written

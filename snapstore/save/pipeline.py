@@ -141,6 +141,7 @@ def commit(
     return session.commit(
         bases=list(bases),
         manifests=written.manifests,
+        manifest_list=written.manifest_list,
         tags=request.tags,
         metrics=request.read_metrics(),
         metadata_node=request.metadata_node,

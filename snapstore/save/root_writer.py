@@ -2,8 +2,9 @@
 
 In: the trees of all ranks as one, and the references and headers of their child manifests, all of them durable. Out:
 one durable root manifest a part: the tree, every tensor with its whole shape and no bytes, the children in the order of
-their ranks, and all packs that they use. A large tree lies in pages, which are chunks of the root's own: pages that the
-root of a base has cost nothing. Rank 0 calls it, last before the commit.
+their ranks, and all packs that they use; or, if a part has not changed, the root of a base. A large tree lies in pages,
+which are chunks of the root's own: pages that the root of a base has cost nothing. Rank 0 calls it, last before the
+commit.
 """
 
 from __future__ import annotations
@@ -114,11 +115,16 @@ def write_roots(
         InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
         StorageError: the store failed.
     """
-    written, layouts = _write_trees(context, session, parts, cached)
+    headers = {ref: manifest.proven_header(children.headers[ref.sha256], ref) for ref in children.refs}
+    changed = {ref.part for ref, header in headers.items() if header.save_id.hex() == session.id}
+    trees, bases = [pack(part.tree) for part in parts], Bases()
+    if len(changed) < len(parts) or any(len(tree) >= PAGED_BYTES for tree in trees):
+        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # their roots alone
+    written, layouts = _write_trees(context, session, parts, trees, bases)
     puts = list[tuple[str, bytes]]()
     for number, (layout, (table, names, sizes)) in enumerate(layouts):
         of_part = sorted((ref for ref in children.refs if ref.part == layout.part), key=lambda ref: ref.rank)
-        found = [manifest.proven_header(children.headers[ref.sha256], ref) for ref in of_part]
+        found = [headers[ref] for ref in of_part]
         packs = dict(zip(names, sizes, strict=True))  # `table` counts these
         for header in found:
             packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
@@ -142,24 +148,25 @@ def write_roots(
             box_map=_box_map(found, children.orders, parts[number]),
             depth=max((header.depth for header in found), default=0),
         )
-        data = manifest.encode(contents)
-        puts.append((written.note(data).key, data))
+        puts += written.add(session, manifest.encode(contents), bases.manifests)
         written.chunks += sum(header.chunks for header in found)
+    _put_all(context, session, written, puts + written.add_list(session))
+    return written
+
+
+def _put_all(context: Context, session: SessionLike, written: Written, puts: Sequence[tuple[str, bytes]]) -> None:
+    """Put manifests; all that was written is durable on return."""
     with Threads(PUTS_AT_ONCE) as threads:
         threads.start(lambda item: put_once(session, *item), puts)()
     if context.options.verify_writes == "full":
         session.confirm(written.sizes)
     session.heartbeat()
-    return written
 
 
 def _write_trees(
-    context: Context, session: SessionLike, parts: Sequence[PartTree], cached: Mapping[str, Manifest]
+    context: Context, session: SessionLike, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
 ) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
     """Store the pages of large trees; return what was put, and for each part its layout and what `table_of` says."""
-    trees, bases = [pack(part.tree) for part in parts], Bases()
-    if any(len(tree) >= PAGED_BYTES for tree in trees):
-        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # their roots alone
     with ChunkWriter(context, session, bases, full=True) as chunks:
         layouts = list[Layout]()
         for part, tree in zip(parts, trees, strict=True):

@@ -67,6 +67,7 @@ OBJECTS = [
     Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),
     Policy(run="r", revision=0, policies=[{"kind": "last", "n": 3}]),
     Mark(id="a", started=0.0, packs=bytes(32), manifests=b""),
+    records.ManifestList(save_id=bytes(16), snapshot=bytes(16), revision=0, manifests=bytes(32)),
 ]  # fmt: skip
 
 

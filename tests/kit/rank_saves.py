@@ -120,6 +120,7 @@ def save(
         snapshot = session.commit(
             bases=bases.ids,
             manifests=roots.manifests,
+            manifest_list=roots.manifest_list,
             created=time.time(),
             generation=bases.generation,
             depth=roots.depth,

@@ -25,10 +25,13 @@ import torch
 from kit.faults import Crash, FaultStore
 from kit.repositories import OPTIONS, values
 from snapstore import Repository, Snapshot, SnapshotManager
+from snapstore.chunks.uploader import put_once
 from snapstore.distributed.base import Heart, Ranks
 from snapstore.distributed.local import LocalRank, LocalRanks
 from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS
+from snapstore.format import records
 from snapstore.format.hashing import checksum
+from snapstore.format.records import ManifestList
 from snapstore.save.bases import load_bases
 from snapstore.save.inputs import SaveRequest, inputs_of
 from snapstore.save.manifest_writer import write
@@ -91,11 +94,14 @@ class RankSide:
         assert [ref.rank for ref in children] == list(range(self._ranks.count))
         roots = write(self._context, session, self._parts(""), load_bases(self._context, session, {}), full=True)
         roots.manifests += [msgspec.structs.replace(ref, rank=0) for ref in children]
+        names = ManifestList.of(session.id, session.made_for, roots.manifests)  # some may be those of a base
+        put_once(session, names.key, records.encode(names))
+        roots.manifest_list = names.sha256
         return roots
 
     def commit(self, session: Any, roots: Any, reports: Any, bases: Sequence[str]) -> Snapshot:
         return session.commit(
-            bases=list(bases), manifests=roots.manifests, tags=self._request.tags,
+            bases=list(bases), manifests=roots.manifests, manifest_list=roots.manifest_list, tags=self._request.tags,
             metrics=self._request.read_metrics(), metadata_node=self._request.metadata_node, created=time.time(),
             logical_bytes=sum(ref.logical_bytes for ref in roots.manifests), depth=max(r.depth for r in reports),
             chunks=sum(r.chunks for r in reports), new_chunks=sum(r.new_chunks for r in reports),

@@ -120,7 +120,7 @@ def snapshots_of(store: ObjectStore) -> dict[str, Snapshot]:
 
 #: Fields in which the revisions of a record may differ; no verb may change any other.
 REVISED = {"revision", "state", "write_id", "tags", "policy", "reason"}
-REWRITTEN = {"manifests", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
+REWRITTEN = {"manifests", "manifest_list", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
 
 
 def committed(store: ObjectStore) -> dict[str, tuple[int, tuple[str, int], tuple[str, ...], str]]:

@@ -12,7 +12,7 @@ from snapstore.errors import FormatError, IntegrityError, InvalidInputError
 from snapstore.format import records
 from snapstore.format.argument_checks import check_name, check_step
 from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
-from snapstore.format.records import Config, Done, ManifestRef, Mark, Policy, Session, Snapshot, Wait
+from snapstore.format.records import Config, Done, ManifestList, ManifestRef, Mark, Policy, Session, Snapshot, Wait
 from snapstore.protocol.this_process import boot_id, this_session
 from snapstore.text import human_bytes, some
 
@@ -38,6 +38,7 @@ OBJECTS = [
     Mark(id=ID, started=1.0, packs=bytes(64), manifests=bytes(32)),
     Wait(id=ID, sessions=[ID]),
     Done(id=ID, deleted_objects=1, deleted_bytes=2),
+    ManifestList(save_id=bytes(16), snapshot=bytes(range(16)), revision=3, manifests=bytes(64)),
 ]  # fmt: skip
 kinds = pytest.mark.parametrize("value", OBJECTS, ids=lambda v: type(v).__name__)
 

@@ -164,7 +164,9 @@ def measure(
     for part in (name for name, specs in job.specs.items() if specs):
         for rank in refs:
             data = child_of(job, rank, part, save_id, context.engines.digest_seed, pack_bytes)
-            refs[rank].append(own.note(data) if rank == 0 else manifest.ref_of(data))
+            if rank == 0:
+                own.add(SharedSession(context, "bench", 0, save_id, [], lambda: None), data, ())
+            refs[rank].append(manifest.ref_of(data))
             context.store.put(refs[rank][-1].key, data)
             written_bytes += len(data)
     names = [["part", name] for name in job.specs if name]
@@ -177,7 +179,7 @@ def measure(
     seconds = []
     for number, (latency_s, spread_s) in enumerate([(0.0, 0.0)] * times + list(slow)):
         ranks = LocalRanks(job.world)
-        request = SaveRequest("bench", number)
+        request = SaveRequest(f"bench{number}", number)  # the children are not its own: without a base it shares none
         share = Share(own, request_digests(request), xxhash.xxh3_128_digest(packed), held_bytes=_held(refs[0]))
         reports = {f"0/report/{rank}": _report(number, share, refs[rank]) for rank in refs if rank}
         store: Any = _Slow(repository.store, latency_s) if latency_s else repository.store

@@ -1,0 +1,80 @@
+"""Shared manifests: let several snapshots name a manifest that a run has written in place of one that they share.
+
+In: the manifests that a run has published. Out: those of them that another snapshot may name too, by the rules for
+packs of other snapshots; and the list that such a snapshot needs (docs/format.md, "Manifest list").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ..catalog.history import View
+from ..catalog.index import Index
+from ..catalog.read_twice import tried
+from ..chunks.uploader import put_once
+from ..context import Context
+from ..format import records
+from ..format.manifest import ManifestHeader
+from ..format.records import COMMITTED, RANKS, ManifestList, ManifestRef, Snapshot
+from ..protocol.commit import Claim
+from .roots import Written
+
+
+class Replacements:
+    """The manifests that a run has published, by the SHA-256 of the one that each replaces."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._found: dict[str, tuple[ManifestRef, Snapshot]] = {}
+
+    def note(self, revision: Snapshot, written: Written) -> None:
+        """Remember what a revision that was published names in place of other manifests."""
+        self._found.update({old: (ref, revision) for old, (ref, data) in written.items() if data})
+
+    def usable(
+        self, view: View, marked: set[str] | None, refs: Iterable[ManifestRef], safe: Callable[[set[str]], set[str]]
+    ) -> Written:
+        """Return replacements of manifests that another snapshot may name too; b"" stands for their bytes.
+
+        No gc deletes them: the snapshot for which they were written is still committed with them, no mark names them,
+        and they are there; and so it is with their packs.
+
+        Args:
+            view, marked: see `Work`.
+            safe: returns which packs new manifests may refer to.
+        """
+        found: Written = {}
+        for ref in refs:
+            new, revision = self._found.get(ref.sha256, (ref, None))
+            now = view.get(revision.id) if revision else None
+            if revision is None or now is None or now.state != COMMITTED or now.manifests != revision.manifests:
+                continue
+            header = _header(self._context, new)
+            packs = set(header.pack_names) if header else set()
+            if header is None or marked is None or new.key in marked or safe(packs) != packs:
+                continue
+            if self._context.store.sizes([new.key]) == {new.key: new.size_bytes}:
+                found[ref.sha256] = new, b""
+        return found
+
+
+def beside(index: Index, ruling: Snapshot, shared: Written) -> set[str]:
+    """Return the SHA-256 of the manifests of a snapshot that need not be written: other ones replace them."""
+    roots = [ref for ref in ruling.manifests if ref.sha256 in shared and RANKS in ruling.features]
+    return shared.keys() | {child.sha256 for ref in roots for child in index.header(ref).children}
+
+
+def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str:
+    """Put the list of the manifests that a revision will name, and return its name; "": all are its own snapshot's."""
+    own = {ref.sha256 for ref, data in written.values() if data}
+    headers = [_header(context, ref) for ref in refs if ref.sha256 not in own]
+    if all(header and header.snapshot == claim.made_for.snapshot for header in headers):
+        return ""
+    names = ManifestList.of(claim.id, claim.made_for, refs)
+    put_once(claim, names.key, records.encode(names))
+    return names.sha256
+
+
+def _header(context: Context, ref: ManifestRef) -> ManifestHeader | None:
+    """Return the header of a manifest; None if it is lost."""
+    return tried(context.store, lambda: context.index.header(ref))

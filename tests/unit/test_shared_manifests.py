@@ -1,0 +1,426 @@
+"""A snapshot of an unchanged state takes a record and a list; its manifests belong to several, whichever goes."""
+
+import copy
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from kit import foreign, rank_saves
+from kit.objects import keys_of, replace
+from kit.rank_saves import sharded
+from kit.repositories import check_clean, created, opened, same, save, values
+from snapstore import IntegrityError, KeepLast, PerRank, Repository
+from snapstore.catalog.index import Index
+from snapstore.format import manifest, records
+from snapstore.format.keys import manifest_key
+from snapstore.format.records import ManifestList
+from snapstore.storage.memory import MemoryStore
+
+
+def put_by(store, act):
+    """Return the sizes of the objects that an action has added, by key."""
+    before = set(keys_of(store))
+    act()
+    return {info.key: info.size_bytes for info in store.list("") if info.key not in before}
+
+
+def shas(snapshot):
+    return [ref.sha256 for ref in snapshot.manifests]
+
+
+@pytest.fixture
+def store():
+    """a@0, a@1 and a@2 hold version 0; the two later ones name the manifests of the first."""
+    store = created()
+    with opened(store) as repository:
+        for step in range(3):
+            save(repository, "a", step, 0)
+    return store
+
+
+def of(store, ref):
+    with opened(store) as repository:
+        return repository.snapshot(ref)
+
+
+# -- saves
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_snapshot_of_an_unchanged_state_takes_two_small_objects(fresh):
+    """As in the process that saved before, so in a new one. The three parts are not written again."""
+    store = created()
+    with opened(store) as repository:
+        first = save(repository, "a", 0, 0)
+        for step in (1, 2):
+            if not fresh:
+                new = put_by(store, lambda: save(repository, "a", step, 0))  # noqa: B023 (called at once)
+            else:
+                with opened(store) as other:
+                    new = put_by(store, lambda: save(other, "a", step, 0))  # noqa: B023
+            assert [key.partition("/")[0] for key in sorted(new)] == ["manifests", "snapshots"]
+            assert sum(new.values()) <= 2048
+            again = repository.snapshot(f"a@{step}")
+            assert shas(again) == shas(first)
+            assert sorted(new)[0] == manifest_key(again.manifest_list)
+            assert again.stored_bytes == new[sorted(new)[0]]
+            assert (again.depth, again.chunks, again.new_chunks) == (first.depth, first.chunks, 0)
+        assert first.manifest_list == ""
+    check_clean(store, level="restore")
+
+
+def test_only_what_has_changed_is_written(store):
+    state = copy.deepcopy(values("a", 0))
+    first = of(store, "a@0")
+    with opened(store) as repository:
+        state["version"] = 7
+        new = put_by(store, lambda: repository.save(state, run="a", step=3, metadata=["a", 0]))
+        assert sorted(key.partition("/")[0] for key in new) == ["manifests"] * 2 + ["snapshots"]
+        third = repository.snapshot("a@3")
+        assert [a == b for a, b in zip(shas(first), shas(third), strict=True)] == [False, True, True]
+        state["optimizer"]["noise"][0] ^= 1
+        repository.save(state, run="a", step=4, metadata=["a", 0])
+        fourth = repository.snapshot("a@4")
+        assert [a == b for a, b in zip(shas(third), shas(fourth), strict=True)] == [True, True, False]
+        state["model"]["bias"] += 1  # inline
+        state["version"] = 8
+        state["optimizer"]["noise"][1] ^= 1
+        fifth = repository.save(state, run="a", step=5, metadata=["a", 0])
+        assert not set(shas(fifth)) & set(shas(fourth))
+        assert fifth.manifest_list == ""
+        assert same(repository.restore("a@5"), state)
+        assert repository.check("restore").problems == []
+
+
+def test_the_order_of_keys_and_the_kind_of_values_count(store):
+    """The chunks are known; the tree says something else."""
+    with opened(store) as repository:
+        names = set(shas(of(store, "a@0")))
+        state = values("a", 0)
+        turned = {**state, "model": dict(reversed(state["model"].items()))}
+        parameter = {**state, "model": {**state["model"], "drift": torch.nn.Parameter(state["model"]["drift"])}}
+        for step, other in enumerate((turned, parameter), 3):
+            after = repository.save(other, run="a", step=step)
+            assert len(set(shas(after)) - names) == 1
+            assert same(repository.restore(f"a@{step}"), other)
+
+
+def test_a_full_save_shares_full_chunks_alone():
+    store = created()
+    with opened(store) as repository:
+        state = {"m": {"x": torch.arange(2048.0)}}
+        repository.save(state, run="a", step=0)
+        state["m"]["x"][5] += 1e-4
+        assert repository.save(state, run="a", step=1).depth == 1
+        full = repository.save(state, run="a", step=2, full=True)
+        assert full.depth == 0
+        assert repository.save(state, run="a", step=3, full=True).manifests == full.manifests
+
+
+def test_a_manifest_that_is_damaged_or_gone_is_written_again(store):
+    """The process that saves has it in memory: it reads it once more before another snapshot depends on it."""
+    with opened(store) as repository:
+        last = repository.snapshot("a@2")
+        save(repository, "a", 3, 0)  # now they are in memory
+        for step, part, damage in ((4, 1, lambda key: replace(store, key, b"\0" * 100)), (5, 2, store.delete)):
+            key = manifest_key(last.manifests[part].sha256)
+            damage(key) if step == 4 else damage([key])
+            after = save(repository, "a", step, 0)
+            assert last.manifests[part] not in after.manifests
+            assert same(repository.restore(f"a@{step}"), values("a", 0))
+
+
+def test_ranks_share_roots_and_children():
+    whole = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40)
+
+    def states(own=0):
+        def make(rank):
+            return lambda: {
+                "model": {"w": sharded(whole, [2], [Shard(0)])},
+                "own": PerRank({"x": torch.full((1500,), float(rank)), "n": own if rank else 0}),
+            }
+
+        return [make(0), make(1)]
+
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024) as repository:
+        first, _ = rank_saves.save(repository, states(), 0)
+        new = put_by(store, lambda: rank_saves.save(repository, states(), 1))
+        assert len(new) == 2
+        assert sum(new.values()) <= 2048
+        second = repository.snapshot("r@1")
+        assert second.manifests == first.manifests
+        new = put_by(store, lambda: rank_saves.save(repository, states(own=3), 2))
+        assert len(new) == 4, "a child of rank 1, its root, the list and the record"
+        third = repository.snapshot("r@2")
+        (pair,) = ([a, b] for a, b in zip(first.manifests, third.manifests, strict=True) if a != b)
+        children = [{ref.sha256 for ref in repository.context.index.header(root).children} for root in pair]
+        assert len(children[0] & children[1]) == 1
+        assert repository.check("restore").problems == []
+        repository.forget([KeepLast(1)], run="r")
+        repository.gc()
+        result = repository.check("restore")
+        assert (result.problems, result.unneeded_bytes) == ([], 0)
+        rank_saves.read(repository, third)
+
+
+# -- forget, gc
+
+
+@pytest.mark.parametrize("gone", [("a@0",), ("a@1",), ("a@2",), ("a@0", "a@1"), ("a@1", "a@2"), ("a@0", "a@2")])
+def test_if_some_are_forgotten_the_others_restore(store, gone):
+    with opened(store) as repository:
+        repository.forget_snapshots(list(gone), force=True)
+        repository.gc()
+        states = {s.ref: s.state for s in repository.view().snapshots(states=None)}
+        # a@0 has nothing of its own that could go; the others have their lists
+        assert states == {
+            f"a@{n}": ("swept" if n else "forgotten") if f"a@{n}" in gone else "committed" for n in range(3)
+        }
+        for ref in {"a@0", "a@1", "a@2"} - set(gone):
+            assert same(repository.restore(ref), values("a", 0))
+    check_clean(store, level="restore")
+
+
+def test_what_is_brought_back_restores(store):
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@0", "a@1"])
+        repository.unforget("a@1")
+        repository.gc()
+        repository.unforget("a@0")
+        repository.gc()
+        assert {s.ref for s in repository.snapshots()} == {"a@0", "a@1", "a@2"}
+    check_clean(store, level="restore")
+
+
+class Blind(MemoryStore):
+    """A store whose listings never show the records of a snapshot."""
+
+    def __init__(self, inner, name):
+        super().__init__()
+        self._objects, self._locked, self._name = inner._objects, inner._locked, name
+
+    def list(self, prefix):
+        return (info for info in super().list(prefix) if self._name not in info.key)
+
+
+def test_a_gc_that_never_sees_a_record_deletes_nothing_that_it_needs(store):
+    """The snapshot has stored nothing but its list: that tells that there is more than the listings show."""
+    hidden = of(store, "a@2").id
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@0", "a@1"])
+    before = keys_of(store, "manifests/") + keys_of(store, "packs/")
+    with opened(Blind(store, hidden)) as repository, pytest.raises(IntegrityError, match="no record explains"):
+        repository.gc()
+    assert keys_of(store, "manifests/") + keys_of(store, "packs/") == before
+    with opened(store) as repository:
+        repository.gc()
+    check_clean(store, level="restore")
+
+
+def test_a_gc_that_does_not_see_the_last_revision_deletes_nothing_that_it_needs(monkeypatch):
+    """A rewrite lets it name a manifest that was written for another snapshot: its new list tells."""
+    store = _abroad(monkeypatch)
+    with opened(store) as repository:
+        repository.recode()
+        last = repository.snapshot("a@2")
+        assert last.revision == 1
+        repository.forget_snapshots(["a@0", "a@1"])
+    before = keys_of(store, "manifests/") + keys_of(store, "packs/")
+    with opened(Blind(store, f"{last.id}.1")) as repository, pytest.raises(IntegrityError, match="no record explains"):
+        repository.gc()
+    assert keys_of(store, "manifests/") + keys_of(store, "packs/") == before
+    with opened(store) as repository:
+        repository.gc()
+    check_clean(store, level="restore")
+
+
+# -- rewrites
+
+
+def _abroad(monkeypatch):
+    """Return a store in which a@0 to a@2 share manifests in codec 70."""
+    foreign.readable(monkeypatch)
+    store = created()
+    with opened(store) as repository, foreign.written():
+        for step in range(3):
+            save(repository, "a", step, 0)
+    return store
+
+
+def test_a_recode_writes_a_shared_manifest_once(monkeypatch):
+    store = _abroad(monkeypatch)
+    with opened(store) as repository:
+        before = set(keys_of(store, "manifests/"))
+        old = repository.snapshot("a@0")
+        assert len(repository.recode().recoded) == 3
+        after = [repository.snapshot(f"a@{step}") for step in range(3)]
+        assert shas(after[0]) == shas(after[1]) == shas(after[2])
+        changed = len(set(shas(after[0])) - set(shas(old)))
+        assert changed
+        assert len(set(keys_of(store, "manifests/")) - before) == changed + 2, "and a list for each of the two others"
+        assert [bool(s.manifest_list) for s in after] == [False, True, True]
+        repository.gc()
+        assert set(keys_of(store, "manifests/")) == {key for s in after for key in s.named_keys}
+        for number, snapshot in enumerate(after[1:], 1):
+            names = records.decode(
+                store.get(manifest_key(snapshot.manifest_list)), ManifestList, snapshot.named_keys[-1]
+            )
+            assert (names.snapshot.hex(), names.revision, names.sha256s) == (snapshot.id, 1, shas(snapshot)), number
+    check_clean(store, level="restore")
+
+
+def test_a_recode_shares_no_manifest_of_a_snapshot_that_was_forgotten_meanwhile(monkeypatch):
+    store = _abroad(monkeypatch)
+    with opened(store) as repository:
+        refresh, seen = Index.refresh, []
+
+        def forget_first(index, **options):
+            view = refresh(index, **options)
+            first = view.resolve("a@0")
+            if first.revision == 1 and not seen:
+                seen.append(first)
+                with opened(store) as other:
+                    other.forget_snapshots(["a@0"])
+                return refresh(index, **options)
+            return view
+
+        monkeypatch.setattr(Index, "refresh", forget_first)
+        repository.recode(["a@0", "a@1", "a@2"])
+        monkeypatch.undo()
+        foreign.readable(monkeypatch)
+        one, two, three = (repository.snapshot(f"a@{step}") for step in range(3))
+        assert seen
+        assert (one.state, one.revision) == ("forgotten", 2)
+        assert set(shas(one)) & set(shas(two)) != set(shas(one)), "it has new ones"
+        assert shas(two) == shas(three)
+        repository.gc()
+    check_clean(store, level="restore")
+
+
+def test_a_compact_of_snapshots_that_share(monkeypatch):
+    store = created()
+    with opened(store) as repository:
+        for step in range(8):
+            save(repository, "a", step, step)
+        for step in (8, 9):
+            save(repository, "a", step, 7)
+        repository.forget([KeepLast(3)], run="a")
+        repository.gc()
+        assert repository.compact().rewritten
+        after = [repository.snapshot(f"a@{step}") for step in (7, 8, 9)]
+        assert shas(after[0]) == shas(after[1]) == shas(after[2])
+        repository.gc()
+    check_clean(store, level="restore")
+
+
+# -- check, repair
+
+
+@pytest.mark.parametrize("how", ["gone", "flipped", "another"])
+def test_a_list_that_is_damaged_is_written_again(store, how):
+    key = manifest_key(of(store, "a@1").manifest_list)
+    if how == "gone":
+        store.delete([key])
+    elif how == "flipped":
+        data = bytearray(store.get(key))
+        data[-1] ^= 1
+        replace(store, key, data)
+    else:
+        replace(store, key, store.get(manifest_key(of(store, "a@2").manifest_list)))
+    with opened(store) as repository:
+        found = repository.check()
+        assert [(p.kind, p.key, p.command, p.snapshots) for p in found.problems] == [
+            ("manifest", key, "snapstore repair", ())
+        ]
+        assert len(found.restorable) == 3
+        if how == "gone":
+            with pytest.raises(IntegrityError, match="live object missing"):
+                repository.gc()
+        result = repository.repair(apply=True)
+        assert [action.kind for action in result.actions] == ["record", "index"]
+        assert result.open == []
+        assert repository.snapshot("a@1").revision == 1
+        repository.gc()
+    check_clean(store, level="restore")
+
+
+def test_a_list_of_another_snapshot_is_found(store):
+    """By its content: its bytes are as its name says."""
+    one, two = of(store, "a@1"), of(store, "a@2")
+    forged = one.revised(manifest_list=two.manifest_list)
+    store.put(forged.key, records.encode(forged))
+    with opened(store) as repository:
+        (problem,) = repository.check().problems
+        assert "lists other manifests" in problem.message
+        repository.repair(apply=True)
+        assert repository.check().problems == []
+
+
+def test_a_record_that_is_lost_comes_back_by_its_list(store):
+    last = of(store, "a@2")
+    replace(store, last.key, b"damaged")
+    with opened(store) as repository:
+        repository.repair(apply=True)
+        (after,) = (s for s in repository.snapshots() if s.id == last.id)
+        assert (after.manifests, after.manifest_list) == (last.manifests, last.manifest_list)
+        assert same(repository.restore(f"id:{after.id}"), values("a", 0))
+        repository.gc()
+        assert repository.check("restore").problems == []
+
+
+def test_a_record_that_is_lost_comes_back_though_others_name_its_manifests(store):
+    first = of(store, "a@0")
+    replace(store, first.key, b"damaged")
+    with opened(store) as repository:
+        repository.repair(apply=True)
+        (after,) = (s for s in repository.snapshots() if s.id == first.id)
+        assert after.manifests == first.manifests
+        assert repository.check("restore").problems == []
+
+
+def test_a_damaged_pack_is_healed_for_all_that_share(store):
+    with opened(store) as repository:
+        repository.save(values("a", 0), run="twin", step=0, metadata=["a", 0])
+        for ref in ("a@0", "a@1", "a@2"):
+            repository.context.index.header(repository.snapshot(ref).manifests[1])
+        m = manifest.read(store, of(store, "a@0").manifests[2], None)
+        key = f"packs/{m.header.pack_names[0][:2]}/{m.header.pack_names[0]}"
+        store.delete([key])
+        result = repository.repair(apply=True)
+        assert result.left == []
+        assert len(result.healed) == 3
+        repository.gc()
+    with opened(store) as repository:
+        assert repository.check("restore").problems == []
+        for ref in ("a@0", "a@1", "a@2"):
+            assert same(repository.restore(ref), values("a", 0))
+
+
+def test_bytes_are_counted_once(store):
+    with opened(store) as repository:
+        stats = repository.stats()
+        assert stats.stored_bytes == sum(i.size_bytes for p in ("packs/", "manifests/") for i in store.list(p))
+        assert stats.unneeded_bytes == 0
+        assert sum(s.stored_bytes for s in repository.snapshots()) == stats.stored_bytes
+
+
+def test_unknown_keys_keep_a_manifest_to_itself(store):
+    """A later release may have meant them for that one snapshot."""
+    first = of(store, "a@0")
+    m = manifest.read(store, first.manifests[0], None)
+    later = manifest.read(store, first.manifests[0], None)
+    assert m.says_the_same(later)
+    later.header = msgspec.structs.replace(later.header, unknown=(("new", b"\x01"),))
+    assert not m.says_the_same(later)
+    later = manifest.read(store, first.manifests[0], None)
+    later.unknown = [("new", b"", 0, 0)]
+    assert not m.says_the_same(later)
+    later = manifest.read(store, first.manifests[2], None)
+    assert manifest.read(store, first.manifests[2], None).says_the_same(later)
+    later.table = dataclasses.replace(later.table, ref_offsets=later.table.ref_offsets + np.uint64(8))
+    assert not manifest.read(store, first.manifests[2], None).says_the_same(later)

@@ -62,9 +62,14 @@ class UnknownError(DamagedError):
 Types = dict[type, str]
 REFERENCE: Types = {str: "part sha256 header_sha256", int: "rank size_bytes logical_bytes"}
 CONFIG: Types = {str: "uuid writer", int: "version chunk_bytes digest_seed", list: "features", float: "created"}
-RECORD: Types = {str: "id run state write_id policy reason", list: "bases manifests tags features", dict: "metrics"}
+RECORD: Types = {
+    str: "id run state write_id policy reason",
+    list: "bases manifests tags features",
+    dict: "metrics",
+}
 RECORD |= {int: "step seq revision generation depth chunks new_chunks logical_bytes stored_bytes"}
 RECORD |= {float: "created stall_s total_s"}
+LIST: Types = {bytes: "save_id snapshot manifests", int: "revision"}
 HEADER: Types = {str: "part", list: "sections features children", bytes: "save_id snapshot packs pack_sizes box_map"}
 HEADER |= {int: "revision rank sequence chunk_bytes digest_seed tensors chunks refs logical_bytes depth world_size"}
 
@@ -443,7 +448,7 @@ COLUMNS |= {"ref_starts": "<u4", "ref_sizes": "<u4", "digests": "V16", "ref_dige
 class Manifest:
     """A manifest whose entries, inline bytes and chunks are read and checked."""
 
-    def __init__(self, repository: Repository, reference: dict[str, Any], snapshot: str) -> None:
+    def __init__(self, repository: Repository, reference: dict[str, Any]) -> None:
         self.repository, self.reference = repository, typed(reference, REFERENCE)
         data = repository.named("manifests", reference["sha256"])
         need(len(data) == reference["size_bytes"], "a manifest's size contradicts its reference")
@@ -459,7 +464,6 @@ class Manifest:
             need(header[field] == reference[field], f"a manifest's {field} contradicts its reference")
         for field in ("chunk_bytes", "digest_seed"):
             need(header[field] == repository.config[field], f"a manifest's {field} contradicts the config")
-        need(header["snapshot"].hex() == snapshot, "a manifest is of another snapshot")
         need(all(len(integers(fields[1:], 4)) for fields in header["sections"]), "a section")
         self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
         need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
@@ -550,13 +554,13 @@ class Part:
     """The manifests of one part: one of a single process, or a root and its children."""
 
     def __init__(self, repository: Repository, reference: dict[str, Any], record: dict[str, Any]) -> None:
-        self.root = Manifest(repository, reference, record["id"])
+        self.root = Manifest(repository, reference)
         header = self.root.header
         several = "ranks" in record["features"]
         need(several == ("ranks" in header["features"]), "record and manifest differ in the feature ranks")
         self.world_size: int = header["world_size"]
         children = header["children"]
-        self.children = {c["rank"]: Manifest(repository, c, record["id"]) for c in children}
+        self.children = {c["rank"]: Manifest(repository, c) for c in children}
         self.tree, self.own = self.root.tree, dict[int | None, list[Any]]()
         self.pieces = [list(entry.pieces) for entry in self.root.entries]
         self.boxes = [Counter[tuple[int, ...]]() for _ in self.pieces]  # (rank, offsets, sizes)
@@ -901,6 +905,16 @@ class Snapshot:
         need(record["logical_bytes"] == sum(m["logical_bytes"] for m in references), "a record's logical_bytes")
         self.parts = {m["part"]: Part(repository, m, record) for m in references}
         need(len(self.parts) == len(references) and "" in self.parts, "the parts of a snapshot")
+        if "manifest_list" in record or any(
+            p.root.header["snapshot"].hex() != record["id"] for p in self.parts.values()
+        ):
+            name = record["manifest_list"]
+            need(re.fullmatch("[0-9a-f]{64}", name), "the name of a manifest list")
+            repository.named("manifests", name)  # its bytes are those of its name
+            names = repository.small(f"manifests/{name[:2]}/{name}", 10, LIST)
+            need(names["snapshot"].hex() == record["id"], "a manifest list of another snapshot")
+            need(names["revision"] <= record["revision"], "a manifest list of a later revision")
+            need(names["manifests"].hex() == "".join(m["sha256"] for m in references), "a list of other manifests")
         self.world_size = self.parts[""].world_size
         need(all(p.world_size == self.world_size for p in self.parts.values()), "manifests of other world sizes")
         depth = max(part.root.header["depth"] for part in self.parts.values())

@@ -114,7 +114,7 @@ def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapsh
         state=COMMITTED,
         seq=_free_seq(context.store, scan, key),
         manifests=refs,
-        manifest_list=manifest_list,
+        manifest_list=manifest_list or msgspec.UNSET,
         tags=[tag],
         created=context.store.stat(key).modified_s,
         depth=max(m.header.depth for m in manifests),

@@ -107,7 +107,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         state: "committed", "aborted", "forgotten" or "swept".
         parent: id of the snapshot, of any run, that this one goes on from.
         bases: ids of the snapshots whose packs this one uses.
-        manifest_list: SHA-256 of its `ManifestList`; "": all manifests were written for this snapshot.
+        manifest_list: SHA-256 of its `ManifestList`; unset: all manifests were written for this snapshot.
         created: seconds since the epoch, by the writer's clock.
         generation: 0, or the first base's generation plus one.
         depth: length of the longest delta chain.
@@ -129,7 +129,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     bases: list[str] = []
     manifests: list[ManifestRef] = []
-    manifest_list: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
+    manifest_list: Sha256 | msgspec.UnsetType = msgspec.UNSET
     tags: list[str] = []
     metrics: dict[str, float] = {}
     metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # decoded when asked for

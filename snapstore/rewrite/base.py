@@ -340,7 +340,7 @@ class Rewriting(ABC):
             depths += [self._depth(ref, ruling) for ref in refs if ref.sha256 not in headers]
         elif len(parts) < len(refs):  # the depths of the other manifests are not known one by one
             depths.append(ruling.depth)
-        name = ""
+        name: str | msgspec.UnsetType = msgspec.UNSET
         if ruling.manifest_list or len(headers) < len(written):
             name = put_list(self.context, work.claim, refs, written)
         stored_bytes = max(0, ruling.stored_bytes + grown)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from ..catalog.history import View
 from ..catalog.index import Index
 from ..catalog.read_twice import tried
@@ -64,12 +66,12 @@ def beside(index: Index, ruling: Snapshot, shared: Written) -> set[str]:
     return shared.keys() | {child.sha256 for ref in roots for child in index.header(ref).children}
 
 
-def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str:
-    """Put the list of the manifests that a revision will name, and return its name; "": all are its own snapshot's."""
+def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str | UnsetType:
+    """Put the list of the manifests that a revision will name, and return its name; unset: all are its snapshot's."""
     own = {ref.sha256 for ref, data in written.values() if data}
     headers = [_header(context, ref) for ref in refs if ref.sha256 not in own]
     if all(header and header.snapshot == claim.made_for.snapshot for header in headers):
-        return ""
+        return UNSET
     names = ManifestList.of(claim.id, claim.made_for, refs)
     put_once(claim, names.key, records.encode(names))
     return names.sha256

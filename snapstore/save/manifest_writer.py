@@ -46,7 +46,7 @@ class Written:
     Attributes:
         manifests: at most one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by
             SHA-256) are theirs.
-        manifest_list: SHA-256 of the list of `manifests`, if some are another snapshot's; else "".
+        manifest_list: SHA-256 of the list of `manifests`, if some are another snapshot's.
         depth: of the longest chain of deltas.
         sizes: of every object put, by key [bytes].
     """
@@ -54,7 +54,7 @@ class Written:
     manifests: list[ManifestRef] = field(default_factory=list)
     headers: dict[str, bytes] = field(default_factory=dict)
     in_memory: list[Manifest] = field(default_factory=list)
-    manifest_list: str = ""
+    manifest_list: str | msgspec.UnsetType = msgspec.UNSET
     logical_bytes: int = 0
     stored_bytes: int = 0
     chunks: int = 0

@@ -100,6 +100,19 @@ def unmarked() -> MemoryStore:
 
 
 @cache
+def shared() -> MemoryStore:
+    """a@0 to a@3 name the manifests of a@0, in codec 70; of these, a@3 alone is not forgotten. And b@0."""
+    store = created()
+    with pytest.MonkeyPatch.context() as patch, opened(store) as repository, foreign.written():
+        foreign.readable(patch)
+        for step in range(4):
+            save(repository, "a", step, 0)
+        save(repository, "b", 0, 0)
+        repository.forget_snapshots(["a@0", "a@1", "a@2"])
+    return store
+
+
+@cache
 def abroad() -> MemoryStore:
     """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable on them; a@1 is forgotten, a@2 recoded."""
     store = created()
@@ -217,6 +230,10 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "recode, marked": (abroad_marked, lambda r: r.recode()),
     "compact": (hollow, lambda r: r.compact()),
     "compact, marked": (hollow_marked, lambda r: r.compact()),
+    "unchanged save": (shared, lambda r: save(r, "a", 4, 0)),
+    "gc, shared": (shared, lambda r: r.gc()),
+    "recode, shared": (shared, lambda r: r.recode()),
+    "recode and gc, shared": (shared, lambda r: (r.recode(), r.gc())),
     "save, ranks": (ranks_marked, lambda r: save(r, "a", 6, 6)),
     "forget, ranks": (of_ranks, lambda r: r.forget([KeepLast(1)], run="a")),
     "gc, ranks": (ranks_marked, lambda r: r.gc()),
@@ -233,6 +250,7 @@ MAY_ADD = {
     "fork",
     "save, marked",
     "save, ranks",
+    "unchanged save",
     "unforget",
     "unforget, marked",
 }
@@ -309,6 +327,8 @@ ALIKE = {
     "recode a forgotten one",
     "compact",
     "compact, marked",
+    "unchanged save",
+    "gc, shared",
 }
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, unmarked
+from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, shared, unmarked
 
 from kit import foreign
 from kit.actors import Actor
@@ -202,6 +202,10 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
         history, warm(lambda r: (r.forget([KeepLast(1)], run="a"), r.gc()), may_go=OLD - {("a", 4)}),
     ),
     "unforget": (forgotten, verb(lambda r: r.unforget("a@2"))),
+    "save, unchanged": (shared, verb(lambda r: save(r, "a", 4, 0))),
+    "save, unchanged, warm": (history, warm(lambda r: save(r, "a", 5, 4))),
+    "gc, shared": (shared, verb(lambda r: r.gc())),
+    "recode and gc, shared": (shared, verb(lambda r: (r.recode(), r.gc()))),
     "tag": (history, verb(lambda r: r.tag("a@3", "good"))),
     "untag": (history, verb(lambda r: r.untag("a@1", "good"))),
     "policies": (history, verb(lambda r: r.set_policies("a", [KeepLast(2)]))),
@@ -315,8 +319,20 @@ def rewritten() -> MemoryStore:
     return store
 
 
+@cache
+def shared_rewritten() -> MemoryStore:
+    """As `shared`; a@3 names manifests in another codec that were written for a@1, which is forgotten."""
+    store = clone(shared())
+    with pytest.MonkeyPatch.context() as patch, opened(store) as repository:
+        foreign.readable(patch)
+        repository.unforget("a@1")
+        repository.recode(["a@1", "a@3"])
+        repository.forget_snapshots(["a@1"])
+    return store
+
+
 @pytest.mark.no_cover
-@pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten])
+@pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten, shared, shared_rewritten])
 def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepare, monkeypatch):
     """Each one alone, each beginning of the listing, and none at all; the gc knows nothing from before."""
     foreign.readable(monkeypatch)

@@ -132,6 +132,7 @@ class Machine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         self.policies: dict[str, list[Any]] = {}
         self.count = 0
+        self.saved: dict[str, int] = {}  # run -> the last version that `save` has saved
         self.open: list[tuple[FaultStore, Repository] | None] = [None, None]
         self.lineage: list[dict[str, str | None]] = [{}, {}]  # what each process goes on from, by run
         self.slow: tuple[Actor, str, int, int] | None = None  # a save that stands still: (it, run, step, version)
@@ -210,26 +211,29 @@ class Machine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.save(0, "a", 0, (), False)
+        self.save(0, "a", 0, (), False, False)
 
     @rule(
         process=PROCESSES, run=RUNS, step=STEPS, tags=st.one_of(st.just(()), st.tuples(TAGS)),
-        abroad=st.integers(0, 3).map(lambda number: number == 3),
+        abroad=st.integers(0, 3).map(lambda number: number == 3), unchanged=st.booleans(),
     )  # fmt: skip
-    def save(self, process, run, step, tags, abroad) -> None:
+    def save(self, process, run, step, tags, abroad, unchanged) -> None:
+        """Save a new version, or once more the one that was saved last."""
         repository = self.at(process)
         self.count += 1
+        if not unchanged or run not in self.saved:
+            self.saved[run] = self.count
         lineage = self.lineage[process]
         parent = lineage.get(run) or self.newest(run)
         with foreign.written() if abroad else nullcontext():
-            snapshot = save(repository, run, step, self.count, tags=tags)
+            snapshot = save(repository, run, step, self.saved[run], tags=tags)
         assert snapshot.parent == parent
         assert all(snapshot.seq > known.seq for known in self.of(run, *STATES).values())
         assert dearest(repository.store, snapshot) <= 1.01 * OPTIONS.restore_cost
         for known in self.known.values():
             if known.run == run and known.state == "committed":
                 known.tags -= set(tags)  # a tag names one snapshot of a run
-        self.learn(snapshot, self.count)
+        self.learn(snapshot, self.saved[run])
         self.known[snapshot.id].tags = set(tags)
         lineage[run] = snapshot.id
 

@@ -77,6 +77,7 @@ def test_envelope_kinds():
     assert kinds["`policies/<run>.<rev>`"] == [by_type["Policy"]]
     assert kinds["`gc/<id>.mark` `.wait` `.done`"] == [by_type["Mark"], by_type["Wait"], by_type["Done"]]
     assert kinds["`gc/<sha256>.quarantine`, `gc/<sha256>.<id>.quarantine`"] == [by_type["Quarantine"]]
+    assert kinds["`manifests/<2 hex>/<sha256>` of a manifest list"] == [by_type["ManifestList"]]
     assert kinds["`gc/<id>.lost`"] == [by_type["Lost"]]
     assert sorted(number for of_key in kinds.values() for number in of_key) == sorted(by_type.values())
 
@@ -95,6 +96,7 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
         ("wait", records.Wait, set()),
         ("done", records.Done, set()),
         ("quarantine", records.Quarantine, set()),
+        ("manifest list", records.ManifestList, set()),
         ("lost", records.Lost, {"swept"}),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_snapshot_of_an_unchanged_state_takes_two_small_objects(fresh):
             assert sorted(new)[0] == manifest_key(again.manifest_list)
             assert again.stored_bytes == new[sorted(new)[0]]
             assert (again.depth, again.chunks, again.new_chunks) == (first.depth, first.chunks, 0)
-        assert first.manifest_list == ""
+        assert not first.manifest_list
     check_clean(store, level="restore")
 
 
@@ -91,7 +91,7 @@ def test_only_what_has_changed_is_written(store):
         state["optimizer"]["noise"][1] ^= 1
         fifth = repository.save(state, run="a", step=5, metadata=["a", 0])
         assert not set(shas(fifth)) & set(shas(fourth))
-        assert fifth.manifest_list == ""
+        assert not fifth.manifest_list
         assert same(repository.restore("a@5"), state)
         assert repository.check("restore").problems == []
 

@@ -25,13 +25,12 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..catalog.history import View
-from ..catalog.index import Index
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
 from ..format.blob import DIFFERENCE
 from ..format.delta_chain import Chain, Link, chains_of, cost_of, edge_of
 from ..format.delta_choice import MAX_LINKS
-from ..format.keys import pack_key
+from ..format.keys import manifest_key, pack_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import COMMITTED, Snapshot
@@ -111,7 +110,7 @@ def compact(
         now = context.index.refresh() if live.damaged else view
         if {s.key for s in now.snapshots()}.issuperset(s.key for s in view.snapshots() if s.id in live.damaged):
             break  # the unreadable manifests were not replaced and collected meanwhile: they are damaged
-    before = needed_bytes(context.index, view)
+    before = needed_bytes(context, view)
     with _Compacting(context, live, max_repack_bytes, dry_run) as compacting:
         plan = compacting.choose(view, max_repack_bytes)
         sound = [s for s in chosen if s.id not in live.damaged]
@@ -136,15 +135,16 @@ def compact(
         result.encoded, result.moved, result.bytes_written = plan.encoded, plan.moved, plan.cost_bytes
         result.bytes_after = before - plan.gain_bytes
     elif compacting.rewritten:
-        result.bytes_after = needed_bytes(context.index, context.index.refresh())
+        result.bytes_after = needed_bytes(context, context.index.refresh())
     return result
 
 
-def needed_bytes(index: Index, view: View) -> int:
+def needed_bytes(context: Context, view: View) -> int:
     """Return the bytes of all packs and manifests that committed snapshots need, as far as manifests can be read."""
-    sizes: dict[str, int] = {}
+    lists = {manifest_key(s.manifest_list) for s in view.snapshots() if s.manifest_list}
+    sizes = context.store.sizes(lists)
     refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests]
-    for ref, header in zip(refs, index.headers(refs), strict=True):
+    for ref, header in zip(refs, context.index.headers(refs), strict=True):
         sizes[ref.key] = ref.size_bytes
         if not isinstance(header, SnapstoreError):
             sizes.update({child.key: child.size_bytes for child in header.children})

@@ -104,6 +104,14 @@ class ChunkTable:
         refs = self.refs_of(rows)
         return ChunkTable(**{name: getattr(self, name)[rows if name in _PER_CHUNK else refs] for name in COLUMNS})
 
+    def from_links(self, rows: npt.NDArray[np.int64], refs: npt.NDArray[np.int64]) -> ChunkTable:
+        """Return a table of older chunks: of the references `refs` (k,), which are in the chains of `rows` (k,)."""
+        counts = self.starts[rows + 1] - refs
+        ends = np.cumsum(counts)
+        kept = np.repeat(refs - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+        columns = {name: getattr(self, name)[kept] for name in COLUMNS if name not in _PER_CHUNK}
+        return ChunkTable(digests=self.ref_digests[refs], ref_counts=counts.astype(np.uint16), **columns)
+
     @classmethod
     def concatenate(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
         """Return one table after the other; `ref_packs` must count in one list of packs already."""

@@ -19,12 +19,18 @@ DEFAULT_RESTORE_COST = 3.0
 MIN_SAVING = 1 / 32
 #: A restore pays for a blob: its stored bytes, this share of the chunk's plain bytes, and LINK_BYTES.
 PLAIN_SHARE = 1 / 128
-LINK_BYTES = 512
+LINK_BYTES = 128
 #: No chain is made longer: the format ends at chunk_table.MAX_CHAIN, and compact joins chains.
 MAX_LINKS = 160
 #: Where so few links fit into the cost, every chunk has its turn to be full in each period of them; where more fit, in
 #: the last quarter of the period.
 SHORT_PERIOD = 8
+#: A skip is made once the links since the last one cost this share of what all links may, and at the latest then; a
+#: chunk's number says where between half of it and all.
+SKIP_SHARE = 0.5
+#: It leaves out at least so many links. A link of twice the mean bytes of the newer ones counts as a skip.
+MIN_SKIPPED, SKIP_RATIO = 4, 2
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def cost(stored_bytes: Any, plain_bytes: Any, links: Any = 1) -> Any:
@@ -66,10 +72,38 @@ class ChainCosts:
     """
 
     def __init__(self, table: ChunkTable) -> None:
-        self._plain, self._depths = table.lengths.astype(np.float64), table.depths
+        self._table, self._plain, self._depths = table, table.lengths.astype(np.float64), table.depths
         self.whole = cost(table.chain_bytes, self._plain, table.ref_counts)
         self.full = cost(table.ref_lengths[table.starts[1:] - 1], self._plain)
         self.newest = cost(np.where(self._depths > 0, table.ref_lengths[table.starts[:-1]], 0), self._plain)
+
+    def skips(self, restore_cost: float, numbers: Column) -> tuple[Column, Column]:
+        """Return which chunks are to be stored as a delta to an older chunk of the chain than the newest.
+
+        Such a delta, a skip, holds what the links that it leaves out say together, in fewer bytes. Its base is that of
+        the oldest of them: the chunk of the last skip, or the full one.
+
+        Args:
+            numbers: (n,) of the chunks, which spread skips over the saves.
+
+        Returns:
+            (rows (k,), the reference of each where its base begins (k,)).
+        """
+        table = self._table
+        rows = np.repeat(np.arange(len(table)), table.ref_counts)
+        newer = np.arange(len(rows)) - table.starts[rows]  # how many links are newer
+        ends = np.cumsum(table.ref_lengths, dtype=np.int64)
+        newer_bytes = ends - table.ref_lengths - (ends - table.ref_lengths)[table.starts[rows]]
+        is_full = np.zeros(len(rows), bool)
+        is_full[table.starts[1:] - 1] = True
+        is_skip = (table.ref_lengths * np.maximum(newer, 1) >= SKIP_RATIO * newer_bytes) & (newer > 0)
+        at = np.flatnonzero(is_skip | is_full)
+        _, first = np.unique(rows[at], return_index=True)
+        at = at[first]
+        spent = cost(newer_bytes[at], self._plain, newer[at]) + self.newest
+        early, room = numbers * GOLDEN % 1, (restore_cost - 1) * self.full
+        chosen = np.flatnonzero((newer[at] >= MIN_SKIPPED) & (spent > SKIP_SHARE * (1 - early / 2) * room))
+        return chosen, at[chosen]
 
     def delta_limits(self, rows: Column, restore_cost: float, above: Column | float = 0.0) -> Column:
         """Return the `delta_limit` of a delta to each of some chunks, (k,) int64.

@@ -85,17 +85,23 @@ class Bases:
 
     Args:
         damaged: names of packs that are missing or damaged.
+        restore_cost: as in SaveOptions; None: no skips.
 
     Attributes:
         ids: of the base snapshots.
         snapshot: the first of them, whose bytes staging may still keep.
-        table: the chunks of all base snapshots; `ref_packs` counts in `packs`.
+        table: the chunks of all base snapshots, and then older ones of their chains, to which skips are made;
+            `ref_packs` counts in `packs`.
+        count: how many of them the base snapshots hold.
+        skips: (count,) the row of the older chunk to which a skip is to be made instead of a delta, or -1.
         usable: (n,) bool, which of the chunks need no damaged pack.
         manifests: of all base snapshots, as far as they were read.
         packs, pack_sizes: hex names and sizes [bytes].
     """
 
-    def __init__(self, bases: Sequence[Base] = (), damaged: Collection[str] = ()) -> None:
+    def __init__(
+        self, bases: Sequence[Base] = (), damaged: Collection[str] = (), restore_cost: float | None = None
+    ) -> None:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
         self.ids = [base.snapshot.id for base in bases]
@@ -105,20 +111,26 @@ class Bases:
         self._places: dict[Place, list[_Run]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
-        rows = 0
+        rows, numbers = 0, [np.empty(0, np.int64)]
         for i, base in enumerate(bases):
             for m in (m for m in base.manifests if len(m.table)):
                 tables.append(self._adopt(m, known))
+                numbers.append(np.arange(len(m.table)))
                 for entry in m.tensors:
                     self._note_boxes(m, entry, rows, in_first_base=i == 0)
                 rows += len(m.table)
-        self.table = ChunkTable.concatenate(tables)
+        self.table, self.count = ChunkTable.concatenate(tables), rows
+        self.skips = np.full(rows, -1, np.int64)
+        if restore_cost is not None and rows:
+            chosen, refs = ChainCosts(self.table).skips(restore_cost, np.concatenate(numbers))
+            self.skips[chosen] = rows + np.arange(len(chosen))
+            self.table = ChunkTable.concatenate([self.table, self.table.from_links(chosen, refs)])
         self.depths = self.table.depths
         self.costs = ChainCosts(self.table)
         self.lengths = self.table.lengths
         bad = np.isin(self.table.ref_packs, [number for name, number in known.items() if name in damaged])
         self.usable = ~np.logical_or.reduceat(bad, self.table.starts[:-1]) if rows else np.zeros(0, bool)
-        keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable)
+        keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable[:rows])
         self._order = usable[np.argsort(keys[usable], kind="stable")]
         self._sorted = keys[self._order]
 
@@ -227,7 +239,7 @@ def load_bases(
                 yield Base(snapshot, [m for _, m in found])
 
     bases = list(readable())
-    return Bases(bases, _damaged_packs(context.store, session, bases))
+    return Bases(bases, _damaged_packs(context.store, session, bases), context.options.restore_cost)
 
 
 def _damaged_packs(store: ObjectStore, session: SessionLike, bases: Sequence[Base]) -> set[str]:

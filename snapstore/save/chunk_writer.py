@@ -7,6 +7,7 @@ thread that calls it.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from ..state.held_array import changed
 from .bases import Bases, SessionLike, place_of
 from .inputs import TensorInput
 
+log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
@@ -320,10 +322,11 @@ class ChunkWriter:
         if self._full or not len(self.bases.table) or not (found >= 0).any():
             return np.full(len(found), -1, np.int64)
         rows, bases = np.maximum(found, 0), self.bases
+        skips = np.where(found >= 0, bases.skips[rows], -1)
         allowed = (found >= 0) & bases.usable[rows]
         numbers = np.concatenate([run.numbers for run in runs])
         allowed &= bases.costs.may_grow(rows, self._context.options.restore_cost, bases.generation, numbers)
-        return np.where(allowed, rows, -1)
+        return np.where((skips >= 0) & bases.usable[skips], skips, np.where(allowed, rows, -1))
 
     def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
         """Return the new chunks as a batch to encode, each with the bytes of its candidate base if it has one."""
@@ -349,18 +352,25 @@ class ChunkWriter:
         which[batch.cached[same]] = batch.cached_bases.which[same]
         starts[batch.cached[same]] = batch.cached_bases.starts[same]
         which, starts, lengths, candidates = which[new], starts[new], batch.chunks.lengths[new], batch.candidates[new]
-        missing = np.flatnonzero((candidates >= 0) & (which < 0))
-        if len(missing):
-            rooms = lengths[missing] + -lengths[missing] % 256
+        missing = (candidates >= 0) & (which < 0)
+        for rows in (missing & (candidates < self.bases.count), missing & (candidates >= self.bases.count)):
+            if not rows.any():
+                continue
+            rooms = lengths[rows] + -lengths[rows] % 256
             places = np.cumsum(rooms) - rooms
-            memories.append(batch.engine.empty(int(rooms.sum())))
-            wanted = Wanted(self.bases.table, self.bases.packs, candidates[missing], memories[-1], places)
+            memory = batch.engine.empty(int(rooms.sum()))
+            wanted = Wanted(self.bases.table, self.bases.packs, candidates[rows], memory, places)
             try:
                 for _ in ChunkReader(self._context).rebuild([wanted]):
                     self._session.heartbeat()
             except (*DAMAGE, StorageError, CapabilityError) as error:  # an ANS blob without a GPU cannot be read either
-                raise BaseDamagedError(str(error)) from error
-            which[missing], starts[missing] = len(memories) - 1, places
+                if candidates[rows][0] < self.bases.count:
+                    raise BaseDamagedError(str(error)) from error
+                log.warning("run=%s older bases cannot be read, storing chunks in full: %s", self._session.run, error)
+                batch.candidates[new[rows]] = -1
+                continue
+            memories.append(memory)
+            which[rows], starts[rows] = len(memories) - 1, places
         return Chunks(memories, which, starts, lengths)
 
     def _drain(self) -> None:
@@ -412,8 +422,8 @@ class ChunkWriter:
         self.new_chunks += len(entries)
         for number in np.unique(encoding.run_of[new]).tolist():
             run, own = encoding.runs[number], encoding.run_of[new] == number
-            tried = candidates[own & (candidates >= 0)]  # longer chains may have no room for a delta that pays
-            run.tensor.bases_tried += int((self.bases.depths[tried] == 0).sum())
+            tried = candidates[own & (candidates >= 0)]  # a delta to a full chunk is the one that pays if any does
+            run.tensor.bases_tried += int(((self.bases.depths[tried] == 0) & (tried < self.bases.count)).sum())
             run.tensor.deltas_stored += int(is_delta[own].sum())
 
     def _verify(self, encoding: _Encoding, first: int, encoded: Encoded) -> None:

@@ -106,8 +106,8 @@ def test_manifests_are_left_as_they_were():
 def test_depths_and_costs():
     bases = Bases([a_base(a_manifest([1], depth=0), a_manifest([2], depth=3))])
     assert bases.depths.tolist() == [0, 3]
-    assert bases.costs.whole.tolist() == [100 + 512.5, 400 + 4 * 512.5]
-    assert bases.costs.full.tolist() == [612.5, 612.5]
+    assert bases.costs.whole.tolist() == [100 + 128.5, 400 + 4 * 128.5]
+    assert bases.costs.full.tolist() == [228.5, 228.5]
 
 
 def test_places_come_from_the_first_base_that_has_them():
@@ -220,6 +220,43 @@ def test_chunks_that_were_full_together_do_not_become_full_together_again(delta_
     found = [full for full, _, _ in run_of(3.0, delta_bytes, 6 * period)]
     assert max(found) <= 72 / 2
     assert sum(found[-3 * period :]) <= 3.2 * 72, "spread, but not oftener than the cost asks for"
+
+
+def skips_of(*chains, plain_bytes=2**20, restore_cost=3.0):
+    table = a_table(chains, plain_bytes)
+    rows, refs = ChainCosts(table).skips(restore_cost, np.zeros(len(chains)))
+    return dict(zip(rows.tolist(), (refs - table.starts[rows]).tolist(), strict=True))
+
+
+def test_a_skip_leaves_out_the_links_since_the_last_one():
+    full, link, skip = 700_000, 10_000, 65_000
+    assert skips_of([full], [link, full], [*[link] * 30, full]) == {}
+    assert skips_of([*[link] * 45, full]) == {0: 45}
+    assert skips_of([*[link] * 45, skip, full]) == {0: 45}
+    assert skips_of([link, skip, skip, full], [*[link] * 5, skip, skip, full]) == {}
+    assert skips_of([*[skip] * 10, full]) == {0: 10}, "many skips are joined too"
+    assert skips_of([*[300_000] * 3, full]) == {}, "three are not worth one"
+    assert skips_of([*[link] * 5, full], restore_cost=1.2) == {0: 5}
+    assert skips_of(*[[*[link] * n, full] for n in (1, 45, 3, 46)]) == {1: 45, 3: 46}
+
+
+def test_skips_are_spread_over_saves():
+    table = a_table([[10_000] * 30 + [700_000]] * 1000, 2**20)
+    share = len(ChainCosts(table).skips(3.0, np.arange(1000))[0]) / 1000
+    table = a_table([[10_000] * 31 + [700_000]] * 1000, 2**20)
+    more = len(ChainCosts(table).skips(3.0, np.arange(1000))[0]) / 1000
+    assert 0.02 < more - share < 0.08
+
+
+def test_older_chunks_of_chains_as_a_table():
+    table = a_table([[5, 4, 100], [200], [9, 8, 7, 300]], 64)
+    table.ref_digests[:, 0] = np.arange(8)
+    older = table.from_links(np.array([0, 2]), np.array([1, 6]))
+    assert older.ref_lengths.tolist() == [4, 100, 7, 300]
+    assert older.ref_counts.tolist() == [2, 2]
+    assert older.ref_kinds.tolist() == [1, 0, 1, 0]
+    assert older.digests[:, 0].tolist() == [1, 6]
+    assert len(table.from_links(np.empty(0, np.int64), np.empty(0, np.int64))) == 0
 
 
 @pytest.mark.parametrize(

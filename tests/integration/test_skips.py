@@ -1,0 +1,105 @@
+"""Skips: in a long chain of small deltas, now and then one to an older chunk holds what several say together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kit.objects import flip_in_place
+from kit.repositories import dearest
+from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageError
+from snapstore.format import manifest
+from snapstore.format.keys import pack_key
+from snapstore.storage.memory import MemoryStore
+
+CHUNK, CHUNKS, SAVES = 64 * 1024, 4, 40
+OPTIONS = SaveOptions(restore_cost=2, threads=2)
+
+
+class Store(MemoryStore):
+    """A store that may refuse to read packs."""
+
+    refuses = False
+
+    def get_range(self, key, offset, length, into=None):
+        if self.refuses and key.startswith("packs/"):
+            raise StorageError("refused")
+        return super().get_range(key, offset, length, into)
+
+
+@pytest.fixture
+def store():
+    store = Store()
+    Repository.create(store, chunk_bytes=CHUNK, options=OPTIONS).close()
+    return store
+
+
+def states(count):
+    """Weights of which one in a hundred changes at each step, out of one in twenty."""
+    rng = np.random.default_rng(0)
+    bits = torch.from_numpy(rng.normal(0, 0.02, CHUNK * CHUNKS // 2).astype(np.float32)).bfloat16().view(torch.int16)
+    for _ in range(count):
+        bits = bits.clone()
+        bits[torch.from_numpy(20 * rng.integers(0, len(bits) // 20, len(bits) // 100))] += 1
+        yield {"w": bits.view(torch.bfloat16)}
+
+
+def chains(store, snapshot):
+    """The places of the blobs of every chunk's chain."""
+    m = manifest.read(store, snapshot.manifests[0], None)
+    packs = m.header.pack_names
+    places = [(packs[n], offset) for n, offset in zip(m.table.ref_packs, m.table.ref_offsets.tolist(), strict=True)]
+    return [places[a:b] for a, b in zip(m.table.starts[:-1], m.table.starts[1:], strict=True)]
+
+
+def skipped(before, after):
+    """Which chunks of two snapshots in turn have become shorter by a skip: their oldest blobs stay."""
+    return [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if 1 < len(b) <= len(a) and a[-1] == b[-1]]
+
+
+def test_chains_stay_short_by_skips(store):
+    saved, given = [], list(states(SAVES))
+    with SnapshotManager(store, run="r", async_save=False, options=OPTIONS) as manager:
+        for step, state in enumerate(given):
+            saved.append(manager.save(step, state).result())
+    found = [chains(store, snapshot) for snapshot in saved]
+    skips = [len(skipped(a, b)) for a, b in pairwise(found)]
+    assert sum(skips) >= CHUNKS, "every chunk skips"
+    assert max(skips) <= CHUNKS / 2, "not all in the same save"
+    assert all(len({chain[-1] for chain in of_chunk}) == 1 for of_chunk in zip(*found, strict=True)), (
+        "none is full again"
+    )
+    assert max(map(len, found[-1])) < SAVES * 0.6
+    assert max(dearest(store, snapshot) for snapshot in saved) <= OPTIONS.restore_cost
+    with Repository.open(store, options=OPTIONS) as repository:
+        for step in range(0, SAVES, 5):
+            assert torch.equal(repository.restore(f"r@{step}")["w"], given[step]["w"])
+        repository.forget([KeepLast(2)], run="r")
+        repository.gc()
+        assert repository.compact().failed == []
+        repository.gc()
+        assert repository.check("restore").ok
+        for step in (SAVES - 1, SAVES - 2):
+            assert torch.equal(repository.restore(f"r@{step}")["w"], given[step]["w"])
+
+
+@pytest.mark.parametrize("how", ["refused", "flipped"])
+def test_a_chunk_whose_older_base_cannot_be_read_is_stored_full(store, how):
+    given = list(states(SAVES))
+    with SnapshotManager(store, run="r", async_save=False, options=OPTIONS) as manager:
+        first = manager.save(0, given[0]).result()
+        if how == "flipped":
+            for name, offset in (chain[-1] for chain in chains(store, first)):
+                flip_in_place(store, pack_key(name), offset + 400)
+        store.refuses = how == "refused"
+        saved = [first, *(manager.save(step, state).result() for step, state in enumerate(given[1:], 1))]
+        store.refuses = False
+    found = [chains(store, snapshot) for snapshot in saved]
+    assert all(before[-1] != after[-1] for before, after in zip(found[0], found[-1], strict=True)), (
+        "all were full again"
+    )
+    with Repository.open(store, options=OPTIONS) as repository:
+        assert torch.equal(repository.restore(f"r@{SAVES - 1}")["w"], given[-1]["w"])

@@ -208,7 +208,7 @@ class Blob:
         need(self.element in (1, 2, 4, 8) and not any(self.codecs[self.element :]), "a blob's element size")
         need(0 < self.raw <= CHUNK and self.raw % self.element == 0, "a blob's raw length")
         need(len(data) == 80 + 4 * n + payload, "a blob's lengths")
-        need(self.transform == 1 or not any(self.base), "a full blob names a base")
+        need((self.transform == 1) == any(self.base), "a blob's transform and base")
         need(block > 0, "a blob's block size is zero")
         self.plane_bytes = self.raw // self.element
         self.lengths = iter(struct.unpack_from(f"<{n}I", data, 80))

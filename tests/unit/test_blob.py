@@ -158,6 +158,22 @@ def test_chains_that_do_not_fit_are_refused():
             decode(blobs, digest(wanted), 256)
 
 
+def test_headers_that_contradict_themselves_are_refused():
+    a, b = content("noise", 256, 0), content("noise", 256, 1)
+    cases = {
+        "a difference in planes of layout 1": (delta(b, a), 18, b"\1"),
+        "transform 0, but it names a base": (delta(b, a), 16, b"\0"),
+        "transform 1, but it names no base": (full(b, layout=planes.BYTES), 16, b"\1"),
+    }
+    for message, (data, at, value) in cases.items():
+        data[at : at + 1] = value
+        data[8:16] = checksum(memoryview(data)[16:]).to_bytes(8, "little")
+        with pytest.raises(IntegrityError, match=message):
+            decode([data, full(a)], digest(b), 256)
+    with pytest.raises(IntegrityError, match="a full blob, which has no base"):
+        chain_decode.decode_chain([memoryview(full(b))], ["0"], digest(b), np.empty(256, np.uint8), a, seed=SEED)
+
+
 def test_wrong_bytes_under_a_right_checksum_are_found_by_the_digest():
     a, b = content("noise", 256, 0), content("noise", 256, 1)
     forged = encode(b, 4, digest(a), None)

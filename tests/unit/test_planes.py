@@ -55,6 +55,24 @@ def test_split_and_merge_agree_with_a_plain_reference(element_size, layout, elem
     assert out.tobytes() == chunk.tobytes()
 
 
+@given(sizes, st.integers(0, 300), st.integers(0, 9), st.integers(0, 2**31), st.booleans())
+def test_differences_agree_with_a_plain_reference(element_size, elements, shift, seed, in_place):
+    """docs/format.md: modulo 2^8e, as signed, in zigzag form; and they are added again."""
+    chunk, base = (unaligned(noise(elements * element_size, seed + i), shift) for i in (0, 1))
+    chunk[: chunk.size // 2] = base[: chunk.size // 2]
+    out = unaligned(np.zeros(chunk.size, np.uint8), shift)
+    planes.difference(chunk, base, element_size, out)
+    span, expected = 1 << 8 * element_size, bytearray()
+    for at in range(0, chunk.size, element_size):
+        after, before = (int.from_bytes(x[at : at + element_size].tobytes(), "little") for x in (chunk, base))
+        difference = (after - before + span // 2) % span - span // 2
+        expected += (2 * difference if difference >= 0 else -2 * difference - 1).to_bytes(element_size, "little")
+    assert out.tobytes() == bytes(expected)
+    found = base if in_place else unaligned(noise(chunk.size, 1), shift)
+    planes.add(list(planes.split(out, element_size)), base, found)
+    assert found.tobytes() == chunk.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_rotated_floats_have_their_exponent_in_planes_of_its_own(dtype):
     """Values of one exponent and any sign: the highest plane (of 8 bytes, the highest too) is constant."""

@@ -105,14 +105,11 @@ class KeyOrder:
             self._names[cuts[: len(moved)]] = come
             self._names.sort()
             return
-        pieces, begin = [], 0
-        for i in np.argsort(cuts, kind="stable").tolist():
-            end = int(cuts[i])
-            pieces.append(self._names[begin:end])
-            begin = max(begin, end)
-            if i < len(gone):
-                begin = end + 1
-            else:
-                pieces.append(come[i - len(gone) : i - len(gone) + 1])
+        events = np.argsort(cuts, kind="stable")
+        cuts, is_gone = cuts[events], events < len(moved)
+        begins = [0, *np.maximum.accumulate(cuts + is_gone).tolist()]
+        kept = [self._names[begin:end] for begin, end in zip(begins, [*cuts.tolist(), None], strict=True)]
+        new = [come[:0] if i < 0 else come[i : i + 1] for i in (events - len(moved)).tolist()]
+        pieces = [piece for pair in zip(kept, [*new, come[:0]], strict=True) for piece in pair]
         self._rooms.reverse()
-        self._names = np.concatenate([*pieces, self._names[begin:]], out=self._rooms[0].view(self._dtype))
+        self._names = np.concatenate(pieces, out=self._rooms[0].view(self._dtype))

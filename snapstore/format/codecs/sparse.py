@@ -57,6 +57,8 @@ SAMPLED = 61
 FRAME_BYTES, SYMBOL_BYTES = 20.0, 0.45
 
 Words = npt.NDArray[np.uint64]
+#: The lowest 0 to 8 bytes of a word.
+_LOWEST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,39 +352,54 @@ class _Low:
 
     def bits(self, at: Column, widths: Column) -> Column:
         """Return integers of up to 26 bits from their first bits on, the highest one first."""
-        words = self._words(at >> 3, ">u8") << (at & 7).astype(np.uint64)
-        return (words >> (63 - widths).astype(np.uint64) >> np.uint64(1)).astype(np.int64)
+        words = self._words(at >> 3, ">u8")
+        words <<= (at & 7).view(np.uint64)
+        words >>= (63 - widths).view(np.uint64)
+        words >>= np.uint64(1)
+        return words.view(np.int64)
 
     def integers(self, at: Column, widths: Column) -> Words:
         """Return little-endian integers of up to 8 bytes from their first bytes on."""
-        spare = (8 * (8 - widths)).astype(np.uint64)
-        words = self._words(at, "<u8")
-        found: Words = np.where(widths, words << (spare & np.uint64(63)) >> (spare & np.uint64(63)), np.uint64(0))
+        found: Words = self._words(at, "<u8") & _LOWEST_BYTES[widths]
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Symbols:
-    """Symbols of all groups, group after group: (m,) of gaps or of values, and which of them are escapes."""
+    """Symbols of all groups, group after group: of gaps or of values."""
 
-    group: Column  # (m,)
-    number: Column  # (m,) within its group
-    escapes: Column  # (k,) indices of the symbols that say that a quotient is elsewhere
-    escape_number: Column  # (k,) within its group
+    plain: Bytes  # (m,)
+    counts: Column  # (g,)
+    firsts: Column  # (g,) the number of the first one of each group
+    escapes: Column  # (k,) the numbers of those whose quotients are elsewhere
+    escape_group: Column  # (k,)
     escape_counts: Column  # (g,)
 
+    @classmethod
+    def of(cls, plain: Bytes, counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
+        """Find the escapes."""
+        ends, escapes = np.cumsum(counts), np.flatnonzero(is_escape)
+        group = np.searchsorted(ends, escapes, "right")
+        return cls(plain, counts, ends - counts, escapes, group, np.bincount(group, minlength=len(counts)))
 
-def _symbols(counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
-    group, number = _ragged(counts)
-    escapes = np.flatnonzero(is_escape)
-    escape_counts = np.bincount(group[escapes], minlength=len(counts))
-    return _Symbols(group, number, escapes, _ragged(escape_counts)[1], escape_counts)
+    def each(self, column: Column) -> Column:
+        """Return the value of its group for every symbol."""
+        return np.repeat(column, self.counts)
 
+    def each_at(self, starts: Column, step: Column) -> Column:
+        """Return where the part of every symbol lies, if those of a group follow each other from its start."""
+        return self.each(starts - self.firsts * step) + np.arange(len(self.plain)) * self.each(step)
 
-def _ragged(counts: Column) -> tuple[Column, Column]:
-    """Return the owner of every item, and its number among the owner's."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    def quotients(self, dtype: type, low: _Low, part: int, width: int) -> Column:
+        """Return the symbols, and for escapes the integers of `width` bytes in a low part of their groups."""
+        found: Column = self.plain.astype(dtype)
+        if len(self.escapes):
+            number = (
+                np.arange(len(self.escapes)) - (np.cumsum(self.escape_counts) - self.escape_counts)[self.escape_group]
+            )
+            at = low.starts[self.escape_group, part] + width * number
+            found[self.escapes] = low.integers(at, np.full(len(at), width))
+        return found
 
 
 def _decode_changes(
@@ -400,61 +417,58 @@ def _decode_changes(
         The rank of every changed element in its group (c,), its zigzagged difference (c,); and those of all elements of
         dense groups (d,).
     """
-    gap_symbols, value_symbols = streams
     counts, value_counts = (groups[name].astype(np.int64) for name in ("gaps", "values"))
-    dense = groups["gap_shift"] == DENSE
-    shifts, widths = (
-        np.where(dense, 0, groups["gap_shift"]).astype(np.int64),
-        groups["value_shift"].astype(np.int64) // 8,
-    )
-    quotients = gap_symbols // np.uint8(3)
-    of_gaps = _symbols(counts, quotients == GAP_ESCAPE)
-    of_values = _symbols(value_counts, value_symbols == VALUE_ESCAPE)
-    kinds = gap_symbols - 3 * quotients
+    dense, widths = groups["gap_shift"] == DENSE, groups["value_shift"].astype(np.int64) // 8
+    shifts = np.where(dense, 0, groups["gap_shift"]).astype(np.int64)
+    quotients = streams[0] // np.uint8(3)
+    kinds = streams[0] - 3 * quotients
+    gaps = _Symbols.of(quotients, counts, quotients >= GAP_ESCAPE)
+    values = _Symbols.of(streams[1], value_counts, streams[1] == VALUE_ESCAPE)
     others = np.flatnonzero(kinds == OTHER)
-    found = np.bincount(of_gaps.group[others], minlength=len(groups))
-    if (quotients > GAP_ESCAPE).any() or (found[~dense] != value_counts[~dense]).any():
+    found = np.bincount(np.searchsorted(np.cumsum(counts), others, "right"), minlength=len(groups))
+    if (quotients[gaps.escapes] > GAP_ESCAPE).any() or (found[~dense] != value_counts[~dense]).any():
         raise IntegrityError(f"sparse: {value_counts.tolist()} values, and symbols for {found.tolist()}")
-    parts = [-(-counts * shifts // 8), 4 * of_gaps.escape_counts, widths * value_counts, size * of_values.escape_counts]
+    parts = [-(-counts * shifts // 8), 4 * gaps.escape_counts, widths * value_counts, size * values.escape_counts]
     low = _Low(payload, at, np.stack(parts, axis=1))
-    ranks = _decode_ranks(quotients, of_gaps, shifts, low, counts, sizes)
-    values = _decode_values(value_symbols, of_values, widths, low, size)
-    of_dense = dense[of_values.group]
-    zigzag = kinds.astype(np.uint64) + np.uint64(1)
-    zigzag[others] = values[~of_dense] + np.uint64(3)
+    ranks = _decode_ranks(gaps, shifts, low, sizes)
+    zigzag, plain = kinds.astype(np.uint64), _decode_values(values, widths, low, size)
+    zigzag += np.uint64(1)
+    if not len(plain):
+        return ranks, zigzag, plain
+    of_dense = values.each(dense)
+    zigzag[others] = plain[~of_dense] + np.uint64(3)
     if (zigzag[others] < 3).any() or (zigzag[others] >> np.uint64(8 * size - 1) > 1).any():
         raise IntegrityError("sparse: a value beyond the element size")
-    return ranks, zigzag, values[of_dense]
+    return ranks, zigzag, plain[of_dense]
 
 
-def _decode_ranks(quotients: Bytes, gaps: _Symbols, shifts: Column, low: _Low, counts: Column, sizes: Column) -> Column:
-    """Return the ranks of changed elements in their groups, from the quotients of their gaps."""
-    found = quotients.astype(np.int64)
-    group = gaps.group[gaps.escapes]
-    found[gaps.escapes] = low.integers(low.starts[group, 1] + 4 * gaps.escape_number, np.full(len(group), 4))
-    shift = shifts[gaps.group]
-    found = (found << shift) + low.bits(8 * low.starts[gaps.group, 0] + gaps.number * shift, shift)
-    if (found >= sizes[gaps.group]).any():  # before they are summed up, so that the sum cannot overflow
+def _decode_ranks(gaps: _Symbols, shifts: Column, low: _Low, sizes: Column) -> Column:
+    """Return the ranks of changed elements in their groups."""
+    found = gaps.quotients(np.int64, low, 1, 4)
+    if shifts.any():
+        found <<= gaps.each(shifts)
+        found += low.bits(gaps.each_at(8 * low.starts[:, 0], shifts), gaps.each(shifts))
+    if (found >= gaps.each(sizes)).any():  # before they are summed up, so that the sum cannot overflow
         raise IntegrityError(f"sparse: a gap of {found.max()} beyond its group")
-    through = np.cumsum(found + 1)
-    ends = np.cumsum(counts)
-    ranks: Column = through - 1 - np.append(0, through)[ends - counts][gaps.group]
-    if (ranks >= sizes[gaps.group]).any():
+    found += 1
+    through = np.append(0, np.cumsum(found))
+    before, after = through[gaps.firsts], through[gaps.firsts + gaps.counts]
+    if (after - before > sizes).any():
         raise IntegrityError("sparse: names an element beyond its group")
+    ranks: Column = through[1:] - gaps.each(before + 1)
     return ranks
 
 
-def _decode_values(symbols: Bytes, values: _Symbols, widths: Column, low: _Low, size: int) -> Words:
-    """Return values from their symbols."""
-    found = symbols.astype(np.uint64)
-    group = values.group[values.escapes]
-    found[values.escapes] = low.integers(low.starts[group, 3] + size * values.escape_number, np.full(len(group), size))
-    width = widths[values.group]
-    if (found[width > 0] >> (8 * (size - width[width > 0])).astype(np.uint64)).any():
-        raise IntegrityError("sparse: a value beyond the element size")
-    lowest = low.integers(low.starts[values.group, 2] + values.number * width, width)
-    shifted: Words = (found << (8 * width).astype(np.uint64)) | lowest
-    return shifted
+def _decode_values(values: _Symbols, widths: Column, low: _Low, size: int) -> Words:
+    """Return the values of all groups."""
+    found: Words = values.quotients(np.uint64, low, 3, size)
+    if widths.any():
+        width = values.each(widths)
+        if (found[width > 0] >> (8 * (size - width[width > 0])).view(np.uint64)).any():
+            raise IntegrityError("sparse: a value beyond the element size")
+        found <<= (8 * width).view(np.uint64)
+        found |= low.integers(values.each_at(low.starts[:, 2], widths), width)
+    return found
 
 
 def _positions(groups: npt.NDArray[np.void], order: KeyOrder, ranks: Column) -> tuple[Column, list[Column]]:

@@ -133,7 +133,7 @@ def replicas_error(
     return InvalidInputError(
         f"save {request.run}@{request.step}: {named(few)}: {some(names, 5)}: differ from the replicas on {named(other)}"
         "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
-        "store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
+        f"store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
     )
 
 

@@ -309,6 +309,7 @@ def test_replicas_that_differ_are_named(store):
         for error in managers.all(lambda m, _: m.wait_until_finished()) if async_save else found:
             assert isinstance(error, InvalidInputError), error
             assert "rank 2: model.w: differ from the replicas on ranks 0, 1" in str(error)
+            assert "name that dimension of the mesh 'pp'" in str(error)
             assert "model.b" not in str(error)
         managers.end()
 

@@ -297,45 +297,82 @@ def case_ddp(world: World) -> None:
         _save_and_load(world, f"ddp{number}", mesh, other, save)
 
 
-def case_fsdp1(world: World) -> None:
-    """FSDP1's sharded state, by DCP's older functions: the reader keeps the step that was set before them."""
+def _fsdp1(seed: int, *, is_trained: bool = False) -> tuple[Any, Any]:
+    """Return a model under FSDP1, whose state dicts are sharded, and its optimizer."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    def made(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12))
-        one = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
-        FullyShardedDataParallel.set_state_dict_type(one, StateDictType.SHARDED_STATE_DICT)
-        return one, torch.optim.Adam(one.parameters(), lr=0.1)
+    torch.manual_seed(seed)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    if is_trained:
+        model(whole((2, 8))).sum().backward()
+        optimizer.step()
+    return model, optimizer
 
-    def locals_of(state: Any) -> dict[str, Any]:
-        return {
-            f"{key}.{n}": one for key, value in flat(state).items() for n, one in enumerate(
-                [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]
-            )
-        }  # fmt: skip
 
-    model, optimizer = made(0)
-    model(whole((2, 8))).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+def _fsdp1_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+
+
+def _locals(state: Any) -> dict[str, Any]:
+    """Return the shards of sharded tensors of a state, and its other values, by key."""
+    return {
+        f"{key}.{n}": one for key, value in flat(state).items() for n, one in enumerate(
+            [shard.tensor.clone() for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]
+        )
+    }  # fmt: skip
+
+
+def case_fsdp1(world: World) -> None:
+    """FSDP1's sharded state, by DCP's older functions: the reader keeps the step that was set before them."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    state = _fsdp1_state(*_fsdp1(0, is_trained=True))
+    assert any(isinstance(value, ShardedTensor) for value in flat(state).values())
     writer, reader = world.writer("fsdp1"), world.reader("fsdp1")
     writer.reset(1)
     dcp.save_state_dict(state, writer)
     dcp.save({"model": state["model"]}, storage_writer=writer, checkpoint_id=2)  # the newest has no optimizer
-    other, fresh = made(1)
+    other, fresh = _fsdp1(1)
     target = {"model": other.state_dict()}
     reader.reset(1)
     dcp.load_state_dict(target, reader)
     other.load_state_dict(target["model"])
     loaded = load_sharded_optimizer_state_dict(target["model"], "optim", reader)
     fresh.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, fresh, loaded["optim"]))
-    got = {"model": other.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(other, fresh)}
-    expect_same(locals_of(got), locals_of(state))
+    expect_same(_locals(_fsdp1_state(other, fresh)), _locals(state))
     writer.close()
+
+
+def case_fsdp1_by_the_manager(world: World) -> None:
+    """FSDP1's sharded state, saved and restored by managers, then loaded through DCP."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from snapstore import SnapshotManager
+    from snapstore.dcp import load
+
+    state = _fsdp1_state(*_fsdp1(0, is_trained=True))
+    other, fresh = _fsdp1(1, is_trained=True)
+    with SnapshotManager(world.url, run=f"fsdp1-manager-{world.size}") as manager:
+        manager.save(1, state)
+        target = _fsdp1_state(other, fresh)
+        manager.restore_into(target, 1)
+        assert manager.latest_step() == 1
+    expect_same(_locals(target), _locals(state))
+    other.load_state_dict(target["model"])
+    fresh.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, fresh, target["optim"]))
+    expect_same(_locals(_fsdp1_state(other, fresh)), _locals(state))
+    target = {"model": _fsdp1(2)[0].state_dict()}
+    load(target, world.reader("fsdp1-manager"), 1)
+    expect_same(_locals(target), _locals({"model": state["model"]}))
 
 
 def case_tensor_parallel(world: World) -> None:

@@ -33,7 +33,7 @@ import xxhash
 import zstandard
 
 KNOWN_FEATURES = {"ranks"}
-SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 16 << 20
+SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 256 << 20
 DEPTH, CHAIN, SAME_HASH = 200, 255, 256
 RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,9})")
 STATES = ("committed", "aborted", "forgotten", "swept")

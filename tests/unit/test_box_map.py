@@ -99,14 +99,33 @@ def test_stages_count_their_tensors_in_orders_of_their_own():
     assert BoxMap.merged([], 3).encode() == b""
 
 
-def test_patterns_that_do_not_fit_are_left_out(monkeypatch):
+def test_patterns_that_do_not_fit_are_left_out(monkeypatch, caplog):
     monkeypatch.setattr("snapstore.format.box_map.MAX_BYTES", 2500)
     found, _ = map_of([(40,), (41,), (40,)], 40, rows)
     assert [found.count(tensor) for tensor in range(3)] == [40, None, 40]
+    assert "no room for 1 of 3 tensors" in caplog.text
+    assert "larger chunk_bytes" in caplog.text
+
+
+def test_many_replicas_fit():
+    """200 patterns of 4,096 boxes, as 512 replicas of 8 shards have: 33 MB of numbers, packed small."""
+    numbers = np.arange(4096)
+    columns = [numbers, numbers * 32, numbers * 0, numbers * 0 + 32]
+    patterns = [np.stack([*columns, numbers * 0 + 8000 + n], 1) for n in range(200)]
+    data = BoxMap(np.arange(1, 201), patterns).encode()
+    assert len(data) < 100_000
+    assert BoxMap.decode(data, "x").ranks(199, ((64, 0), (64, 10))) == {2, 3}
 
 
 def packed(*fields, size=None):
     return zstandard.ZstdCompressor(write_content_size=size is None).compress(msgspec.msgpack.encode(list(fields)))
+
+
+def bomb():
+    frame = zstandard.ZstdCompressor().compressobj(size=MAX_BYTES + 1)
+    return b"".join(
+        [*(frame.compress(bytes(1 << 20)) for _ in range(MAX_BYTES >> 20)), frame.compress(b"x"), frame.flush()]
+    )
 
 
 U32, I64 = (lambda *n: np.array(n, "<u4").tobytes()), (lambda *n: np.array(n, "<i8").tobytes())
@@ -121,7 +140,7 @@ BAD = {
     "numbers missing": packed(U32(1), U32(1, 2), I64(0)),
     "numbers beyond all": packed(U32(1), U32(*[64, 2**32 - 1] * 1000), I64(0)),
     "dimensions beyond all": packed(U32(1), U32(2**31, 1), I64(0)),
-    "a bomb": zstandard.ZstdCompressor().compress(bytes(MAX_BYTES + 1)),
+    "a bomb": bomb(),
 }
 
 

@@ -103,8 +103,8 @@ class BoxMap:
             tensors[number] = found[key][0]
         if left_out:
             log.warning(
-                "the map of the ranks' boxes has no room for %d of %d tensors: a restore of them opens the manifests of "
-                "all ranks; fewer replicas, or larger chunk_bytes, cut them into fewer boxes",
+                "the map of the ranks' boxes has no room for %d of %d tensors: a restore of them opens the manifests "
+                "of all ranks; fewer replicas, or larger chunk_bytes, cut them into fewer boxes",
                 left_out,
                 count,
             )

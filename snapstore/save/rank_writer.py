@@ -72,6 +72,8 @@ class RankWriter:
                 bases = without_bases(self._request, self._inputs, damage)
         self._bases = bases
         self._note(written)
+        if not rank:  # rank 0's own that a base has already; `take_report` sees to those of the others
+            self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
         self._state = state = rank_state(self._inputs)
         self._trees = encode_trees(state.parts)
         replicas: dict[str, list[bytes]] = {}

@@ -76,6 +76,30 @@ def test_one_snapshot_of_all_ranks(store):
         assert same(repository.restore("a@3", keys="model.*"), {"model": state(3)["model"]})
 
 
+@pytest.mark.parametrize("changed", ["nothing", "metrics", "one rank's own", "a replica"])
+def test_saves_of_a_state_that_hardly_changes(store, changed):
+    """A rank's manifest that has not changed is named again, rank 0's as well; each step restores as it was saved."""
+
+    def held(step, rank):
+        found = state(step if changed == "a replica" else 0, rank)
+        found["own"] = PerRank({"at": step if changed == "one rank's own" and rank == 1 else 0})
+        return found | {"step": 0}
+
+    managers = Managers(store, async_save=False)
+    for step in range(3):
+        metrics = {"loss": float(step)} if changed == "metrics" else None
+        found = managers.all(
+            lambda m, rank, step=step, metrics=metrics: m.save(step, held(step, rank), metrics=metrics)
+        )
+        assert not any(isinstance(one, Exception) for one in found), found
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert repository.check("restore").ok
+        assert [snapshot.step for snapshot in repository.snapshots("a")] == [0, 1, 2]
+        for step in range(3):
+            assert same(repository.restore(f"a@{step}", keys="model"), {"model": held(step, 0)["model"]})
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_each_rank_gets_its_own_back(store, count):
     """As many ranks: its own. Fewer: an error that says what to do, or a chosen rank's."""

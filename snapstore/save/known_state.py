@@ -146,15 +146,15 @@ class SmallCopies:
         self._hashed = list(zip(starts.tolist(), (starts + hashed.nbytes).tolist(), strict=True))
 
     def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[int], Bytes]]:
-        """Hold the memory of the match. Copy these; return what gives the bytes to store, and the i-th ones to hash.
+        """Copy them; return what gives the bytes to store, and the i-th ones to hash, (nbytes,) uint8 each.
 
-        Both are (nbytes,) uint8. Call it before `match.confirm`, which finds memory that was resized meanwhile.
+        Call it after `match.confirm`, which keeps their memory.
 
         Raises:
-            DifferentStructureError: one has moved since the match.
+            DifferentStructureError: one has moved since the match, or was resized meanwhile.
         """
-        match.hold(self._positions)
         together = copy_addresses(match.addresses[self._at] + self._offsets, self._nbytes)
+        match.confirm_places(self._positions)
         stored, hashed = self._stored, self._hashed
         return lambda: [together[first:end] for first, end in stored], lambda i: together[slice(*hashed[i])]
 

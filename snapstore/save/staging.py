@@ -298,9 +298,9 @@ class Staging:
             for device, group in known.hashed.on_devices.items():
                 if (found := self._start_digests(group.sources(device, match))) is not None:
                     digests.append((group.rows, found))
+            match.confirm()
             small, small_replica = known.small.copy(match)
             copies.append((known.copied.small.rows, small))
-            match.confirm()
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
             seed = self._engines.digest_seed

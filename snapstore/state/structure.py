@@ -37,6 +37,8 @@ _PROPERTIES: list[Any] = [
     *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
 ]
 _address: Any = methodcaller("data_ptr")
+#: Tensors that are checked together: what torch reads of them stays in a core's cache from one check to the next.
+BLOCK_TENSORS = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -60,26 +62,53 @@ class Match:
     _places: list[int]
     _storages: list[Any] = field(default_factory=list)
 
-    def hold(self, at: Sequence[int]) -> None:
-        """Keep the memory of all tensors. Those at positions `at` may then be read at once, before `confirm`.
-
-        Raises:
-            DifferentStructureError: one of these lies elsewhere.
-        """
-        self._storages = _storages(self._all)
-        firsts = self.structure._firsts
-        if not self.structure._lie_at(self._all, self._places, at if firsts is None else [firsts[k] for k in at]):
-            raise DifferentStructureError
-
     def confirm(self) -> None:
-        """Check, after `hold`, that the tensors have the known form, and lie where they lay at the match.
+        """Check that the tensors have the known form, and lie where they lay at the match; keep their memory.
 
         Raises:
             DifferentStructureError: one does not.
         """
         known = self.structure
-        if not known._has_form(self._all) or not known._lie_at(self._all, self._places, known._all_places):
+        for block in known._blocks:  # each one fits into the processor's cache
+            tensors = self._all[block.rows]
+            self._storages += _storages(tensors)  # then their addresses are asked again
+            if not block.has_form(tensors) or not known._lie_at(self._all, self._places, block.positions):
+                raise DifferentStructureError
+
+    def confirm_places(self, at: Sequence[int]) -> None:
+        """Check once more that tensors at positions `at` lie where they lay, after they were read.
+
+        Raises:
+            DifferentStructureError: one does not.
+        """
+        firsts = self.structure._firsts
+        if not self.structure._lie_at(self._all, self._places, at if firsts is None else [firsts[k] for k in at]):
             raise DifferentStructureError
+
+
+class _Block:
+    """Tensors of a known state whose form is checked together.
+
+    Args:
+        tensors: all of the state.
+        start: where these begin among them.
+    """
+
+    def __init__(self, tensors: Sequence[Any], start: int) -> None:
+        self.rows = slice(start, start + BLOCK_TENSORS)
+        chosen = tensors[self.rows]
+        self.positions = list(range(start, start + len(chosen)))
+        self.properties = [list(map(take, chosen)) for take in _PROPERTIES]
+        _, shapes, _, strides, *_ = self.properties
+        self._guards = _guards(chosen, shapes, strides)
+
+    def has_form(self, tensors: Sequence[Any]) -> bool:
+        """Return whether tensors have the known properties."""
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        return all(
+            all(map(eq, map(take, tensors), known)) for take, known in zip(_PROPERTIES, self.properties, strict=True)
+        )
 
 
 class Structure:
@@ -139,13 +168,13 @@ class Structure:
         tensors = [arrays[i] for i in self._batched]
         self._places: list[int] = []  # of the last match
         self._all_places = list(range(len(tensors)))
-        self._properties = [list(map(take, tensors)) for take in _PROPERTIES]
-        dtypes, shapes, _, strides, *views = self._properties
+        self._blocks = [_Block(tensors, start) for start in range(0, len(tensors), BLOCK_TENSORS)]
+        columns = zip(*(block.properties for block in self._blocks), strict=True)
+        dtypes, shapes, _, _, *views = [list(chain.from_iterable(parts)) for parts in columns] or [[]] * 6
         specs = [self.specs[rows[i]] for i in self._batched]
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
         if shapes != [spec.shape for spec in specs] or [names[dtype] for dtype in dtypes] != [s.dtype for s in specs]:
             raise DifferentStructureError  # it has changed since
-        self._guards = _guards(tensors, shapes, strides)
         self._devices = [tensor.device for tensor in tensors]
         nbytes: list[int] = list(map(attrgetter("nbytes"), tensors))
         in_one_piece = [tensor.is_contiguous() for tensor in tensors]
@@ -194,10 +223,8 @@ class Structure:
     def _locate(self, tensors: Sequence[Any]) -> list[int]:
         """Return addresses of tensors whose known bytes lie within their storages, tied as is known."""
         try:
-            if self._places and self._lie_at(
-                tensors, self._places, self._all_places
-            ):  # as at the last match, which has looked at the storages
-                return self._places
+            if self._places and self._lie_at(tensors, self._places, self._all_places):
+                return self._places  # the last match has looked at the storages
             storages = _storages(tensors)
             places = _addresses(tensors)
             devices = [tensor.device for tensor in tensors]
@@ -218,14 +245,6 @@ class Structure:
         if at_once is None:
             return _addresses([tensors[k] for k in at]) == [places[k] for k in at]
         return bool(at_once(tensors, places, at))
-
-    def _has_form(self, tensors: Sequence[Any]) -> bool:
-        """Return whether tensors have the known properties."""
-        if self._guards is not None and self._guards.check(*tensors):
-            return True
-        return all(
-            all(map(eq, map(take, tensors), known)) for take, known in zip(_PROPERTIES, self._properties, strict=True)
-        )
 
     def _match(
         self, known: Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]

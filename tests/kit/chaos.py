@@ -552,6 +552,7 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
     """
     entries, wrong = calls(chaos.folder)
     chaos._count("verbs", len(entries))
+    chaos._count("saves by ranks", sum("committed" in (e.end or {}) for e in entries if e.begin.get("ranks")))
     told = Counter(f"{line['verb']} {line['lie']}" for _, line in journals(chaos.folder) if "lie" in line)
     chaos._count("lies told", told.total())
     wrong += chaos.wrong

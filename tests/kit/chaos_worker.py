@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -39,8 +39,9 @@ import snapstore.rewrite.recode
 import snapstore.save.pipeline
 from kit import hosts
 from kit.lying_proxy import LyingProxy, Memory, Told
+from kit.ranks import save_shared
 from kit.repositories import same, version_of
-from snapstore import KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager
+from snapstore import KeepBest, KeepEvery, KeepLast, Repository, Snapshot, SnapshotManager
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
 
@@ -122,8 +123,9 @@ class Worker:
 
     #: How often each verb is called.
     weights: ClassVar[dict[str, int]] = {
-        "save": 30, "manager": 12, "restore": 20, "restore_into": 5, "forget": 10, "unforget": 4, "tag": 5, "untag": 2,
-        "gc": 12, "compact": 4, "recode": 2, "check": 4, "repair": 2, "rebuild_index": 2, "look": 5, "diff": 3,
+        "save": 30, "save_ranks": 8, "manager": 12, "restore": 20, "restore_into": 5, "forget": 10, "unforget": 4,
+        "tag": 5, "untag": 2, "gc": 12, "compact": 4, "recode": 2, "check": 4, "repair": 2, "rebuild_index": 2,
+        "look": 5, "diff": 3,
     }  # fmt: skip
     #: How often the repository is closed after a verb.
     closes = 0.1
@@ -145,6 +147,10 @@ class Worker:
 
     def open(self) -> Repository:
         """As every script does."""
+        return self.open_another()
+
+    def open_another(self) -> Repository:
+        """The same one, for one more rank."""
         return Repository.open(self.settings["url"], options=OPTIONS)
 
     @contextmanager
@@ -196,6 +202,27 @@ class Worker:
                 metadata=[run, version], metrics={"loss": self.random.random()}, **options,
             )  # fmt: skip
             result |= {"committed": snapshot.id}
+
+    def save_ranks(self, repository: Repository) -> None:
+        """As a job of ranks, each of them a thread with a repository of its own; they die and stop together."""
+        run, version, tags = self.random.choice(KEPT + CHURNED), self.random.randrange(10**6), self._tags()
+        with self.call("save", run=run, version=version, tags=tags, ranks=True) as result, ExitStack() as stack:
+            others = [self.open_another() for _ in range(self.random.randint(1, 2))]
+            for other in others:
+                stack.callback(other.close)
+            words = save_shared(
+                [repository, *others], run, self.random.randrange(STEPS), version, silent_s=60.0, tags=tags,
+                make=lambda run, version, rank, count: hosts.values(run, version), save_options=None,
+            )  # fmt: skip
+            errors = [word for word in words if not isinstance(word, Snapshot)]
+            ids = {word.id for word in words if isinstance(word, Snapshot)}
+            if len(ids) > 1 or (ids and errors and self.settings["calm"]):
+                self.wrong(f"ranks disagree: {words}")
+            if not ids:
+                raise errors[0]
+            if foreign := [error for error in errors if not isinstance(error, SnapstoreError)]:
+                raise foreign[0]
+            result |= {"committed": ids.pop()}
 
     def _tags(self) -> list[str]:
         return self.random.choice([[], [], [], [], [SHARED_TAG], [self._new_tag()]])
@@ -357,6 +384,10 @@ class LiedTo(Worker):
                 sorts=frozenset(self.settings["lies"]),
             ).__enter__()  # fmt: skip
             os.environ["AWS_ENDPOINT_URL_S3"] = self._proxy.url
+        return self.open_another()
+
+    def open_another(self) -> Repository:
+        """Through the same proxy."""
         store = S3Store(self.settings["url"], connect_timeout_s=1.0, read_timeout_s=1.0, attempts=3)
         put = store.put
 

@@ -24,7 +24,7 @@ import torch
 
 from kit.faults import Crash, FaultStore
 from kit.repositories import OPTIONS, values
-from snapstore import Repository, Snapshot, SnapshotManager
+from snapstore import Repository, SaveOptions, Snapshot, SnapshotManager
 from snapstore.chunks.uploader import put_once
 from snapstore.distributed.base import Heart, Ranks
 from snapstore.distributed.local import LocalRank, LocalRanks
@@ -302,18 +302,31 @@ def values_of_rank(run: str, version: int, rank: int, count: int) -> dict[str, A
 
 
 def save_shared(
-    stores: Sequence[ObjectStore | str], run: str, step: int, version: int, *, silent_s: float = 20.0, **options: Any
+    stores: Sequence[ObjectStore | Repository | str],
+    run: str,
+    step: int,
+    version: int,
+    *,
+    silent_s: float = 20.0,
+    make: Callable[[str, int, int, int], Any] = values_of_rank,
+    save_options: SaveOptions | None = OPTIONS,
+    **options: Any,
 ) -> list[Any]:
-    """Save a version by one manager for each store, all at once; return each rank's snapshot, or its error."""
+    """Save a version by one manager for each store, all at once; return each rank's snapshot, or its error.
+
+    Args:
+        make: the state of (run, version, rank, count).
+        save_options: None with repositories, which have theirs.
+    """
     ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=4 * silent_s)
     options.setdefault("metrics", {"loss": 1 / (1 + version)})
 
     def of_rank(rank: LocalRank, store: Any) -> Snapshot | None:
         if isinstance(store, RankStore):
             store.ranks = rank
-        manager = SnapshotManager(store, run=run, ranks=rank, async_save=False, options=OPTIONS)
+        manager = SnapshotManager(store, run=run, ranks=rank, async_save=False, options=save_options)
         try:
-            state = values_of_rank(run, version, rank.rank, len(stores))
+            state = make(run, version, rank.rank, len(stores))
             return manager.save(step, state, metadata=[run, version], **options).result()
         finally:
             with suppress(Exception, Crash):

@@ -17,7 +17,10 @@ from multiprocessing.pool import ThreadPool
 import pytest
 
 from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
+from kit.ranks import save_shared
+from kit.repositories import opened, same, values
 from kit.samples import SEED, THOROUGH
+from snapstore import Repository, SaveOptions, Snapshot
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
 from snapstore.storage.s3.store import S3Store
 
@@ -221,3 +224,49 @@ def test_honest_answers(server, store, verb):
     case = Case(server, store)
     case.store._requests.attempts = 100
     assert verb(case)
+
+
+#: A save by two ranks has so many requests, roughly.
+REQUESTS = 36
+VERIFIED = SaveOptions(pack_bytes=4096, threads=1, verify_writes="full")
+
+
+def saved_by_ranks(case: Case, lie: Lie, after: int, once: bool, stored: bool) -> str | None:
+    """Save by two ranks while the server lies about some request, or about all behind it; return what was wrong."""
+    stores = [case.store, copy(case.store)]
+    for store in stores:
+        store._use(copy(store._requests))
+    for key in KEYS:
+        del case.server.objects[f"{case.bucket}/p/{key}"]
+    stores[0]._requests.attempts = 100
+    Repository.create(stores[0], chunk_bytes=1024, options=VERIFIED).close()
+    stores[0]._requests.attempts = 2
+    case.server.lie(case.part, lie, times=1 if once else 10**9, stored=stored, after=after)
+    words = save_shared(stores, "a", 0, 0, save_options=VERIFIED)
+    case.server.honest(case.part)
+    stores[0]._requests.attempts = 100
+    with opened(stores[0]) as repository:
+        found = {snapshot.id for snapshot in repository.snapshots("a")}
+        for word in words:
+            unknown = "is committed as" in str(word) or "whether it was committed" in str(word)
+            if isinstance(word, Snapshot):
+                if {word.id} != found:
+                    return f"one says committed, found {found}: {words}"
+            elif not isinstance(word, SnapstoreError):
+                return repr(word)
+            elif found and not unknown:
+                return f"one says failed, found {found}: {words}"
+        if not all(same(repository.restore(f"id:{name}"), values("a", 0)) for name in found):
+            return "other bytes"
+    return None
+
+
+@pytest.mark.slow
+def test_wrong_answers_to_a_save_by_ranks(server, store):
+    """No lie lets a rank say what the record does not say, nor costs the snapshot."""
+    ways = [(True, False), (True, True), (False, False)]  # told once or always; done or not
+    cases = [(name, after, *way) for name in LIES for after in range(REQUESTS) for way in ways]
+    cases = random.Random(SEED).sample(cases, 120 if THOROUGH else 6)
+    for name, after, once, stored in cases:
+        wrong = saved_by_ranks(Case(server, store), LIES[name], after, once, stored)
+        assert wrong is None, f"{name!r} after {after} requests, {once=}, {stored=}: {wrong}"

@@ -93,6 +93,7 @@ class _Rule:
     left: int
     method: str
     stored: bool
+    after: int = 0
     fired: int = 0
 
 
@@ -108,9 +109,15 @@ class HostileS3(SocketServer):
         super().__init__()
         self._rules: list[_Rule] = []
 
-    def lie(self, part: str, lie: Lie, *, times: int = 10**9, method: str = "", stored: bool = False) -> _Rule:
-        """Answer so, to the next so many requests whose target has `part`; `stored`: after having done them."""
-        rule = _Rule(part, lie, times, method, stored)
+    def lie(
+        self, part: str, lie: Lie, *, times: int = 10**9, method: str = "", stored: bool = False, after: int = 0
+    ) -> _Rule:
+        """Answer so, to the next so many requests whose target has `part`; `stored`: after having done them.
+
+        Args:
+            after: so many of these requests are answered honestly first.
+        """
+        rule = _Rule(part, lie, times, method, stored, after)
         with self._lock:
             self._rules.append(rule)
         return rule
@@ -153,6 +160,9 @@ class HostileS3(SocketServer):
         text = unquote(request.target) + "\n" + request.fields.get("x-lie", "")
         for rule in self._rules:
             if rule.left > 0 and rule.part in text and rule.method in ("", request.method):
+                if rule.after:
+                    rule.after -= 1
+                    return None
                 rule.left -= 1
                 rule.fired += 1
                 return rule

@@ -22,6 +22,7 @@ from kit.actors import Actor
 from kit.faults import Crash, FaultStore, one_thread
 from kit.lies import LyingStore, every_lie
 from kit.objects import clone, flip, keys_of
+from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_whole, committed, created, opened, save, version_of
 from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
@@ -150,6 +151,21 @@ def _record_of(actor: Actor) -> str:
     return actor.at[1] if actor.at and actor.at[1].startswith("snapshots/") else "-"
 
 
+def by_ranks(liar: int) -> Callable[[World], None]:
+    """A save by two ranks, one of which is lied to."""
+
+    def scenario(world: World) -> None:
+        stores = [world.liar if rank == liar else world.store for rank in range(2)]
+        words = save_shared(stores, "a", 4, 4, save_options=FULL)
+        world.outcome = words[liar]
+        if isinstance(word := words[1 - liar], Snapshot):
+            world.told.append(word)
+        for word in words:
+            assert isinstance(word, Snapshot | SnapstoreError), word
+
+    return scenario
+
+
 def verb(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = frozenset()) -> Callable[[World], None]:
     def scenario(world: World) -> None:
         world.may_go |= may_go
@@ -197,6 +213,8 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
     "save, marked": (marked, verb(lambda r: save(r, "a", 4, 4))),
     "save of what a gc wants": (history, of_what_a_gc_wants),
+    "save by ranks, rank 0 lied to": (history, by_ranks(0)),
+    "save by ranks, rank 1 lied to": (history, by_ranks(1)),
     "forget and gc": (history, verb(lambda r: (r.forget([KeepLast(1)], run="a"), r.gc()), may_go=OLD - {("a", 3)})),
     "forget and gc, warm": (
         history, warm(lambda r: (r.forget([KeepLast(1)], run="a"), r.gc()), may_go=OLD - {("a", 4)}),

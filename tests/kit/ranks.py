@@ -32,7 +32,7 @@ from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import ManifestList
-from snapstore.save.bases import load_bases
+from snapstore.save.bases import Bases, load_bases
 from snapstore.save.inputs import SaveRequest, inputs_of
 from snapstore.save.manifest_writer import write
 from snapstore.save.together import Job, Share
@@ -92,7 +92,7 @@ class RankSide:
     def write_roots(self, session: Any, reports: Any) -> Any:
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests]
         assert [ref.rank for ref in children] == list(range(self._ranks.count))
-        roots = write(self._context, session, self._parts(""), load_bases(self._context, session, {}), full=True)
+        roots = write(self._context, session, self._parts(""), Bases(), full=True)  # its own, so it writes no list
         roots.manifests += [msgspec.structs.replace(ref, rank=0) for ref in children]
         names = ManifestList.of(session.id, session.made_for, roots.manifests)  # some may be those of a base
         put_once(session, names.key, records.encode(names))

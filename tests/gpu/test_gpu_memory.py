@@ -294,7 +294,7 @@ def test_another_error_is_not_taken_for_memory_that_ran_out(fail_lanes, says):
 @pytest.mark.parametrize("says", FULL)
 def test_copies_when_memory_runs_out(monkeypatch, caplog, says, where):
     state, failing = small_state(), Failing(first=1, error=FULL[says])
-    wanted, owner = facts(state), staging.DeviceStaging if where == "_device_rooms" else staging
+    wanted, owner = facts(state), staging if where == "copy_async" else staging.DeviceStaging
     real = getattr(owner, where)
 
     def fails(*args):
@@ -604,6 +604,47 @@ def test_memory_for_the_next_copies_is_taken_behind_the_caller(monkeypatch):
     ahead, copies = asked[1:-1:2], asked[2::2]
     assert [sizes for _, sizes in ahead] == [sizes for _, sizes in copies]
     assert copies[0][1] != copies[-1][1]
+
+
+def test_copies_that_lie_where_they_lay_need_no_new_table(monkeypatch):
+    """The table of a copy's pieces is made in the caller's time; another place of a tensor needs another one."""
+    state, made_tables, real = {"w": floats(MIB, 1, "cuda"), "s": floats(9, 2, "cuda")}, [], staging._table_of
+
+    def table_of(columns, device):
+        made_tables.append(columns)
+        return real(columns, device)
+
+    place = torch.empty(MIB, device="cuda")
+    monkeypatch.setattr(staging, "_table_of", table_of)
+    device_staging = staging.DeviceStaging(Engines(0, threads=1), "device", twice=False)
+    lengths = np.array([state["w"].nbytes], np.int64)
+    stream = torch.cuda.current_stream()
+    for step in range(6):
+        if step == 4:
+            state["w"] = floats(MIB, 3, "cuda")
+        drift({"w": state["w"]}, step)
+        where = (np.array([memory.data_ptr()], np.int64) for memory in (state["w"], place))
+        device_staging._gather(*where, lengths, state["w"].device, stream)
+        torch.cuda.synchronize()
+        assert torch.equal(moved(place, "cpu"), moved(state["w"], "cpu")), step
+    assert len(made_tables) == 2
+
+
+def test_the_device_is_polled_less_often_while_nothing_is_done(monkeypatch):
+    """Each poll takes the interpreter's lock from the training."""
+    pool, pauses, left = streams.StreamPool(torch.device("cuda", 0), 1), [], [0]
+
+    def poll():
+        left[0] += 1
+        return left[0] == 8
+
+    monkeypatch.setattr(pool, "poll", poll)
+    monkeypatch.setattr(streams.time, "sleep", pauses.append)
+    pool.poll_until(lambda: left[0] == 10)
+    longest = streams.MAX_POLL_S
+    growing = [min(streams.POLL_S * 2**i, longest) for i in range(7)]
+    assert pauses == [*growing, *growing[:2]]
+    assert growing[-1] == longest
 
 
 def test_restores_keep_nothing():

@@ -8,6 +8,7 @@ and `wait_copied` waits in the background.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 MAX_OF_STATE = 2.05
 #: Device memory that streams take whatever the size of a batch: torch's allocator takes 20 MiB or more at a time.
 STREAMS_BYTES = 200 * 1024 * 1024
+#: Tables of copies that are kept: of large and of small tensors, for each of two places.
+TABLES = 4
 #: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
 #: Copies are laid out again once this share of the state should lie apart.
@@ -87,6 +90,7 @@ class DeviceStaging:
         self._sources: dict[torch.device, Sources] = {}  # of the last copies, without tensors
         self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart: they become no bases
         self._apart_version = 0
+        self._tables: dict[torch.device, deque[tuple[Column, torch.Tensor]]] = defaultdict(lambda: deque(maxlen=TABLES))
         self._releases = 1  # after so many saves, copies lie elsewhere: the memory of the old ones fits no later save
 
     def copy(
@@ -196,7 +200,7 @@ class DeviceStaging:
         small, large, nbytes = layout.small, layout.large, sources.nbytes
         hosted = self._copy_small(addresses[small], nbytes[small], sources.device, stream)
         if rooms.on_device:
-            _gather(addresses[large], rooms.addresses, nbytes[large], sources.device, stream)
+            self._gather(addresses[large], rooms.addresses, nbytes[large], sources.device, stream)
         else:
             columns = (rooms.addresses, addresses[large], nbytes[large])
             for place, source, size in zip(*(column.tolist() for column in columns), strict=True):
@@ -410,10 +414,25 @@ class DeviceStaging:
             return list
         nbytes, places = _small_places(lengths)
         together = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _gather(sources, together.data_ptr() + places, lengths, device, stream)
+        self._gather(sources, together.data_ptr() + places, lengths, device, stream)
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         view = host.copy_(together, non_blocking=True).numpy()
         return lambda: [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
+
+    def _gather(
+        self, sources: Column, destinations: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
+        """Begin to copy every tensor, address to address, with one kernel; `stream` is the current one.
+
+        The table of its pieces stays on the device: mostly, tensors and copies lie where they lay two saves ago.
+        """
+        wanted = np.stack([sources, destinations, lengths])
+        known = [table for columns, table in self._tables[device] if np.array_equal(columns, wanted)]
+        table = known[0] if known else _table_of(wanted, device)
+        if not known:
+            self._tables[device].append((wanted, table))
+        count, start = table.shape[1], table.data_ptr()
+        kernels.launch("gather", (count,), stream, [start + 8 * count * i for i in range(3)])
 
 
 def _small_places(lengths: Column) -> tuple[int, Column]:
@@ -443,17 +462,14 @@ def _copy_to_host(value: torch.Tensor, out: Bytes) -> Bytes:
     return out
 
 
-def _gather(
-    sources: Column, destinations: Column, lengths: Column, device: torch.device, stream: torch.cuda.Stream
-) -> None:
-    """Begin to copy every tensor, address to address, with one kernel; `stream` is the current one."""
+def _table_of(columns: Column, device: torch.device) -> torch.Tensor:
+    """Return the pieces of tensors on a device: addresses (n,), addresses of the copies, and lengths; int64."""
+    sources, destinations, lengths = columns
     which, at, sizes = _pieces(lengths.tobytes())
     table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
     view = table.numpy()
     view[0], view[1], view[2] = sources[which] + at, destinations[which] + at, sizes
-    on_device = table.to(device, non_blocking=True)
-    start = on_device.data_ptr()
-    kernels.launch("gather", (len(which),), stream, [start + 8 * len(which) * i for i in range(3)])
+    return table.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=8)  # every save copies the same tensors, so nearly always the same lengths

@@ -28,8 +28,8 @@ log = logging.getLogger("snapstore")
 #: Sizes of large device memory are multiples of this, or of a quarter of a batch, or of an eighth to a sixteenth of
 #: themselves, whichever is most: freed memory then fits the next request.
 STEP_BYTES = 2 * 1024 * 1024
-#: How often a waiting thread polls the device [s].
-POLL_S = 20e-6
+#: How long a waiting thread pauses before it polls the device again: twice as long each time, up to a bound [s].
+POLL_S, MAX_POLL_S = 20e-6, 250e-6
 
 Steps = Callable[["WorkStream"], Generator[None, None, Any]]
 
@@ -213,10 +213,17 @@ class StreamPool:
         return task
 
     def poll_until(self, condition: Callable[[], bool]) -> None:
-        """Advance batches until a condition holds."""
+        """Advance batches until a condition holds.
+
+        Each poll takes the interpreter's lock from training that runs beside, so the pauses grow while nothing is done.
+        """
+        pause_s = POLL_S
         while not condition():
-            if not self.poll():
-                time.sleep(POLL_S)
+            if self.poll():
+                pause_s = POLL_S
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_POLL_S)
 
     def poll(self) -> bool:
         """Advance the batches that can go on, without waiting; return whether there were any."""

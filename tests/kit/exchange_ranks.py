@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,20 +32,34 @@ def manager(world: World, run: str, **options: Any) -> Iterator[Any]:
 
 @contextmanager
 def decoded(world: World) -> Iterator[Counter[str]]:
-    """Count how often chunks are decoded, by their digests; on leaving, those of all ranks."""
+    """Count how often chunks are decoded, by their digests; on leaving, those of all ranks.
+
+    A job with NCCL exchanges in the memory of GPUs, so its chunks are decoded there, also those of plain tensors.
+    """
+    import torch
     import torch.distributed as dist
 
     from snapstore.engine.cpu import CpuEngine
     from snapstore.restore import exchange
 
+    engines: list[Any] = [CpuEngine]
+    if torch.cuda.is_available():
+        from snapstore.engine.cuda.engine import CudaEngine
+
+        engines.append(CudaEngine)
     counts: Counter[str] = Counter()
-    start = CpuEngine.start_decode
 
-    def counted(engine: Any, batch: Any) -> Any:
-        counts.update(bytes(digest).hex() for digest in batch.digests)
-        return start(engine, batch)
+    def counting(start: Any) -> Any:
+        def counted(engine: Any, batch: Any) -> Any:
+            counts.update(bytes(digest).hex() for digest in batch.digests)
+            return start(engine, batch)
 
-    with mock.patch.object(CpuEngine, "start_decode", counted), mock.patch.object(exchange, "ROUND_BYTES", ROUND):
+        return counted
+
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(mock.patch.object(engine, "start_decode", counting(engine.start_decode)))
+        stack.enter_context(mock.patch.object(exchange, "ROUND_BYTES", ROUND))
         yield counts
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, counts)

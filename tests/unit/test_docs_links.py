@@ -1,13 +1,18 @@
 """The pages for users are right: their code runs, their links lead somewhere, their picture needs no font."""
 
 import re
+import shlex
 import sys
+from itertools import takewhile
 from pathlib import Path
 
+import click
 import pytest
 import torch
+import typer
 
 import snapstore
+import snapstore.cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -105,3 +110,21 @@ def test_the_demo_picture_has_no_blanks_at_the_edges_of_texts():
     texts = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "demo.svg").read_text())
     assert "PASS" in texts
     assert not [text for text in texts if re.search(r"^(\s|&#160;)|(\s|&#160;)$|\s\s|&#160;", text)]
+
+
+def test_the_shell_understands_the_commands_of_the_pages():
+    group = typer.main.get_command(snapstore.cli.commands)
+    found = [(page, line) for page in PAGES for line in re.findall(r"^ *\$ snapstore (.+)$", page.read_text(), re.M)]
+    assert len(found) > 20
+    problems = []
+    for page, line in found:
+        words = list(takewhile(lambda word: word not in ("|", ">", "&&", ";", "&"), shlex.split(line, comments=True)))
+        name, *arguments = words or [""]
+        try:
+            if name not in ("-h", "--version"):
+                group.commands[name].make_context(name, arguments, allow_interspersed_args=True)
+        except (click.UsageError, KeyError) as error:
+            problems.append(f"{page.name}: {line}: {error}")
+        except click.exceptions.Exit:  # of --help
+            pass
+    assert not problems

@@ -101,8 +101,8 @@ class Header:
         return HEADER.size + 4 * len(self.block_lengths)
 
 
-def bound(raw_bytes: int, element_size: int) -> int:
-    """Return the most bytes that a blob of a chunk of `raw_bytes` takes."""
+def bound(raw_bytes: Any, element_size: Any) -> Any:
+    """Return the most bytes that a blob of a chunk of `raw_bytes` takes; numbers or arrays."""
     blocks = element_size * -(-raw_bytes // element_size // codecs.BLOCK_BYTES)
     return HEADER.size + 4 * blocks + raw_bytes
 
@@ -223,13 +223,13 @@ def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memo
 
 
 def headers(
-    entries: npt.NDArray[np.void], layouts: Column, block_bytes: int, counts: Column, block_lengths: Column
+    entries: npt.NDArray[np.void], layouts: Column, block_bytes: Column, counts: Column, block_lengths: Column
 ) -> tuple[Bytes, npt.NDArray[np.int64]]:
     """Return the headers of many blobs one after the other, with block lengths, without checksums.
 
     Args:
         entries: (n,) ENTRY.
-        layouts: (n,).
+        layouts, block_bytes: (n,).
         counts: (n,) how many block lengths each blob has.
         block_lengths: (sum of counts,), blob after blob.
 

@@ -47,6 +47,19 @@ static int __popc(unsigned value) { return __builtin_popcount(value); }
 static void __threadfence() {}
 static unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
 
+template <typename T>
+static T atomicMin(T* address, T value) {
+    const T before = *address;
+    if (value < before) *address = value;
+    return before;
+}
+template <typename T>
+static T atomicMax(T* address, T value) {
+    const T before = *address;
+    if (value > before) *address = value;
+    return before;
+}
+
 struct Fibre {
     jmp_buf place;  // where it goes on, once it has begun; unlike swapcontext, that takes no system call
     ucontext_t context;

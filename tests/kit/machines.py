@@ -60,7 +60,8 @@ class Emulator:
 @cache
 def emulated(kernel):
     """A kernel built for this CPU."""
-    source = (FOLDER / f"{kernel}.cu").read_text()
+    shared = (FOLDER / "sparse.cuh").read_text() if kernel.startswith("sparse_") else ""
+    source = shared + (FOLDER / f"{kernel}.cu").read_text()
     (parameters,) = re.findall(
         rf'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?{kernel}\((.*?)\)', source, re.DOTALL
     )

@@ -210,7 +210,7 @@ def check_headers(blobs):
     counts = np.array([len(h.block_lengths) for h in parsed], np.int64)
     lengths = np.array([n for h in parsed for n in h.block_lengths], np.int64)
     layouts = np.array([h.layout for h in parsed], np.uint8)
-    found, starts = blob.headers(entries, layouts, codecs.BLOCK_BYTES, counts, lengths)
+    found, starts = blob.headers(entries, layouts, np.full(len(entries), codecs.BLOCK_BYTES), counts, lengths)
     assert starts.tolist() == [0, *np.cumsum([h.payload_start for h in parsed]).tolist()]
     for i, (data, header) in enumerate(zip(blobs, parsed, strict=True)):
         made = bytearray(found[starts[i] : starts[i + 1]].tobytes() + data[header.payload_start :])

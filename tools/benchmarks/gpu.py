@@ -608,6 +608,7 @@ def section_sparse(bench: Bench) -> dict[str, Any]:
     for name, one in found.items():
         bench.say(f"   {name}: {one}")
     how = "plain bytes of a link / time of its kernels but digests, bf16 weights after a step at 1e-6"
+    bench.figure("sparse_encode_GBps", found["encode"]["all"], how)
     bench.figure("sparse_decode_GBps", found[f"decode_{gpu_sparse.LINKS}"]["all"], how)
     return found
 

@@ -47,6 +47,7 @@ GOALS: dict[str, Goal] = {
     "delta_planes_GBps": Goal("delta and planes", 1, "GB/s", ">= 1000", ">=", 1000),
     "encode_portable_GBps": Goal("encode, portable, by device time", 1, "GB/s", ">= 60", ">=", 60),
     "encode_ans_GBps": Goal("encode, ANS, by device time", 1, "GB/s", ">= 150", ">=", 150),
+    "sparse_encode_GBps": Goal("encode a sparse delta, by device time", 1, "GB/s", ">= 100", ">=", 100),
     "sparse_decode_GBps": Goal("restore a sparse delta, by device time", 1, "GB/s", ">= 500", ">=", 500),
     "to_host_GBps": Goal("state, its compressed bytes in pinned memory", 1, "GB/s", ">= 58", ">=", 58),
     "to_host_ratio": Goal("that / a raw pinned copy", 1, "x", ">= 1.05", ">=", 1.05),

@@ -1,6 +1,7 @@
 """Encoding: the stages of one batch of chunks to blobs, on one stream.
 
-sample -> delta or full, codecs (host) -> split -> Huffman, nvCOMP -> sizes (host) -> headers + gather -> seal
+sample -> delta or full, codecs (host) -> sparse deltas -> split of the others -> Huffman, nvCOMP -> sizes (host) ->
+headers + gather -> seal
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from .graph_capture import beside_captures
 from .huffman import HUFFMAN
 from .nvcomp import ANS, Coder
 from .pinned import ALIGNMENT
+from .sparse import Candidates, Pieces, SparseEncoding
 from .streams import WorkStream, addresses_of, copy_async, copy_stream, ragged
 
 #: The device searches a plane of mostly one value for matches only if that saves this share of the blob.
 MATCHES_SAVE = 1 / 16
+#: Changes are counted where at least this share of a sample seems unchanged: half of all elements, less its error.
+MIN_UNCHANGED_SAMPLED = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +70,28 @@ class Encoding:
         self.plane_bytes = self.lengths // self.sizes
         self.addresses = addresses_of(batch.chunks)
         self.base_addresses = addresses_of(batch.bases)
+        self.block_bytes = ANS.block_bytes if ANS in coders.values() else codecs.BLOCK_BYTES
 
     def run(self) -> Generator[None, None, DeviceEncoded]:
         """Run all stages, with a yield where the host must wait for the device; return the complete blobs."""
         statistics = self.work.fetch(self.sample())
         yield
-        kinds, is_delta = self._choose(statistics.numpy())
-        planes_at = self._split(is_delta)
-        begun = self._begin_codecs(kinds, planes_at)
+        kinds = self._choose(statistics.numpy())
+        pieces = yield from self._encode_sparse(statistics.numpy())
+        rows = np.flatnonzero(~self.is_sparse)
+        planes_at = self._split(rows)
+        begun = self._begin_codecs(np.where(self.is_sparse[:, None], NOISE, kinds), planes_at)
         yield
-        codec_of, first_of, blocks = self._compressed(begun)
-        encoded = self._assemble(is_delta, planes_at, codec_of, first_of, blocks)
+        encoded = self._assemble(*self._plane_pieces(rows, planes_at, begun), pieces)
         yield
         return encoded
 
-    def _choose(self, found: npt.NDArray[np.float64]) -> tuple[Column, Column]:
-        """Return the kind of each plane (n, 8), and which chunks are stored as deltas (n,)."""
+    def _choose(self, found: npt.NDArray[np.float64]) -> Column:
+        """Choose which chunks are stored as deltas, by estimates of planes; return the kind of each plane (n, 8)."""
         full, delta = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
-        is_delta = has_base & delta_choice.pays(delta, full, self.batch.delta_limits)
+        self.is_delta = is_delta = has_base & delta_choice.pays(delta, full, self.batch.delta_limits)
+        self.full_bytes, self.delta_bytes = full, delta
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
         kinds = plane_kinds(bits, top_share, self.batch.layouts[:, None])
         # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time
@@ -92,7 +99,33 @@ class Encoding:
         worthwhile = saved > np.where(is_delta, delta, full)[:, None] * MATCHES_SAVE
         kinds = np.where((kinds == RUNS) & ~worthwhile, SKEWED, kinds)
         beyond = (np.arange(8) >= self.sizes[:, None]) | (self.plane_bytes[:, None] == 0)
-        return np.where(beyond, NOISE, kinds), is_delta
+        return np.where(beyond, NOISE, kinds)
+
+    def _encode_sparse(self, found: npt.NDArray[np.float64]) -> Generator[None, None, Pieces]:
+        """Encode chunks with few changes as sparse deltas; return the pieces of those that are smaller than planes."""
+        self.is_sparse = np.zeros(self.count, bool)
+        # as many elements are 0 in the lowest plane of the difference as did not change, and a few more
+        few = (self.base_addresses != 0) & (found[:, 1, 0, 1] >= MIN_UNCHANGED_SAMPLED) & (self.lengths > 0)
+        rows = np.flatnonzero(few)
+        if not len(rows):
+            return Pieces.none()
+        columns = (self.addresses, self.base_addresses, self.lengths, self.sizes, self.batch.layouts)
+        estimated = self.full_bytes[rows], self.delta_bytes[rows]
+        candidates = Candidates(rows, *(column[rows].astype(np.int64) for column in columns), *estimated)
+        deltas = SparseEncoding(self.work, candidates)
+        counted = deltas.count()
+        yield
+        packed = deltas.pack(counted.numpy())
+        if packed is None:
+            return Pieces.none()
+        yield
+        frames = deltas.begin_frames(packed.numpy())
+        yield
+        stored, rows = deltas.stored_bytes(frames.numpy()), deltas.candidates.rows
+        chosen = stored < deltas.max_bytes
+        chosen &= delta_choice.pays(stored, self.full_bytes[rows], self.batch.delta_limits[rows])
+        self.is_sparse[rows[chosen]] = self.is_delta[rows[chosen]] = True
+        return deltas.pieces(chosen)
 
     def sample(self) -> torch.Tensor:
         """Begin to take entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""
@@ -107,23 +140,29 @@ class Encoding:
         self.work.launch("histograms", (self.count,), *tables, statistics)
         return statistics
 
-    def _split(self, is_delta: Column) -> Column:
-        """Begin to split chunks or deltas into planes in device memory; return their offsets in it (n, 8)."""
+    def _split(self, rows: Column) -> Column:
+        """Begin to split chunks or deltas into planes in device memory; return their offsets in it (n, 8).
+
+        Args:
+            rows: the chunks; the offsets of others have no meaning.
+        """
         strides = (self.plane_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        rooms = strides * self.sizes
+        rooms = np.zeros(self.count, np.int64)
+        rooms[rows] = (strides * self.sizes)[rows]
         starts = np.cumsum(rooms) - rooms
         self.planes = self.work.room("planes", int(rooms.sum()) + 16)
-        tables = self.work.upload(
+        columns = (
             self.addresses,
-            np.where(is_delta, self.base_addresses, 0).astype(np.uint64),
+            np.where(self.is_delta, self.base_addresses, 0).astype(np.uint64),
             (self.planes.data_ptr() + starts).astype(np.uint64),
             self.lengths.astype(np.uint64),
             strides.astype(np.uint64),
             self.batch.element_sizes,
             self.batch.layouts,
         )
-        tiles = -(-int(self.lengths.max()) // kernels.SPLIT_TILE_BYTES)
-        self.work.launch("split", (tiles, self.count), *tables)
+        if len(rows):
+            tiles = -(-int(self.lengths[rows].max()) // kernels.SPLIT_TILE_BYTES)
+            self.work.launch("split", (tiles, len(rows)), *self.work.upload(*(column[rows] for column in columns)))
         at: Column = starts[:, None] + strides[:, None] * np.arange(8)
         return at
 
@@ -181,50 +220,56 @@ class Encoding:
             total += len(stored)
         return codec_of, first_of, np.concatenate(blocks)
 
-    def _assemble(
-        self, is_delta: Column, planes_at: Column, codec_of: Column, first_of: Column, blocks: Column
-    ) -> DeviceEncoded:
-        """Begin to gather headers, block lengths and payloads into one buffer, then to put the checksums in."""
-        rows, ks = np.nonzero(np.arange(8) < self.sizes[:, None])  # every plane, blob after blob
+    def _plane_pieces(self, of: Column, planes_at: Column, begun: Sequence[_Begun]) -> tuple[Column, Pieces]:
+        """Return the codec of every plane (n, 8), and the pieces of the chunks `of`, which are stored as planes."""
+        codec_of, first_of, blocks = self._compressed(begun)
+        row, ks = np.nonzero(np.arange(8) < self.sizes[of][:, None])  # every plane, blob after blob
+        rows = of[row]
         codec, plane_bytes = codec_of[rows, ks], self.plane_bytes[rows]
         is_raw = codec == codecs.RAW
-        block_bytes = ANS.block_bytes if ANS in self.coders.values() else codecs.BLOCK_BYTES
-        counts = np.where(is_raw, 1, -(-plane_bytes // block_bytes))
+        counts = np.where(is_raw, 1, -(-plane_bytes // self.block_bytes))
         plane, within = ragged(counts)  # of every piece
         pieces = np.empty((len(plane), 2), np.int64)  # address, size
         raw = is_raw[plane]
         pieces[raw, 0] = self.planes.data_ptr() + planes_at[rows, ks][plane[raw]]
         pieces[raw, 1] = plane_bytes[plane[raw]]
         pieces[~raw] = blocks[first_of[rows, ks][plane[~raw]] + within[~raw]]
+        self.stored_planes = np.zeros((self.count, 8), np.int64)
+        self.stored_planes[rows, ks] = np.bincount(plane, pieces[:, 1], len(rows))
+        return codec_of, Pieces(rows[plane], pieces[:, 0], pieces[:, 1], ~raw)
 
-        piece_row = rows[plane]
-        payload = np.bincount(piece_row, pieces[:, 1], self.count).astype(np.int64)
-        block_counts = np.bincount(piece_row[~raw], minlength=self.count)
+    def _assemble(self, codec_of: Column, of_planes: Pieces, of_sparse: Pieces) -> DeviceEncoded:
+        """Begin to gather headers, block lengths and payloads into one buffer, then to put the checksums in."""
+        pieces = of_planes.joined(of_sparse)
+        payload = np.bincount(pieces.rows, pieces.lengths, self.count).astype(np.int64)
+        block_counts = np.bincount(pieces.rows, pieces.is_block, self.count).astype(np.int64)
         entries = np.zeros(self.count, blob.ENTRY)
         entries["length"] = blob.HEADER.size + 4 * block_counts + payload
         entries["raw_bytes"], entries["element_size"] = self.lengths, self.sizes
-        entries["transform"] = np.where(is_delta, blob.DIFFERENCE, blob.FULL)
-        entries["codecs"][rows, ks] = codec
+        entries["transform"] = np.where(self.is_delta, blob.DIFFERENCE, blob.FULL)
+        entries["codecs"] = np.where(np.arange(8) < self.sizes[:, None], codec_of, 0)
+        entries["plane_bytes"] = self.stored_planes
+        entries["codecs"][self.is_sparse] = [codecs.SPARSE] + [0] * 7
+        entries["plane_bytes"][self.is_sparse, 0] = payload[self.is_sparse]
         entries["digest"] = np.ascontiguousarray(self.batch.digests).view("V16").reshape(-1)
-        base = np.where(is_delta[:, None], self.batch.base_digests, 0).astype(np.uint8)
+        base = np.where(self.is_delta[:, None], self.batch.base_digests, 0).astype(np.uint8)
         entries["base"] = np.ascontiguousarray(base).view("V16").reshape(-1)
-        stored = np.bincount(plane, pieces[:, 1], len(rows)).astype(np.int64)
-        entries["plane_bytes"][rows, ks] = stored
         rooms = (entries["length"].astype(np.int64) + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
         offsets = np.cumsum(rooms) - rooms
         entries["offset"] = offsets
 
-        layouts = np.where(is_delta, planes.BYTES, self.batch.layouts)
-        headers, starts = blob.headers(entries, layouts, block_bytes, block_counts, pieces[~raw, 1])
+        layouts = np.where(self.is_delta & ~self.is_sparse, planes.BYTES, self.batch.layouts)
+        block_bytes = np.where(self.is_sparse, codecs.BLOCK_BYTES, self.block_bytes)
+        headers, starts = blob.headers(entries, layouts, block_bytes, block_counts, pieces.lengths[pieces.is_block])
         out = self.work.large(int(rooms.sum())).zero_()  # padding is zero
         (headers_at,) = self.work.upload(headers)
-        before = np.cumsum(pieces[:, 1]) - pieces[:, 1]  # payload bytes before a piece, in all blobs
-        own = before - (np.cumsum(payload) - payload)[piece_row]
-        places = (offsets + np.diff(starts))[piece_row] + own
+        before = np.cumsum(pieces.lengths) - pieces.lengths  # payload bytes before a piece, in all blobs
+        own = before - (np.cumsum(payload) - payload)[pieces.rows]
+        places = (offsets + np.diff(starts))[pieces.rows] + own
         self.work.gather(
-            np.concatenate([headers_at + starts[:-1], pieces[:, 0]]),
+            np.concatenate([headers_at + starts[:-1], pieces.addresses]),
             out.data_ptr() + np.concatenate([offsets, places]),
-            np.concatenate([np.diff(starts), pieces[:, 1]]),
+            np.concatenate([np.diff(starts), pieces.lengths]),
         )
         covered = out.data_ptr() + offsets + 16
         self.work.seal(covered, entries["length"].astype(np.int64) - 16)

@@ -30,6 +30,9 @@ THREADS = {
     "huffman_decode": 32,
     "sparse_unpack": 512,
     "sparse_apply": 512,
+    "sparse_count": 512,
+    "sparse_rank": 512,
+    "sparse_pack": 512,
 }
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
@@ -43,7 +46,8 @@ XXH3_128, XXH3_64, SEAL = 0, 1, 2
 def _kernel(name: str) -> Any:
     """Return a kernel of this folder; CuPy compiles and loads it once per device, and caches the binary."""
     folder = resources.files(__package__)
-    code = (folder / "memory.cuh").read_text() + (folder / f"{name}.cu").read_text()
+    files = ["memory.cuh", *(["sparse.cuh"] if name.startswith("sparse_") else []), f"{name}.cu"]
+    code = "".join((folder / file).read_text() for file in files)
     return cupy.RawKernel(code, name, options=("-std=c++17",))
 
 

@@ -1,5 +1,7 @@
 """Sparse deltas on the device: codec 3 of docs/format.md, whose streams of symbols are zstd frames as planes have them.
 
+Encode: counts by key, groups (sparse_count.cu) -> ranks and differences of changed elements (sparse_rank.cu) -> table,
+symbols and low parts (sparse_pack.cu) -> frames. The groups and symbols are the CPU engine's, bit for bit.
 Decode: group tables (host) -> frames -> ranks and differences of changed elements (sparse_unpack.cu) -> the base
 becomes the chunk in place (sparse_apply.cu). Host code checks the tables, kernels the rest; a blob that contradicts
 itself is left to the CPU engine, which finds the error.
@@ -15,10 +17,11 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...format import blob, codecs
-from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT
+from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT, worth_trying
+from . import huffman
 from .streams import WorkStream, ragged
 
-#: The structs of a blob and of a group in sparse_unpack.cu and sparse_apply.cu.
+#: The structs of sparse.cuh.
 _BLOB = np.dtype(
     [
         ("out", "<u8"),
@@ -47,6 +50,24 @@ _GROUP = np.dtype(
         ("unused", "u1", 5),
     ]
 )
+_COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
+_COUNTED_GROUP_BYTES = 16
+_JOB = np.dtype(
+    [
+        *(
+            (name, "<u8")
+            for name in (
+                "chunk", "base", "elements", "groups", "ranks", "zigzag", "found", "symbols", "values", "table", "low",
+                "low_room",
+            )
+        ),
+        ("group_count", "<u4"),
+        ("element_size", "u1"),
+        ("layout", "u1"),
+        ("unused", "u1", 2),
+    ]
+)  # fmt: skip
+_MAX_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +209,180 @@ class SparseLinks:
         if len(which):
             (table,) = work.upload(which.astype(np.uint32))
             work.launch("sparse_apply", (len(which),), *self._tables, table, self._bad)
+
+
+# -- encode
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Chunks that may be stored as sparse deltas, as columns (n,)."""
+
+    rows: Column  # their numbers in the batch
+    addresses: Column
+    bases: Column  # addresses
+    lengths: Column
+    element_sizes: Column
+    layouts: Column
+    max_bytes: Column  # the blob must be smaller
+
+    def take(self, which: Column) -> Candidates:
+        """Return some of them."""
+        columns = (self.rows, self.addresses, self.bases, self.lengths, self.element_sizes, self.layouts)
+        return Candidates(*(column[which] for column in (*columns, self.max_bytes)))
+
+    @property
+    def elements(self) -> Column:
+        """Return how many elements each has."""
+        return self.lengths // self.element_sizes
+
+
+class SparseEncoding:
+    """Candidates on their way to sparse deltas, all but header, block lengths and checksum.
+
+    Call `count`, `pack`, `begin_frames` and `stored_bytes` in this order, each once the device is done with the one
+    before.
+    """
+
+    def __init__(self, work: WorkStream, candidates: Candidates) -> None:
+        self.work, self.candidates = work, candidates
+
+    def count(self) -> torch.Tensor:
+        """Begin to count changes and to form groups; return the counts, in pinned memory."""
+        chunks, n = self.candidates, len(self.candidates.rows)
+        self._groups = self.work.empty(n * _MAX_GROUPS * _COUNTED_GROUP_BYTES)
+        counted = self.work.empty(n * _COUNTED.itemsize)
+        tables = self.work.upload(
+            *(c.astype(np.uint64) for c in (chunks.addresses, chunks.bases, chunks.elements)),
+            *(c.astype(np.uint8) for c in (chunks.element_sizes, chunks.layouts)),
+        )
+        self.work.launch("sparse_count", (n,), *tables, counted, self._groups)
+        return self.work.fetch(counted[: n * _COUNTED.itemsize])
+
+    def pack(self, counted: Bytes) -> torch.Tensor | None:
+        """Begin to make all but frames of the candidates with few changes; return their tables when that is done.
+
+        Args:
+            counted: from `count`.
+
+        Returns:
+            Pinned memory; None if there is no such candidate.
+        """
+        counts = counted.view(_COUNTED)
+        which = np.flatnonzero(worth_trying(counts["changed"], self.candidates.elements))
+        groups_at = self._groups.data_ptr() + which * _MAX_GROUPS * _COUNTED_GROUP_BYTES
+        chunks, counts = self.candidates.take(which), counts[which]
+        self.candidates, n = chunks, len(which)
+        if not n:
+            return None
+        size, listed = chunks.element_sizes, counts["listed"].astype(np.int64)
+        self.counts = counts["groups"].astype(np.int64)
+        low = np.minimum(listed * (8 + 2 * size) + 8, chunks.max_bytes)
+        tables = COUNT.size + GROUP.itemsize * self.counts
+        self.summary_bytes = -(-8 * n // 16) * 16
+        self.tables_at, tables_bytes = _places(tables)
+        low_at, low_bytes = _places(low)
+        frames = -(-2 * listed // codecs.BLOCK_BYTES) + 2 * self.counts
+        frame_bytes = int((2 * listed + 32 * frames).sum())  # a frame has up to 16 bytes more than its symbols
+        self.kept = self.work.room("sparse", self.summary_bytes + tables_bytes + low_bytes + frame_bytes + 16)
+        self.tables_at += self.kept.data_ptr() + self.summary_bytes
+        self.low_at = low_at + self.kept.data_ptr() + self.summary_bytes + tables_bytes
+        self.frames_at = self.kept.data_ptr() + self.summary_bytes + tables_bytes + low_bytes
+        jobs = self.jobs = np.zeros(n, _JOB)
+        jobs["chunk"], jobs["base"], jobs["elements"] = chunks.addresses, chunks.bases, chunks.elements
+        jobs["element_size"], jobs["layout"], jobs["group_count"] = size, chunks.layouts, self.counts
+        jobs["groups"], jobs["table"], jobs["low"], jobs["low_room"] = groups_at, self.tables_at, self.low_at, low
+        rooms = np.stack([4 * listed, size * listed, size * listed, listed, listed], axis=1)
+        places, scratch = _places(rooms.reshape(-1))
+        places += self.work.room("compressed", scratch + 16).data_ptr()
+        for name, column in zip(("ranks", "zigzag", "found", "symbols", "values"), places.reshape(n, 5).T, strict=True):
+            jobs[name] = column
+        (table,) = self.work.upload(jobs)
+        self.work.launch("sparse_rank", (n,), table)
+        self.work.launch("sparse_pack", (n,), table, self.kept)
+        return self.work.fetch(self.kept[: self.summary_bytes + tables_bytes])
+
+    def begin_frames(self, packed: Bytes) -> torch.Tensor:
+        """Begin to make the frames; return their sizes, in pinned memory.
+
+        Args:
+            packed: from `pack`.
+        """
+        low_bytes = packed[: 8 * len(self.jobs)].view(np.int64)
+        which = np.flatnonzero(low_bytes >= 0)
+        self.candidates, self.jobs, self.low_bytes = self.candidates.take(which), self.jobs[which], low_bytes[which]
+        self.counts, self.tables_at = self.counts[which], self.tables_at[which]
+        of, within = ragged(self.counts)
+        at = (self.tables_at - self.kept.data_ptr() + COUNT.size)[of] + GROUP.itemsize * within
+        groups = packed[at[:, None] + np.arange(GROUP.itemsize)].view(GROUP).reshape(-1)
+        ends = groups["flags"] == ENDS_FRAMES
+        run = np.cumsum(ends) - ends
+        sizes, starts = (np.empty((int(ends.sum()), 2), np.int64) for _ in range(2))
+        for k, (name, room) in enumerate((("gaps", "symbols"), ("values", "values"))):
+            sizes[:, k] = np.bincount(run, groups[name], len(sizes)).astype(np.int64)
+            before = np.cumsum(sizes[:, k]) - sizes[:, k]
+            of_run = of[ends]
+            first = np.concatenate([[True], np.diff(of_run) > 0])[: len(of_run)]
+            own = before - before[first][np.cumsum(first) - 1]
+            starts[:, k] = self.jobs[room].astype(np.int64)[of_run] + own
+        stream, number = ragged(-(-sizes.reshape(-1) // codecs.BLOCK_BYTES))
+        at = number * codecs.BLOCK_BYTES
+        lengths = np.minimum(sizes.reshape(-1)[stream] - at, codecs.BLOCK_BYTES)
+        self.frame_of = np.repeat(of[ends], 2)[stream]
+        places, _ = _places(lengths + 16)
+        self.frames = self.frames_at + places
+        return huffman.encode(self.work, starts.reshape(-1)[stream] + at, lengths, self.frames)
+
+    def stored_bytes(self, sizes: npt.NDArray[np.int32]) -> Column:
+        """Return the sizes of the blobs, (n,) of the candidates that are left.
+
+        Args:
+            sizes: from `begin_frames`.
+        """
+        self.frame_sizes = sizes.astype(np.int64)
+        self.table_bytes = COUNT.size + GROUP.itemsize * self.counts
+        frames = np.bincount(self.frame_of, self.frame_sizes + 4, len(self.jobs)).astype(np.int64)
+        found: Column = blob.HEADER.size + self.table_bytes + self.low_bytes + frames
+        return found
+
+    def pieces(self, chosen: Column) -> Pieces:
+        """Return the pieces of the chosen blobs, (n,) bool."""
+        n = len(self.jobs)
+        job = np.concatenate([np.arange(n), self.frame_of, np.arange(n)])
+        order = np.argsort(job, kind="stable")
+        order = order[chosen[job[order]]]
+        addresses = np.concatenate([self.tables_at, self.frames, self.jobs["low"].astype(np.int64)])
+        is_block = np.concatenate([np.zeros(n, bool), np.ones(len(self.frames), bool), np.zeros(n, bool)])
+        lengths = np.concatenate([self.table_bytes, self.frame_sizes, self.low_bytes])
+        return Pieces(self.candidates.rows[job[order]], addresses[order], lengths[order], is_block[order])
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of the payloads of blobs in device memory, blob after blob, as columns (p,)."""
+
+    rows: Column  # the chunk of each
+    addresses: Column
+    lengths: Column
+    is_block: Column  # its length is one of the block lengths in the blob's header
+
+    @staticmethod
+    def none() -> Pieces:
+        """Return no pieces."""
+        nothing = np.empty(0, np.int64)
+        return Pieces(nothing, nothing, nothing, np.empty(0, bool))
+
+    def joined(self, others: Pieces) -> Pieces:
+        """Return these pieces and the others, by chunk."""
+        rows = np.concatenate([self.rows, others.rows])
+        order = np.argsort(rows, kind="stable")
+        columns = ((self.addresses, others.addresses), (self.lengths, others.lengths), (self.is_block, others.is_block))
+        addresses, lengths, is_block = (np.concatenate(pair)[order] for pair in columns)
+        return Pieces(rows[order], addresses, lengths, is_block)
+
+
+def _places(sizes: Column) -> tuple[Column, int]:
+    """Return where memory of these sizes begins, one after the other, at multiples of 16; and the sum."""
+    rooms = -(-sizes // 16) * 16
+    ends = np.cumsum(rooms)
+    return ends - rooms, int(ends[-1]) if len(ends) else 0

@@ -4,24 +4,8 @@
 // One thread block per blob: grid (n), block (THREADS). It takes the base tile by tile: each tile's elements are sorted
 // by group, and by position within a group; the changed elements of a group are then those at its next ranks.
 
-#define THREADS 512
-#define WARPS (THREADS / 32)
 #define STEPS 16  // elements of one thread in a tile
 #define TILE (THREADS * STEPS)
-#define ALL 0xFFFFFFFFu
-#define GROUPS 256
-#define DENSE 255
-
-struct Blob {
-    u64 out, low, low_end, elements;  // out: the base, which becomes the chunk
-    u32 first_group, groups;
-    u8 element_size, layout, unused[6];
-};
-struct Group {
-    u64 symbols, values, ranks, zigzag, found;
-    u32 gaps, value_count;
-    u8 last_key, gap_shift, value_shift, unused[5];
-};
 
 struct Room {
     u8 group_of[256];                     // a key
@@ -32,24 +16,6 @@ struct Room {
     u32 seen[GROUPS];                     // elements of the group in the tiles before
     u32 applied[GROUPS];                  // changes of the group that were applied
 };
-
-// The byte of an element that decides its group.
-template <int SIZE>
-__device__ __forceinline__ u32 key_of(u64 element, int layout) {
-    if (!layout) return 0;
-    return (SIZE == 1 ? element << 1 | element >> 7 : element >> (8 * SIZE - 9)) & 255;
-}
-
-// Lanes of the warp whose group is the same; `bits`: how many bits groups have.
-__device__ __forceinline__ u32 same_group(u32 group, int bits, bool there) {
-    u32 same = __ballot_sync(ALL, there);
-    for (int bit = 0; bit < bits; bit++) {
-        const bool set = group >> bit & 1;
-        const u32 lanes = __ballot_sync(ALL, set);
-        same &= set ? lanes : ~lanes;
-    }
-    return same;
-}
 
 // Sort a tile by group: order[starts[g] + r] is the r-th element of group g.
 template <int SIZE>
@@ -69,7 +35,7 @@ __device__ void sort_tile(Room& room, const Blob& blob, u64 first, int bits) {
     for (int i = 0; i < STEPS; i++) {
         const u32 group = room.group_of[found[i]];
         const bool there = first + own + 32 * i < blob.elements;
-        const u32 same = same_group(group, bits, there), earlier = __popc(same & before);
+        const u32 same = same_number(group, bits, there), earlier = __popc(same & before);
         const u32 count = room.counts[warp][group];
         __syncwarp();
         if (there && !earlier) room.counts[warp][group] = (unsigned short)(count + __popc(same));
@@ -144,8 +110,7 @@ __device__ void apply_group(Room& room, const Blob& blob, const Group& group, u3
 
 template <int SIZE>
 __device__ void apply(Room& room, const Blob& blob, const Group* groups, u32* bad) {
-    int bits = 0;
-    while (1u << bits < blob.groups) bits++;
+    const int bits = bits_of(blob.groups);
     for (u64 first = 0; first < blob.elements; first += TILE) {
         sort_tile<SIZE>(room, blob, first, bits);
         for (u32 g = threadIdx.x / 32; g < blob.groups; g += WARPS)

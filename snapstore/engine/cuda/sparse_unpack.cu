@@ -4,46 +4,7 @@
 // One thread block per blob: grid (n), block (THREADS). Whatever a blob says, nothing is read beyond its low parts and
 // its streams, nor written beyond its rooms; a contradiction sets bad[blob].
 
-#define THREADS 512
-#define WARPS (THREADS / 32)
 #define ITEMS 4  // of one thread at a time
-#define ALL 0xFFFFFFFFu
-#define DENSE 255
-#define GAP_ESCAPE 84
-#define OTHER 2
-#define VALUE_ESCAPE 255
-
-struct Blob {
-    u64 out, low, low_end, elements;  // low: address of the low parts
-    u32 first_group, groups;
-    u8 element_size, layout, unused[6];
-};
-struct Group {
-    u64 symbols, values, ranks, zigzag, found;  // addresses; found: room for the group's values
-    u32 gaps, value_count;
-    u8 last_key, gap_shift, value_shift, unused[5];
-};
-
-// Return the sum of the values of the threads before; `total`: of all threads.
-__device__ __noinline__ u64 scan(u64 value, u64& total) {
-    __shared__ u64 sums[WARPS];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u64 sum = value;
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u64 other = __shfl_up_sync(ALL, sum, step);
-        if (lane >= step) sum += other;
-    }
-    __syncthreads();  // the sums of the scan before have been read
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    u64 before = 0;
-    total = 0;
-    for (u32 i = 0; i < WARPS; i++) {
-        if (i < warp) before += sums[i];
-        total += sums[i];
-    }
-    return before + sum - value;
-}
 
 // Count the symbols that are at least `least`.
 __device__ __noinline__ u64 count_escapes(const u8* symbols, u32 count, u32 least) {

@@ -72,8 +72,8 @@ class Encoded:
 # -- encode
 
 
-def worth_trying(changed: int, elements: int) -> bool:
-    """Return whether a delta that changes so many of its elements may be smaller as gaps than as planes."""
+def worth_trying(changed: Any, elements: Any) -> Any:
+    """Return whether a delta that changes so many of its elements may be smaller as gaps; numbers or arrays."""
     return changed <= TRIED_BELOW_SHARE * elements
 
 

@@ -1,0 +1,91 @@
+// What the kernels of sparse deltas share. It precedes their sources.
+
+#define ALL 0xFFFFFFFFu
+#define THREADS 512
+#define WARPS (THREADS / 32)
+#define GROUPS 256       // at most
+#define DENSE 255        // the gap shift of a group that has a value for every element
+#define GAP_ESCAPE 84    // a quotient of a gap that is stored by itself
+#define OTHER 2          // the kind of a difference that is a value
+#define VALUE_ESCAPE 255
+
+// A blob to decode: addresses of the chunk's room, which holds the base, and of its low parts; its groups.
+struct Blob {
+    u64 out, low, low_end, elements;
+    u32 first_group, groups;
+    u8 element_size, layout, unused[6];
+};
+// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values.
+struct Group {
+    u64 symbols, values, ranks, zigzag, found;
+    u32 gaps, value_count;
+    u8 last_key, gap_shift, value_shift, unused[5];
+};
+
+// The counts of a chunk to encode; listed: changed elements, and all elements of dense groups.
+struct Counted {
+    u32 changed, groups, listed, unused;
+};
+// A group of it; first: listed elements of the groups before.
+struct CountedGroup {
+    u32 first, changed, members;
+    u8 last_key, dense, unused[2];
+};
+// A chunk to encode: addresses of it and its base, of its CountedGroups, and of rooms for everything else.
+struct Job {
+    u64 chunk, base, elements, groups, ranks, zigzag, found, symbols, values, table, low, low_room;
+    u32 group_count;
+    u8 element_size, layout, unused[2];
+};
+
+// The byte of a base's element that decides its group.
+template <int SIZE>
+__device__ __forceinline__ u32 key_of(u64 element, int layout) {
+    if (!layout) return 0;
+    return (SIZE == 1 ? element << 1 | element >> 7 : element >> (8 * SIZE - 9)) & 255;
+}
+
+// The zigzag form of a difference of elements; only its lowest SIZE bytes count.
+template <int SIZE>
+__device__ __forceinline__ u64 zigzag_of(u64 difference) {
+    const u64 most = ~0ull >> (64 - 8 * SIZE);
+    return (difference << 1 ^ (0 - (difference >> (8 * SIZE - 1) & 1))) & most;
+}
+
+// Lanes of the warp that are `there` and have the same number, which has `bits` bits.
+__device__ __forceinline__ u32 same_number(u32 number, int bits, bool there) {
+    u32 same = __ballot_sync(ALL, there);
+    for (int bit = 0; bit < bits; bit++) {
+        const bool set = number >> bit & 1;
+        const u32 lanes = __ballot_sync(ALL, set);
+        same &= set ? lanes : ~lanes;
+    }
+    return same;
+}
+
+__device__ __forceinline__ int bits_of(u32 groups) {  // of a number below it
+    int bits = 0;
+    while (1u << bits < groups) bits++;
+    return bits;
+}
+
+// Return the sum of the values of the threads before; `total`: of all threads.
+__device__ __noinline__ u64 scan(u64 value, u64& total) {
+    __shared__ u64 sums[WARPS];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u64 sum = value;
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u64 other = __shfl_up_sync(ALL, sum, step);
+        if (lane >= step) sum += other;
+    }
+    __syncthreads();  // the sums of the scan before have been read
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    u64 before = 0;
+    total = 0;
+    for (u32 i = 0; i < WARPS; i++) {
+        if (i < warp) before += sums[i];
+        total += sums[i];
+    }
+    return before + sum - value;
+}

@@ -43,6 +43,7 @@ static unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 static unsigned atomicOr(unsigned* address, unsigned value) { return (*address |= value) & ~value; }
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
 static void __threadfence() {}
 static unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }

@@ -20,6 +20,7 @@ RUNS = [
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
         "contract/test_engines.py::test_sparse_deltas_of_the_cpu_engine",
         "contract/test_engines.py::test_sparse_deltas_of_every_kind",
+        "contract/test_engines.py::test_the_engines_write_the_same_sparse_deltas",
         "contract/test_engines.py::test_sparse_deltas_that_contradict_themselves",
     ],
 ]  # fmt: skip

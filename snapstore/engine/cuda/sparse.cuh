@@ -18,8 +18,13 @@ struct Blob {
 // A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values.
 struct Group {
     u64 symbols, values, ranks, zigzag, found;
-    u32 gaps, value_count;
-    u8 last_key, gap_shift, value_shift, unused[5];
+    u32 gaps, value_count, blob;
+    u8 last_key, gap_shift, value_shift, unused;
+};
+// The low parts of a group: how many gaps and values are stored by themselves, and the bytes of all of them.
+struct Low {
+    u32 gaps, values;
+    u64 bytes;
 };
 
 // The counts of a chunk to encode; listed: changed elements, and all elements of dense groups.

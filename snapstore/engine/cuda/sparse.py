@@ -44,10 +44,11 @@ _GROUP = np.dtype(
         ("found", "<u8"),
         ("gaps", "<u4"),
         ("value_count", "<u4"),
+        ("blob", "<u4"),
         ("last_key", "u1"),
         ("gap_shift", "u1"),
         ("value_shift", "u1"),
-        ("unused", "u1", 5),
+        ("unused", "u1"),
     ]
 )
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
@@ -68,6 +69,8 @@ _JOB = np.dtype(
     ]
 )  # fmt: skip
 _MAX_GROUPS = 256
+#: sparse_apply.cu takes so many groups; sparse_apply_any.cu takes any number, at a third of the speed.
+_FEW_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +199,23 @@ class SparseLinks:
         places = (np.cumsum(rooms) - rooms.reshape(-1)).reshape(-1, 3)
         places += work.room("sparse", int(rooms.sum()) + 8).data_ptr()
         groups["ranks"], groups["zigzag"], groups["found"] = places.T
-        groups["gaps"], groups["value_count"] = self.groups["gaps"], self.groups["values"]
+        groups["gaps"], groups["value_count"], groups["blob"] = self.groups["gaps"], self.groups["values"], self.of
         for name in ("last_key", "gap_shift", "value_shift"):
             groups[name] = self.groups[name]
         self._tables = work.upload(blobs, groups)
         self._bad = work.empty(4 * self.count)[: 4 * self.count].zero_()
-        work.launch("sparse_unpack", (self.count,), *self._tables, self._bad)
+        lows = work.empty(16 * len(groups))
+        work.launch("sparse_lows", (len(groups),), *self._tables, lows)
+        work.launch("sparse_unpack", (len(groups),), *self._tables, lows, self._bad)
         return self._bad.view(torch.int32)
 
     def apply(self, work: WorkStream, which: Column) -> None:
         """Begin to turn the base at each of these blobs' `outs` into its chunk; (j,) of different chunks."""
-        if len(which):
-            (table,) = work.upload(which.astype(np.uint32))
-            work.launch("sparse_apply", (len(which),), *self._tables, table, self._bad)
+        few = self.counts[which] <= _FEW_GROUPS
+        for name, own in (("sparse_apply", which[few]), ("sparse_apply_any", which[~few])):
+            if len(own):
+                (table,) = work.upload(own.astype(np.uint32))
+                work.launch(name, (len(own),), *self._tables, table, self._bad)
 
 
 # -- encode

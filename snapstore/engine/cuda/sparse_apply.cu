@@ -1,139 +1,221 @@
-// Apply sparse deltas to their plain bases, in place: add the difference of each changed element, which its group and
-// its rank within the group name.
+// Apply sparse deltas of few groups to their plain bases, in place: add the difference of each changed element, which
+// its group and its rank within the group name.
 //
-// One thread block per blob: grid (n), block (THREADS). It takes the base tile by tile: each tile's elements are sorted
-// by group, and by position within a group; the changed elements of a group are then those at its next ranks.
+// One thread block per blob: grid (n), block (THREADS). It takes the base tile by tile. Each thread counts the elements
+// of each group among PER_THREAD neighbours, all groups at once in the bytes of four words. Sums over the threads give
+// the ranks at which each thread's elements begin; so a changed element is found by two searches, and among PER_THREAD
+// elements.
 
-#define STEPS 16  // elements of one thread in a tile
-#define TILE (THREADS * STEPS)
+#define PER_THREAD 16
+#define TILE (THREADS * PER_THREAD)
+#define FEW 16       // groups
+#define PAIRS 8      // of groups: two sums lie in a word
+#define LISTED 1024  // changes that are applied at a time
+#define AHEAD 2      // changes that each lane reads at once
 
 struct Room {
-    u8 group_of[256];                     // a key
-    unsigned short counts[WARPS][GROUPS]; // of a tile's elements: by each warp; then by the warps before it
-    unsigned short totals[GROUPS];        // by all warps
-    unsigned short starts[GROUPS + 1];    // in `order`
-    unsigned short order[TILE];           // elements of the tile, sorted
-    u32 seen[GROUPS];                     // elements of the group in the tiles before
-    u32 applied[GROUPS];                  // changes of the group that were applied
+    uint4 one[256];                // 1 in the byte of the group of a key
+    u32 before[PAIRS][THREADS];    // of the groups 2k and 2k + 1 << 16: elements of the warp's threads before
+    u32 warps[PAIRS][WARPS];       // the same, of the tile's warps before
+    u32 totals[FEW];               // of the tile
+    u32 seen[FEW], applied[FEW];   // elements of the tiles before, and changes of the group that were applied
+    uint4 keys[THREADS];           // of each thread's elements
+    u8 first_key[FEW], last_key[FEW];
+    unsigned short listed_rank[LISTED], listed_group[LISTED];
+    u64 listed_zigzag[LISTED];
+    u32 count, more;               // of the list
 };
 
-// Sort a tile by group: order[starts[g] + r] is the r-th element of group g.
 template <int SIZE>
-__device__ void sort_tile(Room& room, const Blob& blob, u64 first, int bits) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, before = (1u << lane) - 1;
-    const u8* base = (const u8*)blob.out;
-    for (u32 i = threadIdx.x; i < WARPS * blob.groups; i += THREADS) room.counts[i % WARPS][i / WARPS] = 0;
-    u32 found[STEPS];  // keys; then group and rank within the warp
-    const u32 own = warp * 32 * STEPS + lane;
+struct Tile {
+    static constexpr int PARTS = PER_THREAD * SIZE / 16, PER_PART = 16 / SIZE;
+    uint4 parts[PARTS];  // the thread's elements
+
+    __device__ __forceinline__ void load(const Blob& blob, u64 first) {
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        const u64 at = first + own + 32 * i;
-        found[i] = at < blob.elements ? key_of<SIZE>(load_element(base + at * SIZE, SIZE), blob.layout) : 0;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        const u32 group = room.group_of[found[i]];
-        const bool there = first + own + 32 * i < blob.elements;
-        const u32 same = same_number(group, bits, there), earlier = __popc(same & before);
-        const u32 count = room.counts[warp][group];
-        __syncwarp();
-        if (there && !earlier) room.counts[warp][group] = (unsigned short)(count + __popc(same));
-        __syncwarp();
-        found[i] = group << 16 | (count + earlier);
-    }
-    __syncthreads();
-    for (u32 g = threadIdx.x; g < blob.groups; g += THREADS) {
-        u32 sum = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const u32 count = room.counts[w][g];
-            room.counts[w][g] = (unsigned short)sum;
-            sum += count;
-        }
-        room.totals[g] = (unsigned short)sum;
-    }
-    __syncthreads();
-    if (warp == 0) {
-        u32 sum = 0;
-        for (u32 g = 0; g < blob.groups; g += 32) {
-            const u32 total = g + lane < blob.groups ? room.totals[g + lane] : 0;
-            u32 up_to = total;
-            for (u32 step = 1; step < 32; step *= 2) {
-                const u32 other = __shfl_up_sync(ALL, up_to, step);
-                if (lane >= step) up_to += other;
-            }
-            if (g + lane < blob.groups) room.starts[g + lane] = (unsigned short)(sum + up_to - total);
-            sum += __shfl_sync(ALL, up_to, 31);
+        for (int i = 0; i < PARTS; i++) {
+            const u64 at = first + threadIdx.x * PER_THREAD + i * PER_PART;
+            parts[i] = make_uint4(0, 0, 0, 0);
+            if (at < blob.elements) parts[i] = load_upto16((const u8*)blob.out + at * SIZE, (blob.elements - at) * SIZE);
         }
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        const u32 group = found[i] >> 16, rank = found[i] & 0xFFFF;
-        if (first + own + 32 * i < blob.elements)
-            room.order[room.starts[group] + room.counts[warp][group] + rank] = (unsigned short)(own + 32 * i);
+    __device__ __forceinline__ u32 key(int i, int layout) const {  // of an element
+        if (!layout) return 0;
+        const uint4 v = parts[i / PER_PART];
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        const int byte = i % PER_PART * SIZE;
+        const u32 word = words[SIZE == 8 ? byte / 4 + 1 : byte / 4];  // it holds the highest bits
+        if (SIZE >= 4) return word >> 23 & 255;
+        const u32 element = word >> (8 * (byte % 4));
+        return (SIZE == 2 ? element >> 7 : element << 1 | (element >> 7 & 1)) & 255;
     }
-    __syncthreads();
+};
+
+// Count the elements of a thread: the bytes of four words, and the sums over the warp's threads up to this one.
+template <int SIZE>
+__device__ __forceinline__ void count_tile(Room& room, const Blob& blob, const Tile<SIZE>& tile, u64 first) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u64 own = first + threadIdx.x * PER_THREAD;
+    const u32 there = own >= blob.elements ? 0 : blob.elements - own < PER_THREAD ? (u32)(blob.elements - own) : PER_THREAD;
+    u32 bytes[4] = {0, 0, 0, 0}, keys[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        const u32 key = tile.key(i, blob.layout);
+        keys[i / 4] |= key << (8 * (i % 4));
+        if (i >= there) continue;
+        const uint4 one = room.one[key];
+        bytes[0] += one.x;
+        bytes[1] += one.y;
+        bytes[2] += one.z;
+        bytes[3] += one.w;
+    }
+    room.keys[threadIdx.x] = make_uint4(keys[0], keys[1], keys[2], keys[3]);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+        // two bytes become two halves of a word
+        const u32 own_counts = __byte_perm(bytes[pair / 2], 0, pair % 2 ? 0x4342 : 0x4140);
+        u32 sum = own_counts;
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(ALL, sum, step);
+            if (lane >= step) sum += other;
+        }
+        room.before[pair][threadIdx.x] = sum - own_counts;
+        if (lane == 31) room.warps[pair][warp] = sum;
+    }
 }
 
-// Apply the changes of one group in a tile, by one warp.
-template <int SIZE>
-__device__ void apply_group(Room& room, const Blob& blob, const Group& group, u32 g, u64 first) {
+// Sum up the counts of the warps.
+__device__ __forceinline__ void sum_warps(Room& room) {
+    const u32 pair = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;
+    if (pair >= PAIRS) return;  // whole warps
+    const u32 own = room.warps[pair][warp];
+    u32 sum = own;
+#pragma unroll
+    for (u32 step = 1; step < WARPS; step *= 2) {
+        const u32 other = __shfl_up_sync(ALL, sum, step);
+        if (warp >= step) sum += other;
+    }
+    room.warps[pair][warp] = sum - own;
+    if (warp == WARPS - 1) {
+        room.totals[2 * pair] = sum & 0xFFFF;
+        room.totals[2 * pair + 1] = sum >> 16;
+    }
+}
+
+// List the next changes of a group that lie in the tile, as far as there is room, by one warp.
+__device__ __forceinline__ void list_group(Room& room, const Group& group, u32 g, int size) {
     const u32 lane = threadIdx.x % 32, seen = room.seen[g], total = room.totals[g];
     const bool dense = group.gap_shift == DENSE;
     const u32 count = dense ? group.value_count : group.gaps;
-    u32 next = room.applied[g], here = ALL;
-    while (here == ALL) {
-        const u32 i = next + lane;
-        u32 rank = 0;
-        u64 zigzag = 0;
-        bool mine = i < count;
-        if (mine) {
-            rank = (dense ? i : ((const u32*)group.ranks)[i]) - seen;
-            zigzag = load_element((const u8*)group.zigzag + (u64)i * SIZE, SIZE);
-            mine = rank < total;
+    u32 next = room.applied[g], here = ALL, listed = 32;
+    while (here == ALL && listed == 32) {
+        u32 ranks[AHEAD];
+        u64 zigzags[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const u32 i = next + 32 * k + lane;
+            ranks[k] = i >= count ? ALL : (dense ? i : ((const u32*)group.ranks)[i]) - seen;
+            zigzags[k] = i >= count ? 0 : load_element((const u8*)group.zigzag + (u64)i * size, size);
         }
-        if (mine) {
-            u8* element = (u8*)blob.out + (first + room.order[room.starts[g] + rank]) * SIZE;
-            store_element(element, load_element(element, SIZE) + Elements<8>::unzigzag(zigzag), SIZE);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            if (here != ALL || listed != 32) continue;
+            here = __ballot_sync(ALL, ranks[k] < total);
+            u32 at = 0;
+            if (lane == 0) at = atomicAdd(&room.count, (u32)__popc(here));
+            at = __shfl_sync(ALL, at, 0);
+            // ranks ascend: the lanes that are here come first
+            const u32 left = at < LISTED ? LISTED - at : 0, mine = __popc(here);
+            listed = mine < left ? mine : left;
+            if (lane < listed) {
+                room.listed_rank[at + lane] = (unsigned short)ranks[k];
+                room.listed_group[at + lane] = (unsigned short)g;
+                room.listed_zigzag[at + lane] = zigzags[k];
+            }
+            next += listed;
+            if (listed < mine && lane == 0) room.more = 1;
         }
-        here = __ballot_sync(ALL, mine);
-        next += __popc(here);
     }
     __syncwarp();
-    if (lane == 0) {
-        room.applied[g] = next;
-        room.seen[g] = seen + total;
-    }
+    if (lane == 0) room.applied[g] = next;
+}
+
+// Add a change to its element.
+template <int SIZE>
+__device__ __forceinline__ void apply_change(Room& room, const Blob& blob, u64 first, u32 number) {
+    const u32 g = room.listed_group[number], half = g % 2 * 16;
+    u32 rank = room.listed_rank[number], warp = 0, thread = 0;
+    const u32 *warps = room.warps[g / 2], *before = room.before[g / 2];
+#pragma unroll
+    for (u32 step = WARPS / 2; step; step /= 2)
+        if ((warps[warp + step] >> half & 0xFFFF) <= rank) warp += step;
+    rank -= warps[warp] >> half & 0xFFFF;
+    before += 32 * warp;
+#pragma unroll
+    for (u32 step = 16; step; step /= 2)
+        if ((before[thread + step] >> half & 0xFFFF) <= rank) thread += step;
+    rank -= before[thread] >> half & 0xFFFF;
+    thread += 32 * warp;
+    const uint4 keys = room.keys[thread];
+    const u32 words[4] = {keys.x, keys.y, keys.z, keys.w};
+    const u32 low = room.first_key[g], span = room.last_key[g] - low;
+    u32 members = 0;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) members |= (u32)((words[i / 4] >> (8 * (i % 4)) & 255) - low <= span) << i;
+    for (; rank; rank--) members &= members - 1;
+    u8* element = (u8*)blob.out + (first + thread * PER_THREAD + __ffs(members) - 1) * SIZE;
+    const u64 zigzag = room.listed_zigzag[number];
+    store_element(element, load_element(element, SIZE) + Elements<8>::unzigzag(zigzag), SIZE);
 }
 
 template <int SIZE>
 __device__ void apply(Room& room, const Blob& blob, const Group* groups, u32* bad) {
-    const int bits = bits_of(blob.groups);
+    const u32 g = threadIdx.x / 32;  // of the warp
+    Group group;
+    if (g < blob.groups) group = groups[g];
+    Tile<SIZE> tile;
+    tile.load(blob, 0);
     for (u64 first = 0; first < blob.elements; first += TILE) {
-        sort_tile<SIZE>(room, blob, first, bits);
-        for (u32 g = threadIdx.x / 32; g < blob.groups; g += WARPS)
-            apply_group<SIZE>(room, blob, groups[g], g, first);
+        count_tile<SIZE>(room, blob, tile, first);
         __syncthreads();
+        tile.load(blob, first + TILE);  // it arrives while this one is changed
+        sum_warps(room);
+        for (bool more = true; more;) {
+            if (threadIdx.x == 0) room.count = room.more = 0;
+            __syncthreads();
+            if (g < blob.groups) list_group(room, group, g, SIZE);
+            __syncthreads();
+            const u32 count = room.count < LISTED ? room.count : LISTED;
+            more = room.more;
+            for (u32 i = threadIdx.x; i < count; i += THREADS) apply_change<SIZE>(room, blob, first, i);
+            __syncthreads();
+        }
+        if (threadIdx.x < blob.groups) room.seen[threadIdx.x] += room.totals[threadIdx.x];
     }
-    for (u32 g = threadIdx.x; g < blob.groups; g += THREADS) {
-        const bool dense = groups[g].gap_shift == DENSE;
-        if (room.applied[g] != (dense ? groups[g].value_count : groups[g].gaps)) *bad = 1;
-        if (dense && room.seen[g] != groups[g].value_count) *bad = 1;
-    }
+    __syncthreads();
+    if (threadIdx.x >= blob.groups) return;
+    const bool dense = groups[threadIdx.x].gap_shift == DENSE;
+    const u32 count = dense ? groups[threadIdx.x].value_count : groups[threadIdx.x].gaps;
+    if (room.applied[threadIdx.x] != count || (dense && room.seen[threadIdx.x] != count)) *bad = 1;
 }
 
-// which: the blobs to apply, one of each chunk.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Blob* blobs, const Group* groups, const u32* which, u32* bad) {
+// which: the blobs to apply, one of each chunk, of FEW groups at most.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Blob* blobs, const Group* groups,
+                                                                      const u32* which, u32* bad) {
     __shared__ Room room;
     const Blob blob = blobs[which[blockIdx.x]];
     bad += which[blockIdx.x];
     if (*bad) return;
     groups += blob.first_group;
-    for (u32 g = threadIdx.x; g < blob.groups; g += THREADS) {
+    if (threadIdx.x < blob.groups) {
+        const u32 g = threadIdx.x, first = g ? groups[g - 1].last_key + 1 : 0, last = groups[g].last_key;
         room.seen[g] = room.applied[g] = 0;
-        for (u32 key = g ? groups[g - 1].last_key + 1 : 0; key <= groups[g].last_key; key++) room.group_of[key] = g;
+        room.first_key[g] = (u8)first;
+        room.last_key[g] = (u8)last;
+        const u32 one = 1u << (8 * (g % 4));
+        for (u32 key = first; key <= last; key++)
+            room.one[key] = make_uint4(g / 4 == 0 ? one : 0, g / 4 == 1 ? one : 0, g / 4 == 2 ? one : 0, g / 4 == 3 ? one : 0);
     }
     __syncthreads();
     switch (blob.element_size) {

@@ -1,18 +1,10 @@
 // Unpack sparse deltas (docs/format.md, "Sparse deltas") whose symbols are decoded: the symbols and low parts of each
 // group become the ranks of its changed elements within the group, ascending, and their zigzagged differences.
 //
-// One thread block per blob: grid (n), block (THREADS). Whatever a blob says, nothing is read beyond its low parts and
+// One thread block per group: grid (n), block (THREADS). Whatever a blob says, nothing is read beyond its low parts and
 // its streams, nor written beyond its rooms; a contradiction sets bad[blob].
 
 #define ITEMS 4  // of one thread at a time
-
-// Count the symbols that are at least `least`.
-__device__ __noinline__ u64 count_escapes(const u8* symbols, u32 count, u32 least) {
-    u64 own = 0, total;
-    for (u32 i = threadIdx.x; i < count; i += THREADS) own += symbols[i] >= least;
-    scan(own, total);
-    return total;
-}
 
 __device__ __forceinline__ u64 little_endian(const u8* p, int count) {
     u64 value = 0;
@@ -21,15 +13,12 @@ __device__ __forceinline__ u64 little_endian(const u8* p, int count) {
     return value;
 }
 
-// Decode values, plus `extra`, into elements at `out`; return the address behind their low parts, 0 if they are bad.
-__device__ __noinline__ u64 unpack_values(const Group& group, u64 at, u64 end, u8* out, int size, u32 extra, u32* bad) {
+// Decode values, plus `extra`, into elements at `out`; `at`: their low parts.
+__device__ __noinline__ void unpack_values(const Group& group, u64 at, u8* out, int size, u32 extra, u32* bad) {
     const u8* symbols = (const u8*)group.values;
     const u32 count = group.value_count;
     const int low_bytes = group.value_shift / 8, bits = 8 * size;
-    const u64 escapes_at = at + (u64)count * low_bytes;
-    const u64 behind = escapes_at + size * count_escapes(symbols, count, VALUE_ESCAPE);
-    if (behind > end) return 0;
-    const u64 most = bits == 64 ? ~0ull : (1ull << bits) - 1;
+    const u64 escapes_at = at + (u64)count * low_bytes, most = bits == 64 ? ~0ull : (1ull << bits) - 1;
     u64 escapes = 0;
     for (u32 first = 0; first < count; first += THREADS * ITEMS) {
         const u32 begin = first + ITEMS * threadIdx.x;
@@ -46,7 +35,6 @@ __device__ __noinline__ u64 unpack_values(const Group& group, u64 at, u64 end, u
         }
         escapes += total;
     }
-    return behind;
 }
 
 // Return `bits` bits, `index` times as many from the start of a packed array; the highest bit comes first.
@@ -58,16 +46,13 @@ __device__ __forceinline__ u64 low_bits(const u8* packed, u64 packed_bytes, u64 
     return value >> (40 - first % 8 - bits) & ((1u << bits) - 1);
 }
 
-// Decode the gaps of a group; return the address behind its low parts, 0 if it is bad.
-__device__ u64 unpack_gaps(const Blob& blob, const Group& group, u64 at, u32* bad) {
+// Decode a group that has gaps; `at`: its low parts.
+__device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 gap_escapes, u32* bad) {
     const u8 *symbols = (const u8*)group.symbols, *low = (const u8*)at;
     const u32 count = group.gaps;
     const int size = blob.element_size;
     const u64 low_bytes = ((u64)count * group.gap_shift + 7) / 8, escapes_at = at + low_bytes;
-    at = escapes_at + 4 * count_escapes(symbols, count, 3 * GAP_ESCAPE);
-    if (at > blob.low_end) return 0;
-    at = unpack_values(group, at, blob.low_end, (u8*)group.found, size, OTHER + 1, bad);
-    if (!at) return 0;
+    unpack_values(group, escapes_at + 4 * (u64)gap_escapes, (u8*)group.found, size, OTHER + 1, bad);
     __syncthreads();  // the values are there
     u64 escapes = 0, others = 0, rank = 0;
     for (u32 first = 0; first < count; first += THREADS * ITEMS) {
@@ -112,19 +97,26 @@ __device__ u64 unpack_gaps(const Blob& blob, const Group& group, u64 at, u32* ba
         }
     }
     if (rank > blob.elements || others != group.value_count) *bad = 1;
-    return at;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_unpack(const Blob* blobs, const Group* groups, u32* bad) {
-    const Blob blob = blobs[blockIdx.x];
-    bad += blockIdx.x;
-    u64 at = blob.low;
-    for (u32 g = blob.first_group; g < blob.first_group + blob.groups && at; g++) {
-        const Group group = groups[g];
-        if (group.gap_shift == DENSE)
-            at = unpack_values(group, at, blob.low_end, (u8*)group.zigzag, blob.element_size, 0, bad);
-        else
-            at = unpack_gaps(blob, group, at, bad);
+// lows: from sparse_lows.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_unpack(const Blob* blobs, const Group* groups,
+                                                                       const Low* lows, u32* bad) {
+    const Group group = groups[blockIdx.x];
+    const Blob blob = blobs[group.blob];
+    bad += group.blob;
+    u64 own = 0, before;
+    for (u32 g = blob.first_group + threadIdx.x; g < blockIdx.x; g += THREADS) own += lows[g].bytes;
+    scan(own, before);
+    const Low low = lows[blockIdx.x];
+    const u64 at = blob.low + before, end = at + low.bytes;
+    const bool last = blockIdx.x + 1 == blob.first_group + blob.groups;
+    if (end > blob.low_end || (last && end != blob.low_end)) {
+        *bad = 1;
+        return;
     }
-    if (at != blob.low_end) *bad = 1;
+    if (group.gap_shift == DENSE)
+        unpack_values(group, at, (u8*)group.zigzag, blob.element_size, 0, bad);
+    else
+        unpack_gaps(blob, group, at, low.gaps, bad);
 }

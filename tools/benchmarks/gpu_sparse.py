@@ -79,7 +79,7 @@ def _batch(engine: Any, chunks: Sequence[Bytes], bases: Sequence[Bytes] | None, 
     nothing = Chunks([], np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64))
     return EncodeBatch(
         _chunks(engine, chunks), own, np.full(n, size, np.uint8), np.full(n, planes.ROTATED, np.uint8),
-        _chunks(engine, bases) if bases else nothing, others, np.zeros(n, np.int64),
+        _chunks(engine, bases) if bases else nothing, others, np.full(n, np.inf),
     )  # fmt: skip
 
 

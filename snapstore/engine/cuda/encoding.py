@@ -102,17 +102,24 @@ class Encoding:
         return np.where(beyond, NOISE, kinds)
 
     def _encode_sparse(self, found: npt.NDArray[np.float64]) -> Generator[None, None, Pieces]:
-        """Encode chunks with few changes as sparse deltas; return the pieces of those that are smaller than planes."""
+        """Encode chunks with few changes as sparse deltas; return the pieces of all that are smaller than planes."""
         self.is_sparse = np.zeros(self.count, bool)
         # as many elements are 0 in the lowest plane of the difference as did not change, and a few more
         few = (self.base_addresses != 0) & (found[:, 1, 0, 1] >= MIN_UNCHANGED_SAMPLED) & (self.lengths > 0)
         rows = np.flatnonzero(few)
         if not len(rows):
             return Pieces.none()
-        columns = (self.addresses, self.base_addresses, self.lengths, self.sizes, self.batch.layouts)
-        estimated = self.full_bytes[rows], self.delta_bytes[rows]
-        candidates = Candidates(rows, *(column[rows].astype(np.int64) for column in columns), *estimated)
-        deltas = SparseEncoding(self.work, candidates)
+        every = Candidates(
+            np.arange(self.count),
+            self.addresses,
+            self.base_addresses,
+            self.lengths,
+            self.sizes,
+            self.batch.layouts,
+            self.full_bytes,
+            self.delta_bytes,
+        )
+        deltas = SparseEncoding(self.work, every.take(rows))
         counted = deltas.count()
         yield
         packed = deltas.pack(counted.numpy())

@@ -9,7 +9,7 @@ itself is left to the CPU engine, which finds the error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import torch
 from ...arrays import Bytes, Column
 from ...format import blob, codecs
 from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT, worth_trying
+from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
 from . import huffman
 from .streams import WorkStream, ragged
 
@@ -53,21 +54,16 @@ _GROUP = np.dtype(
 )
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
 _COUNTED_GROUP_BYTES = 16
+_ADDRESSES = ("ranks", "zigzag", "found", "symbols", "values")
 _JOB = np.dtype(
     [
-        *(
-            (name, "<u8")
-            for name in (
-                "chunk", "base", "elements", "groups", "ranks", "zigzag", "found", "symbols", "values", "table", "low",
-                "low_room",
-            )
-        ),
+        *((name, "<u8") for name in ("chunk", "base", "elements", "groups", *_ADDRESSES, "table", "low", "low_room")),
         ("group_count", "<u4"),
         ("element_size", "u1"),
         ("layout", "u1"),
-        ("unused", "u1", 2),
+        ("unused", "<u2"),
     ]
-)  # fmt: skip
+)
 _MAX_GROUPS = 256
 #: sparse_apply.cu takes so many groups; sparse_apply_any.cu takes any number, at a third of the speed.
 _FEW_GROUPS = 16
@@ -211,6 +207,8 @@ class SparseLinks:
 
     def apply(self, work: WorkStream, which: Column) -> None:
         """Begin to turn the base at each of these blobs' `outs` into its chunk; (j,) of different chunks."""
+        if not len(which):
+            return
         few = self.counts[which] <= _FEW_GROUPS
         for name, own in (("sparse_apply", which[few]), ("sparse_apply_any", which[~few])):
             if len(own):
@@ -231,12 +229,12 @@ class Candidates:
     lengths: Column
     element_sizes: Column
     layouts: Column
-    max_bytes: Column  # the blob must be smaller
+    full_bytes: Column  # estimated, as planes: of the chunk
+    delta_bytes: Column  # and of its difference
 
     def take(self, which: Column) -> Candidates:
         """Return some of them."""
-        columns = (self.rows, self.addresses, self.bases, self.lengths, self.element_sizes, self.layouts)
-        return Candidates(*(column[which] for column in (*columns, self.max_bytes)))
+        return Candidates(*(getattr(self, field.name)[which] for field in fields(self)))
 
     @property
     def elements(self) -> Column:
@@ -284,7 +282,11 @@ class SparseEncoding:
             return None
         size, listed = chunks.element_sizes, counts["listed"].astype(np.int64)
         self.counts = counts["groups"].astype(np.int64)
-        low = np.minimum(listed * (8 + 2 * size) + 8, chunks.max_bytes)
+        few = counts["changed"] <= FEW_CHANGED_SHARE * chunks.elements
+        planes_bytes = np.minimum(chunks.full_bytes, chunks.delta_bytes * np.where(few, FEW_CHANGED_EXCESS, 1))
+        most = np.minimum(planes_bytes + blob.HEADER.size, blob.bound(chunks.lengths, size))
+        self.max_bytes = np.ceil(most).astype(np.int64)  # the blobs must be smaller
+        low = np.minimum(listed * (8 + 2 * size) + 8, self.max_bytes)
         tables = COUNT.size + GROUP.itemsize * self.counts
         self.summary_bytes = -(-8 * n // 16) * 16
         self.tables_at, tables_bytes = _places(tables)
@@ -302,7 +304,7 @@ class SparseEncoding:
         rooms = np.stack([4 * listed, size * listed, size * listed, listed, listed], axis=1)
         places, scratch = _places(rooms.reshape(-1))
         places += self.work.room("compressed", scratch + 16).data_ptr()
-        for name, column in zip(("ranks", "zigzag", "found", "symbols", "values"), places.reshape(n, 5).T, strict=True):
+        for name, column in zip(_ADDRESSES, places.reshape(n, 5).T, strict=True):
             jobs[name] = column
         (table,) = self.work.upload(jobs)
         self.work.launch("sparse_rank", (n,), table)
@@ -318,7 +320,7 @@ class SparseEncoding:
         low_bytes = packed[: 8 * len(self.jobs)].view(np.int64)
         which = np.flatnonzero(low_bytes >= 0)
         self.candidates, self.jobs, self.low_bytes = self.candidates.take(which), self.jobs[which], low_bytes[which]
-        self.counts, self.tables_at = self.counts[which], self.tables_at[which]
+        self.counts, self.tables_at, self.max_bytes = self.counts[which], self.tables_at[which], self.max_bytes[which]
         of, within = ragged(self.counts)
         at = (self.tables_at - self.kept.data_ptr() + COUNT.size)[of] + GROUP.itemsize * within
         groups = packed[at[:, None] + np.arange(GROUP.itemsize)].view(GROUP).reshape(-1)

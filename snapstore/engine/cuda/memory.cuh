@@ -103,26 +103,31 @@ __device__ __forceinline__ uint4 sum16<8>(uint4 a, uint4 b) {
     return joined(lower(a) + lower(b), upper(a) + upper(b));
 }
 
-// Load or store one element of `size` bytes (1, 2, 4 or 8) at any address.
-__device__ __forceinline__ u64 load_element(const u8* p, int size) {
-    if (size == 1) return *p;
-    if (((u64)p & (size - 1)) == 0) {
-        if (size == 2) return *(const unsigned short*)p;
-        if (size == 4) return *(const u32*)p;
-        return *(const u64*)p;
-    }
+// Load or store an element at an address that is no multiple of its size: rare, so it is not compiled into each use.
+__device__ __noinline__ u64 load_bytes(const u8* p, int size) {
     u64 value = 0;
+#pragma unroll 1
     for (int i = 0; i < size; i++) value |= (u64)p[i] << (8 * i);
     return value;
 }
+__device__ __noinline__ void store_bytes(u8* p, u64 value, int size) {
+#pragma unroll 1
+    for (int i = 0; i < size; i++) p[i] = (u8)(value >> (8 * i));
+}
+
+// Load or store one element of `size` bytes (1, 2, 4 or 8) at any address.
+__device__ __forceinline__ u64 load_element(const u8* p, int size) {
+    if (size == 1) return *p;
+    if ((u64)p & (size - 1)) return load_bytes(p, size);
+    if (size == 2) return *(const unsigned short*)p;
+    if (size == 4) return *(const u32*)p;
+    return *(const u64*)p;
+}
 
 __device__ __forceinline__ void store_element(u8* p, u64 value, int size) {
-    if (((u64)p & (size - 1)) == 0) {
-        if (size == 1) *p = (u8)value;
-        if (size == 2) *(unsigned short*)p = (unsigned short)value;
-        if (size == 4) *(u32*)p = (u32)value;
-        if (size == 8) *(u64*)p = value;
-        return;
-    }
-    for (int i = 0; i < size; i++) p[i] = (u8)(value >> (8 * i));
+    if ((u64)p & (size - 1)) return store_bytes(p, value, size);
+    if (size == 1) *p = (u8)value;
+    if (size == 2) *(unsigned short*)p = (unsigned short)value;
+    if (size == 4) *(u32*)p = (u32)value;
+    if (size == 8) *(u64*)p = value;
 }

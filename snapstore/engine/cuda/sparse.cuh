@@ -44,10 +44,9 @@ struct Job {
 };
 
 // The byte of a base's element that decides its group.
-template <int SIZE>
-__device__ __forceinline__ u32 key_of(u64 element, int layout) {
+__device__ __forceinline__ u32 key_of(u64 element, int size, int layout) {
     if (!layout) return 0;
-    return (SIZE == 1 ? element << 1 | element >> 7 : element >> (8 * SIZE - 9)) & 255;
+    return (size == 1 ? element << 1 | element >> 7 : element >> (8 * size - 9)) & 255;
 }
 
 // The zigzag form of a difference of elements; only its lowest SIZE bytes count.

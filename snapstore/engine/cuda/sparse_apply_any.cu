@@ -17,17 +17,17 @@ struct Room {
 };
 
 // Sort a tile by group: order[starts[g] + r] is the r-th element of group g.
-template <int SIZE>
 __device__ void sort_tile(Room& room, const Blob& blob, u64 first, int bits) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, before = (1u << lane) - 1;
     const u8* base = (const u8*)blob.out;
+    const int size = blob.element_size;
     for (u32 i = threadIdx.x; i < WARPS * blob.groups; i += THREADS) room.counts[i % WARPS][i / WARPS] = 0;
     u32 found[STEPS];  // keys; then group and rank within the warp
     const u32 own = warp * 32 * STEPS + lane;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         const u64 at = first + own + 32 * i;
-        found[i] = at < blob.elements ? key_of<SIZE>(load_element(base + at * SIZE, SIZE), blob.layout) : 0;
+        found[i] = at < blob.elements ? key_of(load_element(base + at * size, size), size, blob.layout) : 0;
     }
     __syncthreads();
 #pragma unroll
@@ -77,11 +77,11 @@ __device__ void sort_tile(Room& room, const Blob& blob, u64 first, int bits) {
 }
 
 // Apply the changes of one group in a tile, by one warp.
-template <int SIZE>
 __device__ void apply_group(Room& room, const Blob& blob, const Group& group, u32 g, u64 first) {
     const u32 lane = threadIdx.x % 32, seen = room.seen[g], total = room.totals[g];
     const bool dense = group.gap_shift == DENSE;
     const u32 count = dense ? group.value_count : group.gaps;
+    const int size = blob.element_size;
     u32 next = room.applied[g], here = ALL;
     while (here == ALL) {
         const u32 i = next + lane;
@@ -90,12 +90,12 @@ __device__ void apply_group(Room& room, const Blob& blob, const Group& group, u3
         bool mine = i < count;
         if (mine) {
             rank = (dense ? i : ((const u32*)group.ranks)[i]) - seen;
-            zigzag = load_element((const u8*)group.zigzag + (u64)i * SIZE, SIZE);
+            zigzag = load_element((const u8*)group.zigzag + (u64)i * size, size);
             mine = rank < total;
         }
         if (mine) {
-            u8* element = (u8*)blob.out + (first + room.order[room.starts[g] + rank]) * SIZE;
-            store_element(element, load_element(element, SIZE) + Elements<8>::unzigzag(zigzag), SIZE);
+            u8* element = (u8*)blob.out + (first + room.order[room.starts[g] + rank]) * size;
+            store_element(element, load_element(element, size) + Elements<8>::unzigzag(zigzag), size);
         }
         here = __ballot_sync(ALL, mine);
         next += __popc(here);
@@ -107,13 +107,12 @@ __device__ void apply_group(Room& room, const Blob& blob, const Group& group, u3
     }
 }
 
-template <int SIZE>
 __device__ void apply(Room& room, const Blob& blob, const Group* groups, u32* bad) {
     const int bits = bits_of(blob.groups);
     for (u64 first = 0; first < blob.elements; first += TILE) {
-        sort_tile<SIZE>(room, blob, first, bits);
+        sort_tile(room, blob, first, bits);
         for (u32 g = threadIdx.x / 32; g < blob.groups; g += WARPS)
-            apply_group<SIZE>(room, blob, groups[g], g, first);
+            apply_group(room, blob, groups[g], g, first);
         __syncthreads();
     }
     for (u32 g = threadIdx.x; g < blob.groups; g += THREADS) {
@@ -135,10 +134,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply_any(const 
         for (u32 key = g ? groups[g - 1].last_key + 1 : 0; key <= groups[g].last_key; key++) room.group_of[key] = g;
     }
     __syncthreads();
-    switch (blob.element_size) {
-        case 1: apply<1>(room, blob, groups, bad); break;
-        case 2: apply<2>(room, blob, groups, bad); break;
-        case 4: apply<4>(room, blob, groups, bad); break;
-        case 8: apply<8>(room, blob, groups, bad); break;
-    }
+    apply(room, blob, groups, bad);
 }

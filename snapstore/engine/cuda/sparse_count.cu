@@ -24,7 +24,7 @@ __device__ void count(const u8* chunk, const u8* base, u64 elements, int layout,
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
             const bool there = first + THREADS * i + threadIdx.x < elements;
-            const u32 key = key_of<SIZE>(before[i], layout);
+            const u32 key = key_of(before[i], SIZE, layout);
             const u32 same = same_number(key, layout ? 8 : 0, there);
             if (there && !(same & ((1u << lane) - 1))) atomicAdd(&members[key], __popc(same));
             if (before[i] != after[i]) atomicAdd(&changed[key], 1u);

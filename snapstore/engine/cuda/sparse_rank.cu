@@ -29,7 +29,7 @@ __device__ void rank_tile(Room& room, const Job& job, u64 start, int bits) {
         const u64 prior = at < job.elements ? load_element(base + at * SIZE, SIZE) : 0;
         const u64 state = at < job.elements ? load_element(chunk + at * SIZE, SIZE) : 0;
         zigzag[i] = zigzag_of<SIZE>(state - prior);
-        group[i] = room.group_of[key_of<SIZE>(prior, job.layout)];
+        group[i] = room.group_of[key_of(prior, SIZE, job.layout)];
     }
     __syncthreads();
 #pragma unroll

@@ -421,7 +421,7 @@ def test_sparse_deltas_of_every_kind(engine, by_itself, size, layout):
     chains, arrays, bases = [], [], []
     for i, (elements, share, most) in enumerate([
         (1, 1, 1), (5, 0.5, 3), (100, 0, 1), (5000, 0.01, 1), (8192, 0.1, 3), (8193, 0.5, 100), (20_000, 0.6, 3),
-        (20_000, 0.02, 2**62), (20_000, 0.003, 1), (70_000, 0.3, 2**31), (30_000, 0.95, 2),
+        (20_000, 0.02, 2**62), (20_000, 0.003, 1), (70_000, 0.3, 2**31), (30_000, 0.95, 2), (12_700, 0.3, 1),
     ]):  # fmt: skip
         base, chunk = pair(size, layout, elements, share, i, min(most, 2 ** (8 * size - 1) - 1))
         chains.append([sparse_blob(*sparse_payload(chunk, base, size, layout), chunk, base, size, layout)])

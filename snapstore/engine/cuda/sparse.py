@@ -66,7 +66,7 @@ _JOB = np.dtype(
 )
 _MAX_GROUPS = 256
 #: sparse_apply.cu takes so many groups; sparse_apply_any.cu takes any number, at a third of the speed.
-_FEW_GROUPS = 16
+_FEW_GROUPS = 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,27 @@
 // its group and its rank within the group name.
 //
 // One thread block per blob: grid (n), block (THREADS). It takes the base tile by tile. Each thread counts the elements
-// of each group among PER_THREAD neighbours, all groups at once in the bytes of four words. Sums over the threads give
+// of each group among PER_THREAD neighbours, all groups at once in the bytes of a few words. Sums over the threads give
 // the ranks at which each thread's elements begin; so a changed element is found by two searches, and among PER_THREAD
 // elements.
 
 #define PER_THREAD 16
 #define TILE (THREADS * PER_THREAD)
-#define FEW 16       // groups
-#define PAIRS 8      // of groups: two sums lie in a word
-#define LISTED 1024  // changes that are applied at a time
+#define FEW 24       // groups
+#define PAIRS 12     // of groups: two sums lie in a word
+#define LISTED 512   // changes that are applied at a time
 #define AHEAD 2      // changes that each lane reads at once
 
+struct Changes {  // of a group
+    const u32* ranks;  // null for a dense one
+    const u8* zigzag;
+    u32 count;
+};
+
 struct Room {
-    uint4 one[256];                // 1 in the byte of the group of a key
+    uint4 one[256];                // 1 in the byte of the group of a key, for groups 0 to 15
+    uint2 beyond[256];             // the same, for groups 16 to 23
+    Changes changes[FEW];
     u32 before[PAIRS][THREADS];    // of the groups 2k and 2k + 1 << 16: elements of the warp's threads before
     u32 warps[PAIRS][WARPS];       // the same, of the tile's warps before
     u32 totals[FEW];               // of the tile
@@ -51,13 +59,14 @@ struct Tile {
     }
 };
 
-// Count the elements of a thread: the bytes of four words, and the sums over the warp's threads up to this one.
+// Count the elements of a thread: the bytes of a few words, and the sums over the warp's threads up to this one.
 template <int SIZE>
 __device__ __forceinline__ void count_tile(Room& room, const Blob& blob, const Tile<SIZE>& tile, u64 first) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u64 own = first + threadIdx.x * PER_THREAD;
     const u32 there = own >= blob.elements ? 0 : blob.elements - own < PER_THREAD ? (u32)(blob.elements - own) : PER_THREAD;
-    u32 bytes[4] = {0, 0, 0, 0}, keys[4] = {0, 0, 0, 0};
+    const int words = blob.groups > 16 ? 6 : 4;
+    u32 bytes[6] = {0, 0, 0, 0, 0, 0}, keys[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         const u32 key = tile.key(i, blob.layout);
@@ -68,10 +77,15 @@ __device__ __forceinline__ void count_tile(Room& room, const Blob& blob, const T
         bytes[1] += one.y;
         bytes[2] += one.z;
         bytes[3] += one.w;
+        if (words == 4) continue;
+        const uint2 beyond = room.beyond[key];
+        bytes[4] += beyond.x;
+        bytes[5] += beyond.y;
     }
     room.keys[threadIdx.x] = make_uint4(keys[0], keys[1], keys[2], keys[3]);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
+        if (pair >= 2 * words) break;
         // two bytes become two halves of a word
         const u32 own_counts = __byte_perm(bytes[pair / 2], 0, pair % 2 ? 0x4342 : 0x4140);
         u32 sum = own_counts;
@@ -86,9 +100,9 @@ __device__ __forceinline__ void count_tile(Room& room, const Blob& blob, const T
 }
 
 // Sum up the counts of the warps.
-__device__ __forceinline__ void sum_warps(Room& room) {
+__device__ __forceinline__ void sum_warps(Room& room, u32 groups) {
     const u32 pair = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;
-    if (pair >= PAIRS) return;  // whole warps
+    if (pair >= (groups > 16 ? PAIRS : 8)) return;  // whole warps
     const u32 own = room.warps[pair][warp];
     u32 sum = own;
 #pragma unroll
@@ -104,10 +118,9 @@ __device__ __forceinline__ void sum_warps(Room& room) {
 }
 
 // List the next changes of a group that lie in the tile, as far as there is room, by one warp.
-__device__ __forceinline__ void list_group(Room& room, const Group& group, u32 g, int size) {
+__device__ __forceinline__ void list_group(Room& room, u32 g, int size) {
     const u32 lane = threadIdx.x % 32, seen = room.seen[g], total = room.totals[g];
-    const bool dense = group.gap_shift == DENSE;
-    const u32 count = dense ? group.value_count : group.gaps;
+    const Changes changes = room.changes[g];
     u32 next = room.applied[g], here = ALL, listed = 32;
     while (here == ALL && listed == 32) {
         u32 ranks[AHEAD];
@@ -115,8 +128,8 @@ __device__ __forceinline__ void list_group(Room& room, const Group& group, u32 g
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
             const u32 i = next + 32 * k + lane;
-            ranks[k] = i >= count ? ALL : (dense ? i : ((const u32*)group.ranks)[i]) - seen;
-            zigzags[k] = i >= count ? 0 : load_element((const u8*)group.zigzag + (u64)i * size, size);
+            ranks[k] = i >= changes.count ? ALL : (changes.ranks ? changes.ranks[i] : i) - seen;
+            zigzags[k] = i >= changes.count ? 0 : load_element(changes.zigzag + (u64)i * size, size);
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
@@ -170,21 +183,18 @@ __device__ __forceinline__ void apply_change(Room& room, const Blob& blob, u64 f
 }
 
 template <int SIZE>
-__device__ void apply(Room& room, const Blob& blob, const Group* groups, u32* bad) {
-    const u32 g = threadIdx.x / 32;  // of the warp
-    Group group;
-    if (g < blob.groups) group = groups[g];
+__device__ void apply(Room& room, const Blob& blob, u32* bad) {
     Tile<SIZE> tile;
     tile.load(blob, 0);
     for (u64 first = 0; first < blob.elements; first += TILE) {
         count_tile<SIZE>(room, blob, tile, first);
         __syncthreads();
         tile.load(blob, first + TILE);  // it arrives while this one is changed
-        sum_warps(room);
+        sum_warps(room, blob.groups);
         for (bool more = true; more;) {
             if (threadIdx.x == 0) room.count = room.more = 0;
             __syncthreads();
-            if (g < blob.groups) list_group(room, group, g, SIZE);
+            for (u32 g = threadIdx.x / 32; g < blob.groups; g += WARPS) list_group(room, g, SIZE);
             __syncthreads();
             const u32 count = room.count < LISTED ? room.count : LISTED;
             more = room.more;
@@ -195,9 +205,9 @@ __device__ void apply(Room& room, const Blob& blob, const Group* groups, u32* ba
     }
     __syncthreads();
     if (threadIdx.x >= blob.groups) return;
-    const bool dense = groups[threadIdx.x].gap_shift == DENSE;
-    const u32 count = dense ? groups[threadIdx.x].value_count : groups[threadIdx.x].gaps;
-    if (room.applied[threadIdx.x] != count || (dense && room.seen[threadIdx.x] != count)) *bad = 1;
+    const Changes changes = room.changes[threadIdx.x];
+    const bool complete = changes.ranks || room.seen[threadIdx.x] == changes.count;  // a dense one names all elements
+    if (room.applied[threadIdx.x] != changes.count || !complete) *bad = 1;
 }
 
 // which: the blobs to apply, one of each chunk, of FEW groups at most.
@@ -213,15 +223,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Blob
         room.seen[g] = room.applied[g] = 0;
         room.first_key[g] = (u8)first;
         room.last_key[g] = (u8)last;
-        const u32 one = 1u << (8 * (g % 4));
-        for (u32 key = first; key <= last; key++)
-            room.one[key] = make_uint4(g / 4 == 0 ? one : 0, g / 4 == 1 ? one : 0, g / 4 == 2 ? one : 0, g / 4 == 3 ? one : 0);
+        const bool dense = groups[g].gap_shift == DENSE;
+        room.changes[g] = {dense ? nullptr : (const u32*)groups[g].ranks, (const u8*)groups[g].zigzag,
+                           dense ? groups[g].value_count : groups[g].gaps};
+        u32 words[6];
+        for (u32 word = 0; word < 6; word++) words[word] = g / 4 == word ? 1u << (8 * (g % 4)) : 0;
+        for (u32 key = first; key <= last; key++) {
+            room.one[key] = make_uint4(words[0], words[1], words[2], words[3]);
+            room.beyond[key] = make_uint2(words[4], words[5]);
+        }
     }
     __syncthreads();
     switch (blob.element_size) {
-        case 1: apply<1>(room, blob, groups, bad); break;
-        case 2: apply<2>(room, blob, groups, bad); break;
-        case 4: apply<4>(room, blob, groups, bad); break;
-        case 8: apply<8>(room, blob, groups, bad); break;
+        case 1: apply<1>(room, blob, bad); break;
+        case 2: apply<2>(room, blob, bad); break;
+        case 4: apply<4>(room, blob, bad); break;
+        case 8: apply<8>(room, blob, bad); break;
     }
 }

@@ -8,6 +8,7 @@ decoding.py       the stages of a batch of blobs to chunks
 streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one
 pinned.py         page-locked host memory
 huffman.py        skewed noise planes to zstd frames and back, by kernels of this package
+sparse.py         sparse deltas, from chunks and their bases, and back
 nvcomp.py         nvCOMP's codecs, whole batches of blocks
 nvcomp_host.py    nvCOMP's codecs for readers in host memory
 kernels.py        CUDA C++ kernels, one operation per .cu file, which CuPy compiles in the background

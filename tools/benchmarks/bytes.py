@@ -1,17 +1,20 @@
 """`tools/bench bytes`: stored bytes of deltas beside their entropy, other codings and other tools.
 
-Two models are trained on the CPU on Python's sources: gpu_train's GPT and a Llama. `rl` is the bf16 weights at a
-learning rate of 1e-6 (fp32 masters, AdamW), `pretrain` is the fp32 state p, m, v of pretraining. Every figure is a
-share of the plain bytes of the later state. `snapstore` is what its public API stores for the later state: packs and
-manifests, without the snapshot's record. The other figures leave out what names and places the tensors.
+Runs of snapshots on a GPU, or small ones on a CPU (bytes_runs.py): docs/benchmarks/bytes.json. With --codings, tables
+of single steps: two models are trained on the CPU on Python's sources, gpu_train's GPT and a Llama. `rl` is the bf16
+weights at a learning rate of 1e-6 (fp32 masters, AdamW), `pretrain` is the fp32 state p, m, v of pretraining. Every
+figure is a share of the plain bytes of the later state. `snapstore` is what its public API stores for the later state:
+packs and manifests, without the snapshot's record. The other figures leave out what names and places the tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -36,6 +39,7 @@ SIZE = gpu_train.Size(width=256, layers=4, heads=4, vocabulary=4096, context=64,
 PRETRAIN_STEPS, PRETRAIN_GAPS = 200, (50, 10)
 RL_GAPS = (16, 5, 1)
 MODELS = ("gpt", "llama")
+ROOT = Path(__file__).resolve().parents[2]
 
 Elements = npt.NDArray[np.unsignedinteger]
 Arrays = list[Elements]
@@ -267,7 +271,7 @@ def by_program(before: Arrays, after: Arrays) -> dict[str, int]:
     """Measure programs that are on the PATH on the two states as files."""
     commands = {
         "xdelta3 -9": "xdelta3 -e -9 -S djw -B 67108864 -s before after out",
-        "zstd -19 --patch-from": "zstd -q -19 --long=27 --patch-from before after -o out",
+        "zstd -19 --patch-from": "zstd -qq -19 --long=27 --patch-from before after -o out",
     }
     found = {}
     for name, command in commands.items():
@@ -312,13 +316,42 @@ def table(series: str, found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def report(args: argparse.Namespace) -> None:
+    """Measure runs of snapshots, and write the record after each section."""
+    from benchmarks import bytes_runs, gpu
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scale = bytes_runs.QUICK if args.quick else bytes_runs.GPU if device.type == "cuda" else bytes_runs.CPU
+    out = args.out or (None if args.quick or args.only else ROOT / "docs" / "benchmarks" / "bytes.json")
+    command = shlex.join(["tools/bench", "bytes", *sys.argv[1:]])
+    sections: dict[str, Any] = {}
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        sections[name] = found
+        body = gpu.head(device) | {"command": command, "sections": sections, "figures": bytes_runs.figures_of(sections)}
+        if out:
+            out.write_text(json.dumps(body, indent=1) + "\n")
+        print(json.dumps(body["figures"], indent=1), flush=True)
+
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="snapstore-bench-", dir=args.folder) as folder:
+        only = [args.only] if args.only else []
+        bytes_runs.measure(scale, Path(folder), only, note, lambda text: print(text, flush=True))
+
+
 def main() -> None:
-    """Train, measure, print tables."""
+    """Train, measure, write the record or print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="little models, few steps")
-    parser.add_argument("--only", choices=MODELS, help="this model alone")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="little models, few steps; writes no record")
+    parser.add_argument("--only", choices=(*MODELS, "moe"), help="this model alone; writes no record without --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON here")
+    parser.add_argument("--folder", type=Path, help="where repositories lie, by default the folder for temporary files")
+    parser.add_argument("--codings", action="store_true", help="tables of codings of single steps, on the CPU")
     args = parser.parse_args()
+    if not args.codings:
+        report(args)
+        return
     found: dict[str, dict[str, float]] = {}
     for model in MODELS if not args.only else (args.only,):
         for series, gap, before, after in pairs(model, 60 if args.quick else PRETRAIN_STEPS):

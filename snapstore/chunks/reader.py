@@ -208,7 +208,7 @@ def _ended(wait: Callable[[], object]) -> None:
 
 
 def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
-    lengths: Column = table.ref_sizes[table.starts[rows]].astype(np.int64)
+    lengths: Column = table.lengths[rows].astype(np.int64)
     return lengths
 
 

@@ -19,16 +19,15 @@ MAX_CHAIN = 255
 #: dtype of every column, and shape of a row, in the order in which they are stored.
 COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
     "digests": ("u1", (16,)),
+    "lengths": ("<u4", ()),
     "ref_counts": ("<u2", ()),
     "ref_kinds": ("u1", ()),
     "ref_packs": ("<u4", ()),
     "ref_offsets": ("<u8", ()),
     "ref_lengths": ("<u4", ()),
     "ref_digests": ("u1", (16,)),
-    "ref_starts": ("<u4", ()),
-    "ref_sizes": ("<u4", ()),
 }
-_PER_CHUNK = ("digests", "ref_counts")
+_PER_CHUNK = ("digests", "lengths", "ref_counts")
 
 
 @dataclass(slots=True)
@@ -36,14 +35,13 @@ class ChunkTable:
     """Columns over chunks, and one flat table of references (CSR), newest first within a chunk."""
 
     digests: Bytes  # (n, 16) uint8
+    lengths: npt.NDArray[np.uint32]  # (n,) [plain bytes]
     ref_counts: npt.NDArray[np.uint16]  # (n,)
     ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.DIFFERENCE
     ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
     ref_offsets: npt.NDArray[np.uint64]  # (m,)
     ref_lengths: npt.NDArray[np.uint32]  # (m,)
-    ref_digests: Bytes  # (m, 16) uint8
-    ref_starts: npt.NDArray[np.uint32]  # (m,)
-    ref_sizes: npt.NDArray[np.uint32]  # (m,)
+    ref_digests: Bytes  # (m, 16) uint8; what is stored leaves out the first one of every chunk, as it has the chunk's
     starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) first reference of every chunk
 
     def __post_init__(self) -> None:
@@ -61,25 +59,32 @@ class ChunkTable:
 
         Raises:
             KeyError: a column is missing.
-            FormatError: a column does not consist of whole rows.
+            FormatError: a column does not consist of whole rows, or there are not as many references as digests.
         """
-        return cls(**{name: _column(raw[name], name) for name in COLUMNS})
+        columns = {name: _column(raw[name], name) for name in COLUMNS}
+        digests, counts, others = columns["digests"], columns["ref_counts"].astype(np.int64), columns["ref_digests"]
+        is_first = np.zeros(len(digests) + len(others), bool)
+        if not counts.all():
+            raise FormatError(f"a chain of 0 references, expected 1 to {MAX_CHAIN}")
+        if len(counts) != len(digests) or counts.sum() != len(is_first):
+            raise FormatError(f"{len(digests)} digests and {len(others)} of references, for {counts.sum()} references")
+        is_first[np.cumsum(counts) - counts] = True
+        columns["ref_digests"] = np.empty((len(is_first), 16), np.uint8)
+        columns["ref_digests"][is_first], columns["ref_digests"][~is_first] = digests, others
+        return cls(**columns)
 
     def to_bytes(self) -> dict[str, bytes | memoryview]:
         """Return every column as stored."""
         raw: dict[str, bytes | memoryview] = {}
         for name, (dtype, _) in COLUMNS.items():
             column = np.ascontiguousarray(getattr(self, name), dtype)
+            if name == "ref_digests":
+                column = np.delete(column, self.starts[:-1], axis=0)
             raw[name] = column.reshape(-1).view(np.uint8).data if column.size else b""
         return raw
 
     def __len__(self) -> int:
         return len(self.ref_counts)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.uint32]:
-        """Return plain bytes of every chunk, (n,)."""
-        return self.ref_sizes[self.starts[:-1]]
 
     @property
     def depths(self) -> npt.NDArray[np.int64]:
@@ -110,7 +115,8 @@ class ChunkTable:
         ends = np.cumsum(counts)
         kept = np.repeat(refs - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
         columns = {name: getattr(self, name)[kept] for name in COLUMNS if name not in _PER_CHUNK}
-        return ChunkTable(digests=self.ref_digests[refs], ref_counts=counts.astype(np.uint16), **columns)
+        columns |= {"digests": self.ref_digests[refs], "lengths": self.lengths[rows]}
+        return ChunkTable(ref_counts=counts.astype(np.uint16), **columns)
 
     @classmethod
     def concatenate(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
@@ -131,11 +137,12 @@ class ChunkTable:
         """
         refs = int(self.starts[-1])
         per_ref = (len(getattr(self, name)) for name in COLUMNS if name not in _PER_CHUNK)
-        if len(self.digests) != len(self) or len(self) != chunks or any(count != refs for count in per_ref):
+        per_chunk = (len(getattr(self, name)) for name in _PER_CHUNK)
+        if any(count != chunks for count in per_chunk) or any(count != refs for count in per_ref):
             raise FormatError(f"{where}: columns of {[len(getattr(self, f.name)) for f in fields(self)]} rows disagree")
         if not len(self):
             return
-        first, last = self.starts[:-1], self.starts[1:] - 1
+        last = self.starts[1:] - 1
         if self.ref_counts.min() < 1 or self.ref_counts.max() > MAX_CHAIN:
             raise FormatError(f"{where}: a chain of {self.ref_counts.max()} references, expected 1 to {MAX_CHAIN}")
         if self.ref_kinds.max() > 1:
@@ -147,10 +154,8 @@ class ChunkTable:
             raise FormatError(f"{where}: a chain is not difference, ..., difference, full")
         if self.ref_packs.max() >= len(pack_sizes):
             raise FormatError(f"{where}: a reference to a pack that the header does not name")
-        if self.ref_starts.any() or self.ref_sizes.max() > chunk_bytes or self.ref_sizes.min() < 1:
-            raise FormatError(f"{where}: a reference to part of a chunk, or beyond {chunk_bytes} bytes")
-        if (self.ref_sizes != np.repeat(self.ref_sizes[first], self.ref_counts)).any():
-            raise FormatError(f"{where}: a chain over chunks of different lengths")
+        if self.lengths.max() > chunk_bytes or self.lengths.min() < 1:
+            raise FormatError(f"{where}: a chunk of {self.lengths.max()} bytes, expected 1 to {chunk_bytes}")
         ends = self.ref_offsets + self.ref_lengths
         if (ends > pack_sizes[self.ref_packs]).any() or (ends < self.ref_offsets).any():
             raise FormatError(f"{where}: a reference beyond the end of its pack")

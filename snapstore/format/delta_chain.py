@@ -163,7 +163,7 @@ def chains_of(table: ChunkTable, packs: Sequence[str], rows: Column, kept: Diges
         for kind, digest, size, number, offset, length, keep in zip(
             table.ref_kinds[refs].tolist(),
             table.ref_digests[refs],
-            table.ref_sizes[refs].tolist(),
+            np.repeat(table.lengths[rows], table.ref_counts[rows]).tolist(),
             *(column[refs].tolist() for column in (table.ref_packs, table.ref_offsets, table.ref_lengths)),
             is_kept,
             strict=True,
@@ -184,14 +184,13 @@ def table_of(chains: Sequence[Chain], numbers: dict[str, int]) -> ChunkTable:
     counts = np.array([len(chain) for chain in chains], np.uint16)
     return ChunkTable(
         digests=digests[np.cumsum(counts, dtype=np.int64) - counts],
+        lengths=np.array([chain[0].size for chain in chains], np.uint32),
         ref_counts=counts,
         ref_kinds=np.array([link.kind for link in links], np.uint8),
         ref_packs=np.array([numbers.setdefault(p.pack, len(numbers)) if p.pack else 0 for p in places], np.uint32),
         ref_offsets=np.array([p.offset for p in places], np.uint64),
         ref_lengths=np.array([p.length for p in places], np.uint32),
         ref_digests=digests,
-        ref_starts=np.zeros(len(links), np.uint32),
-        ref_sizes=np.array([link.size for link in links], np.uint32),
     )
 
 

@@ -94,7 +94,9 @@ class BlobRewriting(Rewriting):
             own = np.flatnonzero(table.ref_packs == number)
             if len(own):  # a root also names the packs of its children
                 entries[own] = self.entries_at(name, table.ref_offsets[own])
-        same = (entries["length"] == table.ref_lengths) & (entries["raw_bytes"] == table.ref_sizes)
+        same = (entries["length"] == table.ref_lengths) & (
+            entries["raw_bytes"] == np.repeat(table.lengths, table.ref_counts)
+        )
         same &= entries["transform"] == table.ref_kinds
         same &= (digests_of(entries) == table.ref_digests).all(axis=1)
         if not same.all():

@@ -394,8 +394,6 @@ def room(lengths: Column) -> Column:
 
 def _check_chains(table: ChunkTable, where: str) -> None:
     """Raise FormatError for chains that no snapstore writes, and that would be counted wrongly."""
-    if (table.ref_digests[table.starts[:-1]] != table.digests).any():
-        raise FormatError(f"{where}: a chain whose newest reference is to another chunk")
     if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
         raise FormatError(f"{where}: a reference beyond the first TiB of a pack")
 

@@ -318,14 +318,13 @@ def table_of(chunks: ChunkWriter, rows: Rows, layout: Layout) -> tuple[ChunkTabl
     used, ref_packs = np.unique(column(blobs[:, 1], taken.ref_packs), return_inverse=True)
     table = ChunkTable(
         digests=digests,
+        lengths=lengths,
         ref_counts=counts.astype(np.uint16),
         ref_kinds=column(blobs[:, 0], taken.ref_kinds),
         ref_packs=ref_packs.astype(np.uint32),
         ref_offsets=column(blobs[:, 2], taken.ref_offsets),
         ref_lengths=column(blobs[:, 3], taken.ref_lengths),
         ref_digests=column(digests[has_own], taken.ref_digests),
-        ref_starts=np.zeros(len(is_own), np.uint32),
-        ref_sizes=np.repeat(lengths, counts),
     )
     names, sizes = [*bases.packs, *packs.names], [*bases.pack_sizes, *packs.sizes]
     return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]

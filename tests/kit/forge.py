@@ -179,8 +179,7 @@ class World:
             ref_offsets=np.array([r[1] for r in refs], np.uint64),
             ref_lengths=np.array([r[2] for r in refs], np.uint32),
             ref_digests=np.array([list(d) for d, chain in chunks for _ in chain], np.uint8).reshape(-1, 16),
-            ref_starts=np.zeros(len(refs), np.uint32),
-            ref_sizes=np.full(len(refs), self.size, np.uint32),
+            lengths=np.full(len(chunks), self.size, np.uint32),
         )
 
     def manifest(self, chunks=(), **changes):

@@ -541,8 +541,7 @@ def test_an_unreadable_object_fails_only_the_snapshots_that_need_it(what, verb, 
             assert same(repo.restore(snapshot.ref), values(*version_of(snapshot)))
 
 
-@pytest.mark.parametrize("what", ["another chunk's chain", "a pack beyond a TiB"])
-def test_a_forged_chain_does_not_stop_the_others(what):
+def test_a_forged_pack_beyond_a_tib_does_not_stop_the_others():
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repo:
         state = two_runs(repo, 6)
@@ -550,12 +549,9 @@ def test_a_forged_chain_does_not_stop_the_others(what):
             repo.forget([KeepLast(2)], run=run)
         was = repo.snapshot("a@5")
         m = manifest.read(store, was.manifests[0], None)
-        digests, offsets, sizes = m.table.ref_digests.copy(), m.table.ref_offsets.copy(), m.header.pack_size_list
-        if what == "a pack beyond a TiB":
-            offsets[0], sizes[m.table.ref_packs[0]] = 2**50, 2**51
-        else:
-            digests[m.table.starts[np.flatnonzero(m.table.depths)[0]]] = 1
-        table = dataclasses.replace(m.table, ref_digests=digests, ref_offsets=offsets)
+        offsets, sizes = m.table.ref_offsets.copy(), m.header.pack_size_list
+        offsets[0], sizes[m.table.ref_packs[0]] = 2**50, 2**51
+        table = dataclasses.replace(m.table, ref_offsets=offsets)
         _with_manifest(store, was, m, table=table, pack_sizes=sizes)
         report = repo.compact()
         assert [s.ref for s, _ in report.failed] == ["a@5"]

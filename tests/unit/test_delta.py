@@ -35,8 +35,7 @@ def a_manifest(digests, packs=(0,), part="model", entries=(), depth=0):
         ref_offsets=np.arange(n * per, dtype=np.uint64),
         ref_lengths=np.full(n * per, 100, np.uint32),
         ref_digests=np.zeros((n * per, 16), np.uint8),
-        ref_starts=np.zeros(n * per, np.uint32),
-        ref_sizes=np.full(n * per, 64, np.uint32),
+        lengths=np.full(n, 64, np.uint32),
     )
     header = ManifestHeader(
         save_id=bytes(16), snapshot=bytes(16), revision=0, rank=0, sequence=0, part=part, chunk_bytes=64,
@@ -188,8 +187,7 @@ def a_table(chains, plain_bytes):
         digests=np.zeros((len(chains), 16), np.uint8), ref_counts=counts, ref_kinds=kinds,
         ref_packs=np.zeros(refs, np.uint32), ref_offsets=np.zeros(refs, np.uint64),
         ref_lengths=np.array([length for c in chains for length in c], np.uint32),
-        ref_digests=np.zeros((refs, 16), np.uint8), ref_starts=np.zeros(refs, np.uint32),
-        ref_sizes=np.full(refs, plain_bytes, np.uint32),
+        ref_digests=np.zeros((refs, 16), np.uint8), lengths=np.full(len(chains), plain_bytes, np.uint32),
     )  # fmt: skip
 
 

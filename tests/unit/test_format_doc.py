@@ -206,7 +206,8 @@ def test_sections():
             found[name] = contents
     assert list(found) == ["tree", "tensors", "inline", *chunk_table.COLUMNS]
     for name, (dtype, shape) in chunk_table.COLUMNS.items():
-        of = "chunks" if name in ("digests", "ref_counts") else "refs"
+        of = "chunks" if name in ("digests", "lengths", "ref_counts") else "refs"
+        of = "refs - chunks" if name == "ref_digests" else of
         kind = np.dtype(dtype)
         described = f"({of}, {shape[0]})" if shape else f"({of},)"
         assert found[name].startswith(f"{described} u{8 * kind.itemsize}" if kind.itemsize > 1 else f"{described} u8")

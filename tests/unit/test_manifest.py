@@ -27,16 +27,16 @@ def a_table(counts, seed=0, packs=5):
     refs = int(counts.sum(dtype=np.int64))
     kinds = np.ones(refs, np.uint8)
     kinds[np.cumsum(counts, dtype=np.int64) - 1] = 0
+    digests = rng.integers(0, 256, (refs, 16), np.uint8)
     return ChunkTable(
-        digests=rng.integers(0, 256, (len(counts), 16), np.uint8),
+        digests=digests[np.cumsum(counts, dtype=np.int64) - counts],
+        lengths=rng.integers(1, 1025, len(counts)).astype(np.uint32),
         ref_counts=counts,
         ref_kinds=kinds,
         ref_packs=rng.integers(0, packs, refs).astype(np.uint32),
         ref_offsets=(64 + 8 * np.arange(refs)).astype(np.uint64),
         ref_lengths=rng.integers(80, 2**16, refs).astype(np.uint32),
-        ref_digests=rng.integers(0, 256, (refs, 16), np.uint8),
-        ref_starts=np.zeros(refs, np.uint32),
-        ref_sizes=np.repeat(rng.integers(1, 1025, len(counts)), counts).astype(np.uint32),
+        ref_digests=digests,
     )
 
 
@@ -101,7 +101,6 @@ def test_concatenate_and_the_derived_columns(tables):
     assert joined.starts.tolist() == np.cumsum([0, *flat]).tolist()
     lengths = np.split(joined.ref_lengths.astype(np.int64), joined.starts[1:-1]) if flat else []
     assert joined.chain_bytes.tolist() == [int(part.sum()) for part in lengths]
-    assert joined.lengths.tolist() == joined.ref_sizes[joined.starts[:-1]].tolist()
     at = 0
     for i, c in enumerate(tables):
         assert same(joined.take(np.arange(at, at + len(c))), a_table(c, i))
@@ -121,7 +120,7 @@ def tensor(name, shape, first, count, inline=None):
 def consistent(**changes):
     """A manifest, as fields of `encode`, of two tensors in three chunks and one inline; 2053 bytes."""
     table = a_table([1, 2, 3])
-    table.ref_sizes[:] = [1024, *[512] * 2, *[512] * 3]
+    table.lengths[:] = [1024, 512, 512]
     tensors = [tensor("a", 5, 0, 0, (0, 5)), tensor("b", 1536, 0, 2), tensor("c", 512, 2, 1)]
     return {"table": table, "tensors": tensors, "inline": b"hello", "tree": "x", "logical_bytes": 2053} | changes
 
@@ -242,11 +241,11 @@ BAD = {
     "expected 1 to 255": lambda t: setattr(t, "ref_counts", np.array([0, 6], np.uint16)),
     "not difference": lambda t: t.ref_kinds.fill(1),
     "a pack that the header does not name": lambda t: t.ref_packs.fill(5),
-    "part of a chunk": lambda t: t.ref_starts.fill(1),
-    "beyond 1024 bytes": lambda t: t.ref_sizes.fill(1025),
-    "different lengths": lambda t: t.ref_sizes.__setitem__(0, t.ref_sizes[0] % 1024 + 1),
+    "of 1025 bytes, expected 1 to 1024": lambda t: t.lengths.fill(1025),
+    "bytes, expected 1 to": lambda t: t.lengths.__setitem__(0, 0),
     "beyond the end of its pack": lambda t: t.ref_offsets.fill(2**64 - 1),
-    "rows disagree": lambda t: setattr(t, "digests", t.digests[:-1]),
+    "1 digests and 4 of references, for 6": lambda t: setattr(t, "digests", t.digests[:-1]),
+    "rows disagree": lambda t: setattr(t, "lengths", t.lengths[:-1]),
 }
 
 
@@ -297,7 +296,7 @@ def test_unknown_sections_are_passed_over():
 @pytest.mark.slow
 def test_a_million_chunks_take_less_than_a_second_each_way():
     table = a_table(np.ones(1_000_000, np.uint16))
-    table.ref_sizes[:] = 1024
+    table.lengths[:] = 1024
     tensors = [
         TensorEntry([f"t{i}"], "tensor", "float32", [256], False, None, [Box([0], [256], i, 1)], None)
         for i in range(1000)

@@ -96,8 +96,7 @@ def table_of(lengths):
         ref_offsets=(64 + 8192 * np.arange(n)).astype(np.uint64),
         ref_lengths=np.full(n, 100, np.uint32),
         ref_digests=np.zeros((n, 16), np.uint8),
-        ref_starts=np.zeros(n, np.uint32),
-        ref_sizes=np.array(lengths, np.uint32),
+        lengths=np.array(lengths, np.uint32),
     )
 
 

@@ -47,8 +47,7 @@ def table_of(lengths: np.ndarray[Any, Any], packs: int, noise: np.random.Generat
         ref_offsets=np.full(n, 64, np.uint64),
         ref_lengths=stored,
         ref_digests=digests,
-        ref_starts=np.zeros(n, np.uint32),
-        ref_sizes=lengths.astype(np.uint32),
+        lengths=lengths.astype(np.uint32),
     )
 
 

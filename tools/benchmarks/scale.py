@@ -75,7 +75,7 @@ def chunk_table(chunks: int, packs: int, seed: int = 0) -> ChunkTable:
     return ChunkTable(
         digests=digests, ref_counts=np.ones(chunks, np.uint16), ref_kinds=np.zeros(chunks, np.uint8),
         ref_packs=numbers, ref_offsets=offsets.astype(np.uint64), ref_lengths=lengths, ref_digests=digests,
-        ref_starts=np.zeros(chunks, np.uint32), ref_sizes=np.full(chunks, MiB, np.uint32),
+        lengths=np.full(chunks, MiB, np.uint32),
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def sparse_pack(file: Path, table: ChunkTable, save_id: str) -> None:
     """A pack with a header and a footer, and a hole for its blobs."""
     entries = np.zeros(len(table), pack.ENTRY)
     entries["offset"], entries["length"] = table.ref_offsets, table.ref_lengths
-    entries["raw_bytes"], entries["element_size"] = table.ref_sizes, 1
+    entries["raw_bytes"], entries["element_size"] = table.lengths, 1
     entries["digest"] = table.digests.view("V16").reshape(-1)
     footer = entries.tobytes()
     start = PACK_BYTES - pack.TRAILER.size - len(footer)

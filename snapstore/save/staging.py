@@ -25,11 +25,11 @@ from ..arrays import Bytes
 from ..engine.registry import Engines
 from ..errors import CapabilityError, InvalidInputError, out_of_memory
 from ..format.chunking import INLINE_BYTES
-from ..state.arrays import Array, Memory, as_bytes
+from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
-from ..state.structure import Match, Structure
+from ..state.structure import Match
 from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
@@ -159,10 +159,12 @@ class Staging:
                 return self._copy_known(known, known.structure.match(state))
         with _without_gc():
             parts, learnt = flatten_and_learn(state, of_rank=self.shares is not None)
-            if learnt is not None and self.shares is None:
+            inputs = self._inputs_of(parts, learn)
+            if learnt is not None:
                 with suppress(DifferentStructureError):
-                    return self._copy_learnt(parts, *learnt)
-            copied = self.copy(parts, learn=learn)
+                    known, trees = KnownState(learnt[0], inputs, self._has_engine), {p.key: p.tree for p in parts}
+                    return self._copy_known(known, learnt[0].match_of(learnt[1], trees))
+            copied = self._copy(inputs)
         structure = None if learnt is None else learnt[0]
         del parts, learnt
 
@@ -188,11 +190,18 @@ class Staging:
         Raises:
             InvalidInputError: an array is not the one that was flattened, or is changed while it is copied.
         """
+        return self._copy(self._inputs_of(parts, learn), inline_below)
+
+    def _inputs_of(self, parts: Sequence[Part], learn: Learn | None) -> list[PartInput]:
+        """Return the inputs to copy, and keep the spare buffers of no others."""
         inputs = inputs_of(parts, self.shares)
         if learn is not None and self._must_learn_first(inputs):
             inputs = list(learn(inputs))
         if self._spare:
-            self._spare.keep_only({tensor.key for part in inputs for tensor in part.tensors})
+            self._spare.keep_only({tensor.key for tensor in _tensors(inputs)})
+        return inputs
+
+    def _copy(self, inputs: list[PartInput], inline_below: int = INLINE_BYTES) -> list[PartInput]:
         with self._copying():
             on_devices: dict[Any, list[tuple[TensorInput, Held]]] = defaultdict(list)
             for tensor in _tensors(inputs):
@@ -273,14 +282,6 @@ class Staging:
 
             self._devices = DeviceStaging(self._engines, self._mode, twice=self._keep_base)
         return self._devices
-
-    def _copy_learnt(
-        self, parts: Sequence[Part], structure: Structure, arrays: list[Array]
-    ) -> Callable[[], list[PartInput]]:
-        """Copy a state whose structure was just learnt as one that is recognised: that takes a third of the time."""
-        known = KnownState(structure, inputs_of(parts), self._has_engine)
-        self._spare.keep_only(set(known.keys))
-        return self._copy_known(known, structure.match_of(arrays, {part.key: part.tree for part in parts}))
 
     def _copy_known(self, known: KnownState, match: Match) -> Callable[[], list[PartInput]]:
         """Copy a state that is recognised; then it is the known one.

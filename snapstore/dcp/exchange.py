@@ -28,7 +28,7 @@ from ..distributed.base import named
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
-from ..save.agreement import Unlike, unlike_replicas
+from ..save.agreement import Unlike, not_held, unlike_replicas
 from ..save.merged_trees import merge_trees, orders_of
 from ..save.rank_state import PartTree, decode_trees
 from ..text import some
@@ -282,8 +282,10 @@ def _raise_of_replicas(told: Mapping[int, Told], unlike: Unlike) -> NoReturn:
         DetailsWantedError: the ranks have not told the names.
     """
     group, few, other = unlike.group, unlike.few, unlike.other
-    pairs = zip(*(told[rank].replicas.get(group, ()) for rank in (few[0], other[0])), strict=False)
-    names = [path for (path, mine), (_, theirs) in pairs if mine != theirs]
+    mine, theirs = (dict(told[rank].replicas.get(group, ())) for rank in (few[0], other[0]))
+    if mine and theirs and (missing := mine.keys() ^ theirs.keys()):
+        raise InvalidInputError(not_held(few, other, sorted(missing)))
+    names = [path for path, digest in mine.items() if digest != theirs.get(path)]
     which = f"tensors {some(names, 5)}" if names else f"tensors of part {group.partition(chr(0))[0]!r}"
     again = "" if names else "; save again to hear which"
     raise (InvalidInputError if names else DetailsWantedError)(

@@ -19,7 +19,10 @@ from .replicas import BUFFERS
 log = logging.getLogger("snapstore")
 #: The most buffers that a warning names.
 MAX_NAMES = 20
-_STAGES_ADVICE = "If these are layers of pipeline stages, name that dimension of the mesh 'pp'"
+_STAGES_ADVICE = (
+    "If these are layers of pipeline stages, name that dimension of the mesh 'pp'. If they are experts that only some "
+    "ranks have, put them on a DeviceMesh of the ranks that hold the same ones, not on one taken out of a larger mesh"
+)
 #: Returns the digests of a group's tensors by path, for each of some ranks.
 AskDigests = Callable[[Sequence[int], str], Mapping[int, Mapping[str, bytes]]]
 
@@ -141,7 +144,12 @@ def holders_error(
     request: SaveRequest, few: Sequence[int], other: Sequence[int], names: Sequence[str]
 ) -> InvalidInputError:
     """Return the error of tensors that only some of the ranks hold which should hold the same."""
-    return InvalidInputError(
-        f"save {request.run}@{request.step}: {some(names, 5)}: {named(few)} and {named(other)} should hold copies, "
-        f"by the meshes of their tensors, and only some of these ranks do. {_STAGES_ADVICE}; nothing was committed"
+    return InvalidInputError(f"save {request.run}@{request.step}: {not_held(few, other, names)}")
+
+
+def not_held(few: Sequence[int], other: Sequence[int], names: Sequence[str]) -> str:
+    """Return what is wrong with tensors that only some of the ranks hold which should hold the same."""
+    return (
+        f"{some(names, 5)}: {named(few)} and {named(other)} should hold copies, by the meshes of their tensors, and "
+        f"only some of these ranks do. {_STAGES_ADVICE}; nothing was committed"
     )

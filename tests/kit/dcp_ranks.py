@@ -497,6 +497,44 @@ def case_submesh(world: World) -> None:
     writer.close()
 
 
+def case_experts_of_each_rank(world: World) -> None:
+    """Ranks have other experts under other names, sharded over the ranks that have the same: on a mesh of these ranks
+    they are stored, by DCP and by managers; on one taken out of a larger mesh, which says that all ranks have copies,
+    the error says so.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    from snapstore import SnapshotManager
+    from snapstore.dcp import load, save
+
+    if world.size != 4:
+        return
+    mesh, place = world.mesh(2, 2), world.rank % 2  # d1 is that of the experts
+    meshes = [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])]
+
+    def state(factor: float, on: Any) -> dict[str, Any]:
+        experts = {f"expert{2 * place + i}": whole((12, 300), 2 * place + i) * factor for i in range(2)}
+        model: dict[str, Any] = {name: {"w": sharded(value, on, [Shard(0)])} for name, value in experts.items()}
+        model["attention"] = sharded(whole((16, 400), 9) * factor, mesh["d0"], [Shard(0)])
+        return {"model": model, "calls": dict.fromkeys(experts, place)}
+
+    writer = world.writer("experts")
+    save(state(1, meshes[place]), writer, 1)
+    with SnapshotManager(world.url, run=writer.run) as manager:
+        manager.save(2, state(1, meshes[place]))
+        manager.wait_until_finished()
+    for step in (1, 2):
+        target = state(0, meshes[place])
+        load(target, world.reader("experts"), step)
+        expect_same(target, full(state(1, meshes[place])))
+    for text in ("save again to hear which", "If they are experts that only some ranks have"):
+        with raises(CheckpointException, text):
+            save(state(1, mesh["d0"]), writer, 3)
+    writer.close()
+
+
 def case_submesh_that_all_ranks_know(world: World) -> None:
     """A module on the even ranks: the others have its parameters too, without a row; and its extra state."""
     import torch

@@ -24,6 +24,8 @@ from .read_twice import tried
 
 #: Features that a config may require; this release knows none.
 KNOWN_FEATURES: frozenset[str] = frozenset()
+#: The feature of a repository whose packs and manifests are encrypted: reserved, and not built.
+ENCRYPTED = "encrypted"
 
 
 def new_config(chunk_bytes: int, digest_seed: int) -> Config:
@@ -62,6 +64,11 @@ def read_config(store: ObjectStore) -> Config:
         why = strip_hint(error)
         raise IntegrityError(f"{store.url}: config is damaged; run 'snapstore repair': {why}") from error
     unknown = sorted(set(config.features) - KNOWN_FEATURES)
+    if ENCRYPTED in unknown:
+        raise UnknownFormatError(
+            f"{store.url}: this repository is encrypted, which this snapstore ({records.VERSION}) cannot read; use "
+            f"{config.writer} or newer, and the key"
+        )
     if config.version != records.FORMAT_VERSION or unknown:
         what = f"features {unknown} are" if unknown else f"format version {config.version} is"
         raise UnknownFormatError(

@@ -13,11 +13,13 @@ import torch
 
 from kit.packs import scan
 from snapstore import Repository, SaveOptions
+from snapstore.catalog.manifest_refs import all_manifests
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
 from snapstore.format import blob, chain_decode, hashing, manifest, pack, planes, records
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
+from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
 HERE = Path(__file__).parent
@@ -30,6 +32,7 @@ from make_golden import (  # noqa: E402  (tools/ is no package)
     restored_job,
     save_job,
     state,
+    summary,
     whole_of_job,
 )
 
@@ -54,7 +57,7 @@ def test_the_log_is_right(golden):
     assert [{name: getattr(s, name) for name in fields} for s in found] == [
         {name: e[name] for name in fields} for e in expected
     ]
-    assert Counter(s.state for s in found) == {COMMITTED: 10, FORGOTTEN: 1, SWEPT: 1}
+    assert Counter(s.state for s in found) == {COMMITTED: 19, FORGOTTEN: 1, SWEPT: 2}
     assert {s.depth for s in found} >= {0, 1, 2, 3}
     assert repo.snapshot("main@2").tags == ["again"], "the later save of the step"
     assert repo.snapshot("main@start").step == 0
@@ -62,14 +65,48 @@ def test_the_log_is_right(golden):
     assert repo.policies("main") == [KeepLast(3), KeepEvery(steps=2)]
 
 
+def _tags(node):
+    """Yield the tags of all nodes of a tree."""
+    if isinstance(node, list):
+        if node and isinstance(node[0], str):
+            yield node[0]
+        for member in node:
+            yield from _tags(member)
+
+
+def test_it_has_every_kind(golden):
+    """As docs/design/freeze.md lists them; columns are decoded to nodes by the reader's tests."""
+    repo, _ = golden
+    found, tags, dtypes = set(), set(), set()
+    for snapshot in repo.view().snapshots(states=(COMMITTED, FORGOTTEN)):
+        found |= {"list"} if snapshot.manifest_list else set()
+        found |= {"compacted"} if snapshot.run == "compacted" and snapshot.revision else set()
+        for ref, m in all_manifests(snapshot, lambda ref: manifest.read(repo.store, ref, None)):
+            found |= {"shared"} if m.header.snapshot.hex() != snapshot.id else set()
+            found |= {"children"} if m.header.children else set()
+            found |= {entry.kind for entry in m.tensors} | {"tie" for entry in m.tensors if entry.tie}
+            found |= {"inline" for entry in m.tensors if entry.inline} | {"box map" if m.header.box_map else "none"}
+            dtypes |= {entry.dtype for entry in m.tensors}
+            tags |= set(_tags(m.tree)) if m.tree and m.tree[0] != "pages" else {"pages"}
+            assert ref.part == m.header.part
+    kinds = {"list", "compacted", "shared", "children", "tie", "inline", "box map"}
+    kinds |= {"page", "parameter", "array", "bytes"}
+    assert kinds <= found
+    tags_wanted = {"columns", "values", "mixed", "lists", "tuples", "dicts", "list rows", "tuple rows", "dict rows"}
+    tags_wanted |= {"enum", "object", "path", "date", "time", "datetime", "timedelta", "timezone"}
+    assert tags_wanted | {"rank", "own", "pages"} <= tags
+    assert dtypes >= {name for name in TORCH_DTYPES if hasattr(torch, name)}
+    assert repo.stats().codecs.keys() == {"raw", "zstd", "deflate", "sparse"}
+
+
 def test_every_state_restores_to_the_bit(golden):
     repo, expected = golden
     for e in expected:
         if e["run"] == "job":
-            ranks = [describe(restored_job(repo, e["step"], rank)) for rank in range(JOB[e["step"]])]
+            ranks = [summary(describe(restored_job(repo, e["step"], rank))) for rank in range(JOB[e["step"]])]
             assert ranks == e["ranks"]
         elif e["state"] in (COMMITTED, FORGOTTEN):
-            assert describe(repo.restore(f"id:{e['id']}")) == e["leaves"]
+            assert summary(describe(repo.restore(f"id:{e['id']}"))) == e["leaves"]
         else:
             with pytest.raises(NotFoundError):
                 repo.restore(f"id:{e['id']}")

@@ -5,11 +5,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from kit.forge import SIZE, World, digest, full, noise, rewrite
-from snapstore import FormatError, IntegrityError, KeepLast, Repository, SaveOptions, SnapstoreError, UnknownFormatError
+from snapstore import (
+    AlreadyExistsError,
+    FormatError,
+    IntegrityError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    SnapstoreError,
+    UnknownFormatError,
+)
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
@@ -138,6 +148,40 @@ def test_small_objects_of_another_version_are_kept(kind):
         assert [action.kind for action in report.actions] == ["index"]
         assert report.open
     assert store.get(key) == bytes(data)
+
+
+def test_an_encrypted_repository_is_refused_and_left_alone():
+    """No release writes one yet: the feature and the key of the config are reserved (docs/format.md)."""
+    world = of_manifest()
+    config = records.decode(world.store.get("config"), records.Config, "config")
+    fields = msgspec.to_builtins(config)
+    fields |= {"features": ["encrypted"], "writer": "snapstore 9.9"}
+    fields["encryption"] = {"scheme": "aes-256-gcm", "key_id": bytes(16), "salt": bytes(32)}
+    payload = msgspec.msgpack.encode(fields)
+    head = records.encode(config)[:8] + struct.pack("<Q", len(payload))
+    world.store.delete(["config"])
+    world.store.put("config", head + struct.pack("<Q", checksum(head + payload)) + payload)
+    before = dict(world.store._objects)
+    text = r"is encrypted, which this snapstore \(.*\) cannot read; use snapstore 9.9 or newer, and the key"
+    for damaged in (False, True):  # nor does a repair take its config for a damaged one
+        with pytest.raises(UnknownFormatError, match=text):
+            Repository.open(world.store, damaged=damaged)
+    with pytest.raises(AlreadyExistsError):
+        Repository.create(world.store)
+    assert world.store._objects == before
+
+
+@pytest.mark.parametrize("where", ["manifest", "record"])
+def test_an_encrypted_object_is_refused(where):
+    world = of_manifest(features=["encrypted"]) if where == "manifest" else of_manifest()
+    with Repository.open(world.store) as repository:
+        (snapshot,) = repository.snapshots()
+        if where == "record":
+            revision = snapshot.revised(features=["encrypted"])
+            world.store.put(revision.key, records.encode(revision))
+        with pytest.raises(SnapstoreError, match="'encrypted', which this snapstore"):
+            repository.restore(f"id:{snapshot.id}")
+        assert [problem.command for problem in repository.check().problems] == [""]
 
 
 def test_a_flipped_version_is_damage():

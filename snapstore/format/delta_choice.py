@@ -30,6 +30,7 @@ SHORT_PERIOD = 8
 SKIP_SHARE = 0.5
 #: It leaves out at least so many links. A link of twice the mean bytes of the newer ones counts as a skip.
 MIN_SKIPPED, SKIP_RATIO = 4, 2
+SKIP_ROWS = 65536  # chains looked at together
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -89,21 +90,29 @@ class ChainCosts:
         Returns:
             (rows (k,), the reference of each where its base begins (k,)).
         """
-        table = self._table
-        rows = np.repeat(np.arange(len(table)), table.ref_counts)
-        newer = np.arange(len(rows)) - table.starts[rows]  # how many links are newer
-        ends = np.cumsum(table.ref_lengths, dtype=np.int64)
-        newer_bytes = ends - table.ref_lengths - (ends - table.ref_lengths)[table.starts[rows]]
-        is_full = np.zeros(len(rows), bool)
-        is_full[table.starts[1:] - 1] = True
-        is_skip = (table.ref_lengths * np.maximum(newer, 1) >= SKIP_RATIO * newer_bytes) & (newer > 0)
-        at = np.flatnonzero(is_skip | is_full)
-        _, first = np.unique(rows[at], return_index=True)
-        at = at[first]
-        spent = cost(newer_bytes[at], self._plain, newer[at]) + self.newest
         early, room = numbers * GOLDEN % 1, (restore_cost - 1) * self.full
-        chosen = np.flatnonzero((newer[at] >= MIN_SKIPPED) & (spent > SKIP_SHARE * (1 - early / 2) * room))
-        return chosen, at[chosen]
+        limits, spent = SKIP_SHARE * (1 - early / 2) * room, self.whole - self.full + self.newest
+        due = np.flatnonzero((self._depths >= MIN_SKIPPED) & (spent > limits))
+        found = [self._skips_of(due[i : i + SKIP_ROWS], limits) for i in range(0, len(due), SKIP_ROWS)]
+        rows, refs = zip(*found, strict=True) if found else ((due,), (due,))
+        return np.concatenate(rows), np.concatenate(refs)
+
+    def _skips_of(self, rows: Column, limits: Column) -> tuple[Column, Column]:
+        """Return which of some chains spend more than their limits since the last skip, and the references of these."""
+        table, counts = self._table, self._depths[rows] + 1
+        lengths = table.ref_lengths[table.refs_of(rows)].astype(np.int64)
+        begins = np.cumsum(counts) - counts
+        newer = np.arange(len(lengths)) - np.repeat(begins, counts)  # how many links are newer
+        newer_bytes = np.cumsum(lengths) - lengths
+        newer_bytes -= np.repeat(newer_bytes[begins], counts)
+        is_base = (lengths * newer >= SKIP_RATIO * newer_bytes) & (newer > 0)
+        is_base[begins + counts - 1] = True
+        at = np.flatnonzero(is_base)
+        at = at[np.searchsorted(at, begins)]  # the newest one of each chain
+        skipped, plain = newer[at], self._plain[rows]
+        spent = cost(newer_bytes[at], plain, skipped) + self.newest[rows]
+        chosen = (skipped >= MIN_SKIPPED) & (spent > limits[rows])
+        return rows[chosen], (table.starts[rows] + skipped)[chosen]
 
     def delta_limits(self, rows: Column, restore_cost: float, above: Column | float = 0.0) -> Column:
         """Return the `delta_limit` of a delta to each of some chunks, (k,) int64.

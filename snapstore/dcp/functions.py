@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ..state.containers import Path
+from ..state.per_rank import is_per_rank
 from ..state.stateful import is_stateful, state_of
-from .planner import SnapstorePlanner
+from .planner import SnapstorePlanner, closed
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
 
@@ -35,7 +36,7 @@ def save(
     """
     with _alone_is_meant():
         metadata: Metadata = state_dict_saver.save(
-            state,
+            closed(state),
             checkpoint_id=str(step),
             storage_writer=writer,
             planner=SnapstorePlanner(),
@@ -57,7 +58,7 @@ def async_save(
         A future. Wait for it before the next save; its result raises as `save` does.
     """
     future: Any = state_dict_saver.async_save(
-        state,
+        closed(state),
         checkpoint_id=str(step),
         storage_writer=writer,
         planner=SnapstorePlanner(),
@@ -90,13 +91,13 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
 @contextmanager
 def _opened(state: dict[str, Any]) -> Iterator[None]:
     """Put the states of objects in the place of these, and let the objects load what is then there; DCP sees to those
-    that are values of `state` itself.
+    that are values of `state` itself, but for values of each rank's own.
     """
     places: list[tuple[Path, Any]] = []  # an object before what its state contains
     try:
         for key, value in state.items():
-            if not is_stateful(value):
-                _open_objects(value, (key,), places)
+            if is_per_rank(value) or not is_stateful(value):
+                _open_place(state, key, (key,), places)
         yield
         for path, value in reversed(places):
             container = _container(state, path)
@@ -107,14 +108,14 @@ def _opened(state: dict[str, Any]) -> Iterator[None]:
             _container(state, path)[path[-1]] = value
 
 
-def _open_objects(container: Any, path: Path, places: list[tuple[Path, Any]]) -> None:
-    if not isinstance(container, dict | list):
-        return
-    for key in sorted(container, key=str) if isinstance(container, dict) else range(len(container)):
-        while is_stateful(container[key]):
-            places.append(((*path, key), container[key]))
-            container[key] = state_of(container[key], (*path, key))
-        _open_objects(container[key], (*path, key), places)
+def _open_place(container: Any, key: Any, path: Path, places: list[tuple[Path, Any]]) -> None:
+    while is_stateful(container[key]):
+        places.append((path, container[key]))
+        container[key] = state_of(container[key], path)
+    below = container[key]
+    if isinstance(below, dict | list):
+        for child in sorted(below, key=str) if isinstance(below, dict) else range(len(below)):
+            _open_place(below, child, (*path, child), places)
 
 
 def _container(state: dict[str, Any], path: Path) -> Any:

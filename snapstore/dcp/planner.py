@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
+from ..state.per_rank import is_per_rank
 from ..state.sharded import Sharding, locals_of, sharding_of
 from .target import NO_PROCESS
 
@@ -71,6 +72,25 @@ def staged_of(planner: SavePlanner) -> Staged | None:
     return staged
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A value of each rank's own at the top of a state. DCP would put its state there, as if all ranks had the same."""
+
+    value: Any
+
+
+def closed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state for DCP's functions whose values of each rank's own are `Closed`."""
+    return {key: Closed(value) if is_per_rank(value) else value for key, value in state.items()}
+
+
+def opened(state: Any) -> Any:
+    """Return what `closed` was given, with what DCP has made of the other values."""
+    if not any(type(value) is Closed for value in state.values()):
+        return state
+    return {key: value.value if type(value) is Closed else value for key, value in state.items()}
+
+
 class SnapstorePlanner(DefaultSavePlanner):
     """DefaultSavePlanner, which also keeps the state dict with its own containers and keys.
 
@@ -85,7 +105,7 @@ class SnapstorePlanner(DefaultSavePlanner):
     ) -> None:
         """Take the state dict of a save."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.given = state_dict
+        self.given = opened(state_dict)
 
 
 def is_plain(planner: SavePlanner) -> bool:

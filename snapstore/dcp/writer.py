@@ -59,7 +59,7 @@ from .exchange import (
     wanted_trees,
 )
 from .names import step_of
-from .planner import STAGED, Staged, staged_of, state_of
+from .planner import STAGED, Staged, opened, staged_of, state_of
 from .saving import Heart, Saver, Share
 from .target import Place, Target, Url, place_in
 
@@ -134,7 +134,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         with self._writing:  # the copies of a save that is being written are not to be changed
             self._stages += 1
             self._saver.take(place_in(self._group))
-            give = self._saver.stage(state_dict)
+            give = self._saver.stage(opened(state_dict))
         self._staged = Staged(self._stages, give, started, time.monotonic() - started)
         return {STAGED: self._staged}
 

@@ -797,7 +797,7 @@ def case_values_of_each_rank(world: World) -> None:
     import torch
     from torch.distributed.checkpoint import CheckpointException
 
-    from snapstore import PerRank
+    from snapstore import PerRank, RngState
     from snapstore.dcp import async_save, load, save
 
     def own(rank: int) -> dict[str, Any]:
@@ -822,6 +822,16 @@ def case_values_of_each_rank(world: World) -> None:
         expect_same(target, full({"rng": {"mine": own(1)}, "step": 1}))
         with raises(CheckpointException, "Missing key in checkpoint state_dict: rng.mine"):
             load(blank(), world.reader("own-values", per_rank="drop"), step)
+    torch.manual_seed(world.rank)
+    state = {"mine": PerRank(own(world.rank)), "rng": RngState(), "model": torch.nn.Linear(2, 2, bias=False), "n": 2}
+    state["model"].weight.data.fill_(3)
+    for step in (3, 4):  # at the top, where DCP itself would take their states for those of all ranks
+        save(state, writer, step) if step == 3 else async_save(state, writer, step, process_group=world.gloo).result()
+        drawn, target = torch.rand(3), {"mine": PerRank(own(7)), "rng": RngState(), "n": 0}
+        load(target, world.reader("own-values"), step)
+        assert torch.equal(torch.rand(3), drawn), step
+        torch.manual_seed(world.rank)
+        expect_same({"mine": target["mine"].value, "n": target["n"]}, full({"mine": own(world.rank), "n": 2}))
     writer.close()
 
 

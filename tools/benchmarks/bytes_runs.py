@@ -10,9 +10,11 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 TIMED_RESTORES = 12
 #: Chunks of a pretraining run whose bytes under the rules of be3f797 are computed, and steps of an RL run whose bytes
 #: by other tools are measured.
-SAMPLED_CHUNKS, SAMPLED_STEPS = 24, 3
+SAMPLED_CHUNKS, SAMPLED_STEPS = 12, 3
 PEER_BYTES = 8_000_000  # plain bytes of a state that other tools compress
 
 
@@ -47,6 +49,7 @@ class Scale:
         lead: steps of pretraining before an RL run.
         snapshots, gap: of the pretraining run; and snapshots of an RL run.
         rl_s, pretrain_s: time limits of one run [s].
+        limit_s: no run begins later [s].
     """
 
     models: dict[str, Size]
@@ -56,6 +59,7 @@ class Scale:
     gap: int
     rl_s: float
     pretrain_s: float
+    limit_s: float
 
 
 #: 168 M parameters as a GPT, 0.4 G as a Llama, 0.2 G as a mixture of 8 experts; the pretrained GPT has 29 M.
@@ -65,10 +69,10 @@ GPU = Scale(
         "llama": Size(width=1536, layers=12, heads=24, vocabulary=16384, context=256, batch=8),
         "moe": Size(width=512, layers=8, heads=8, vocabulary=16384, context=256, batch=8),
     },
-    Size(width=512, layers=8, heads=8, vocabulary=8192, context=256, batch=8), 200, (100, 100), 50, 30, 75,
+    Size(width=512, layers=8, heads=8, vocabulary=8192, context=256, batch=8), 200, (100, 100), 50, 30, 75, 160,
 )  # fmt: skip
-CPU = Scale({"gpt": codings.SIZE, "llama": codings.SIZE}, codings.SIZE, 100, (20, 100), 5, 60, 60)
-QUICK = Scale({"gpt": gpu_train.TINY, "moe": gpu_train.TINY}, gpu_train.TINY, 4, (4, 6), 1, 20, 20)
+CPU = Scale({"gpt": codings.SIZE, "llama": codings.SIZE}, codings.SIZE, 60, (10, 50), 5, 60, 60, 200)
+QUICK = Scale({"gpt": gpu_train.TINY, "moe": gpu_train.TINY}, gpu_train.TINY, 4, (4, 6), 1, 20, 20, 300)
 
 
 class Mixture(nn.Module):
@@ -350,8 +354,9 @@ def _sizes(chunk: Any, last: Any) -> tuple[int, int | None, int, int]:
 
 def figures_of(sections: dict[str, Any]) -> dict[str, float]:
     """The figures of the sections that were run; of several RL runs the worst."""
-    rl = [found for name, found in sections.items() if name.startswith("rl ")]
-    dense = [found for name, found in sections.items() if name == "pretrain"]
+    measured = {name: found for name, found in sections.items() if "restore" in found}
+    rl = [found for name, found in measured.items() if name.startswith("rl ")]
+    dense = [found for name, found in measured.items() if name == "pretrain"]
     figures: dict[str, float] = {}
     if rl:
         figures["rl_run_over_entropy"] = max(found["over_entropy"] for found in rl)
@@ -377,16 +382,27 @@ def measure(
     note: Callable[[str, dict[str, Any]], None],
     say: Callable[[str], None],
 ) -> None:
-    """Measure every section, or those of some models, and note each as it is done."""
+    """Measure every section, or those of some models, and note each as it is done; none begins beyond the limit."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sections: dict[str, Callable[[], dict[str, Any]]] = {}
     for model in scale.models:
-        if not only or model in only:
-            began = time.perf_counter()
-            found = rl_run(model, scale, folder / model, device, say)
-            note(f"rl {model}", found | {"seconds": round(time.perf_counter() - began, 1)})
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    if not only or "gpt" in only:
+        sections[f"rl {model}"] = partial(rl_run, model, scale, folder / model, device, say)
+        if model == "gpt":
+            sections["pretrain"] = partial(pretrain_run, scale, folder / "pretrain", device, say)
+    first = time.perf_counter()
+    for name, section in sections.items():
+        model = "gpt" if name == "pretrain" else name.partition(" ")[2]
+        if only and model not in only:
+            continue
         began = time.perf_counter()
-        found = pretrain_run(scale, folder / "pretrain", device, say)
-        note("pretrain", found | {"seconds": round(time.perf_counter() - began, 1)})
+        if began - first > scale.limit_s:
+            note(name, {"status": f"skipped: over the limit of {scale.limit_s:.0f} s"})
+            continue
+        try:
+            found = section()
+        except Exception as error:  # noqa: BLE001  the other sections go on
+            traceback.print_exc()
+            found = {"status": f"failed: {type(error).__name__}: {error}"}
+        note(name, found | {"seconds": round(time.perf_counter() - began, 1)})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -439,6 +439,7 @@ def test_the_engines_write_the_same_sparse_deltas(engine, cpu, size, layout):
         for i, (elements, share, most) in enumerate([
             (1, 1, 1), (5, 0.5, 3), (100, 0, 1), (5000, 0.01, 1), (8193, 0.5, 100), (20_000, 0.02, 2**62),
             (20_000, 0.4, 3), (70_000, 0.3, 2**31), (30_000, 0.95, 2), (40_000, 0.01, 2),
+            *((9000, 0.0008, 1) for _ in range(8)),  # groups of two and four gaps, which have two medians
         ])
     ]  # fmt: skip
     bases, arrays = zip(*pairs, strict=True)

@@ -17,7 +17,9 @@ from kit.objects import keys_of
 from kit.packs import scan
 from kit.processes import environment
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
+from snapstore.format import manifest
 from snapstore.format.hashing import checksum
+from snapstore.format.keys import pack_key
 from snapstore.state.arrays import as_bytes
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
@@ -185,6 +187,18 @@ def codecs_of(store):
     found = set()
     for key in keys_of(store, "packs/"):
         for _, header in blobs_of(store.get(key)):
+            found.update(header.codecs[: header.element_size])
+    return found
+
+
+def codecs_in_use(repo, store):
+    """The codecs of all planes that a snapshot needs; a pack that stays may hold others, which nothing needs."""
+    found = set()
+    for ref in (ref for snapshot in repo.snapshots() for ref in snapshot.manifests):
+        m = manifest.read(store, ref, None)
+        packs = [dict(blobs_of(store.get(pack_key(name)))) for name in m.header.pack_names]
+        for pack, offset in zip(m.table.ref_packs.tolist(), m.table.ref_offsets.tolist(), strict=True):
+            header = packs[pack][offset]
             found.update(header.codecs[: header.element_size])
     return found
 

@@ -18,8 +18,7 @@ struct Row {
 };
 
 struct Room {
-    u32 counts[CLASSES];  // of numbers, by their length in bits, and the least and greatest of them
-    u64 least[CLASSES], most[CLASSES];
+    u32 counts[CLASSES];  // of numbers, by their length in bits
     u32 own[2][256], joined[2][256];  // histograms of symbols and values: of a group, and of the run it may join
     double sums[WARPS];
 };
@@ -30,33 +29,21 @@ __device__ __forceinline__ u32 bit_length(u64 value) {
 
 __device__ __forceinline__ void clear_classes(Room& room) {
     __syncthreads();
-    for (u32 i = threadIdx.x; i < CLASSES; i += THREADS) {
-        room.counts[i] = 0;
-        room.least[i] = ~0ull;
-        room.most[i] = 0;
-    }
+    for (u32 i = threadIdx.x; i < CLASSES; i += THREADS) room.counts[i] = 0;
     __syncthreads();
 }
 
 __device__ __forceinline__ void classify(Room& room, u64 value) {
-    const u32 bits = bit_length(value);
-    atomicAdd(&room.counts[bits], 1u);
-    atomicMin(&room.least[bits], value);
-    atomicMax(&room.most[bits], value);
+    atomicAdd(&room.counts[bit_length(value)], 1u);
 }
 
-// Return the length in bits of the median of `count` numbers, rounded down. Call it by all threads.
+// Return the length in bits of the median of `count` numbers, of two the greater. Call it by all threads.
 __device__ u32 median_bits(const Room& room, u32 count) {
     __syncthreads();
     if (!count) return 0;
-    const u32 lower = (count - 1) / 2, upper = count / 2;  // its places in the order; it is the mean of the two
     u32 before = 0, bits = 0;
-    while (before + room.counts[bits] <= lower) before += room.counts[bits++];
-    if (upper < before + room.counts[bits]) return bits;
-    u32 next = bits + 1;
-    while (!room.counts[next]) next++;
-    const u64 a = room.most[bits], b = room.least[next];
-    return bit_length(a + (b - a) / 2);
+    while (before + room.counts[bits] <= count / 2) before += room.counts[bits++];
+    return bits;
 }
 
 __device__ __forceinline__ u64 gap_at(const u32* ranks, u32 i) { return i ? ranks[i] - ranks[i - 1] - 1 : ranks[0]; }

@@ -251,7 +251,8 @@ class _Compacting(BlobRewriting):
         known = self._known(chain[at].digest)
         if known is not None and self._fits(changed := chain[:at] + known, chain):
             return changed
-        return chain[:base] + (self._resolved(chain[base:]) if base < len(chain) else [])
+        changed = chain[:base] + (self._resolved(chain[base:]) if base < len(chain) else [])
+        return changed if self._fits(changed, chain) else chain
 
     def _fits(self, changed: Chain, chain: Chain) -> bool:
         """Whether a restore may pay for a changed chain: within the limits of a save, or no more than before."""

@@ -35,11 +35,11 @@ from snapstore import (
     StorageError,
 )
 from snapstore.catalog.index import Index
-from snapstore.format import blob, manifest, records
+from snapstore.format import blob, delta_chain, manifest, records
 from snapstore.format.codecs import sparse
 from snapstore.format.keys import pack_key
 from snapstore.rewrite import base as rewrite
-from snapstore.rewrite import compact_plan
+from snapstore.rewrite import compact, compact_plan
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -793,3 +793,19 @@ def test_an_unreadable_record_stops_it(repo):
     with pytest.raises(IntegrityError, match=r"compact: .*nothing was rewritten"):
         repo.compact()
     assert {info.key for info in repo.store.list("")} == before
+
+
+def test_a_chain_with_several_edges_stays_within_the_format():
+    """The new chain of the second edge fits by itself, but not with what is above the first, which has none."""
+
+    def links(first, count, dropped=None):
+        places = [delta_chain.Place("p", 1000 * i, 10) for i in range(first, first + count)]
+        return [delta_chain.Link(1, bytes([i // 250, i % 250]) * 8, 1000, place, is_kept=i != dropped)
+                for i, place in zip(range(first, first + count), places, strict=True)]  # fmt: skip
+
+    chain = links(0, 100, dropped=99) + links(100, 60, dropped=130)
+    compacting = object.__new__(compact._Compacting)
+    compacting._plan, compacting._restore_cost = compact_plan.Plan(delta_chain.Digests()), 1000.0
+    compacting._fresh, compacting._chains = {}, {chain[129].digest: [chain[129], *links(500, 130)]}
+    assert len(compacting._resolved(chain[100:])) == 160
+    assert compacting._resolved(chain) == chain

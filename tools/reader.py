@@ -34,6 +34,7 @@ import zstandard
 
 KNOWN_FEATURES = {"ranks"}
 SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 256 << 20
+SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH = 200, 255, 256
 RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,9})")
 STATES = ("committed", "aborted", "forgotten", "swept")
@@ -240,6 +241,7 @@ class Blob:
     def _patched(self, base: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Apply the changed elements of a sparse delta to its base."""
         bits, elements = 8 * self.element, base.copy().view(f"<u{self.element}")
+        need(elements.size <= SPARSE, "a sparse blob of too many elements")
         keys = np.zeros(elements.size, np.uint8)
         if self.layout == 1:
             keys = ((elements << 1 | elements >> (bits - 1)) >> (bits - 8)).astype(np.uint8)

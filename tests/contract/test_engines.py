@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from kit.sparse_deltas import HOSTILE, pair
+from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
@@ -473,6 +473,17 @@ def test_sparse_deltas_that_contradict_themselves(engine, what):
     for chunk in (meant, base):
         with pytest.raises(DAMAGE):
             decode(engine, [[sparse_blob(payload, lengths, chunk, base, 1, 0)]], [chunk], [base])
+
+
+def test_sparse_deltas_of_too_many_elements(engine, monkeypatch):
+    """Refused, by the engine that finds the error, though nothing else is wrong."""
+    base, meant = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    meant[[10, 16]] = 255, 252
+    links = [[sparse_blob(*forged(*GOOD), meant, base, 1, 0)]]
+    np.testing.assert_array_equal(decode(engine, links, [meant], [base])[0], meant)
+    monkeypatch.setattr(sparse, "MAX_ELEMENTS", 99)
+    with pytest.raises(IntegrityError, match="a chunk of 100 elements, expected at most 99"):
+        decode(engine, links, [meant], [base])
 
 
 def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):

@@ -22,6 +22,7 @@ RUNS = [
         "contract/test_engines.py::test_sparse_deltas_of_every_kind",
         "contract/test_engines.py::test_the_engines_write_the_same_sparse_deltas",
         "contract/test_engines.py::test_sparse_deltas_that_contradict_themselves",
+        "contract/test_engines.py::test_sparse_deltas_of_too_many_elements",
     ],
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.forge import little_memory
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore import Repository
 from snapstore.engine.batches import EncodeJob
@@ -296,6 +297,18 @@ def relabelled(data, **fields):
         header[name] = value
     struct.pack_into("<Q", bad, 8, hashing.checksum(memoryview(bad)[16:]))
     return bytes(bad)
+
+
+def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
+    """To apply one takes memory for each element, and a few bytes can name 64 Mi of them."""
+    base = np.zeros(sparse.MAX_ELEMENTS + 1, np.uint8)
+    payload, lengths = forged([(255, 0, 0, 1, 0, 0)])
+    with little_memory(), pytest.raises(IntegrityError, match="16777217 elements, expected at most 16777216"):
+        sparse.apply(memoryview(payload), lengths, base, 1, planes.BYTES, BLOCK)
+    base, chunk = pair(2, planes.ROTATED, 10_000, 0.01, 1)
+    for most, expected in ((10_000, True), (9_999, False)):
+        monkeypatch.setattr(sparse, "MAX_ELEMENTS", most)
+        assert is_sparse(encoded(chunk, base)) == expected
 
 
 def test_sparse_blobs_where_none_may_be():

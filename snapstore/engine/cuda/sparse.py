@@ -117,7 +117,7 @@ class SparseLinks:
     def _read_groups(self, stored: Bytes) -> Column:
         """Read the tables of groups; return which blobs have one that does not contradict itself."""
         payload_bytes = self.header["payload_bytes"].astype(np.int64)
-        fine: Column = payload_bytes >= COUNT.size
+        fine: Column = (payload_bytes >= COUNT.size) & (self.elements <= codecs.sparse.MAX_ELEMENTS)
         at = np.where(fine, self.payload_at, 0)[:, None] + np.arange(COUNT.size)
         counts = stored[at].view("<u4").reshape(-1).astype(np.int64)
         fine &= (counts >= 1) & (counts <= 256) & (COUNT.size + GROUP.itemsize * counts <= payload_bytes)

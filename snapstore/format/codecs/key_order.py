@@ -5,8 +5,6 @@ In: elements. Out: their positions by number in that order, which is kept up to 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +13,8 @@ from ..planes import scratch
 
 #: An order in which more elements change their places is sorted again.
 MOST_MOVES = 1000
+#: A name has so many bits for the position of an element, and 8 above them for its key.
+POSITION_BITS = 24
 
 Elements = npt.NDArray[np.unsignedinteger]
 
@@ -42,7 +42,7 @@ class KeyOrder:
     To sort them takes longer than to apply a link, which gives few of them another key.
 
     Args:
-        elements: (n,) of the oldest base.
+        elements: (n,) of the oldest base, at most 2^POSITION_BITS.
         layout: planes.ROTATED if keys are exponents, else planes.BYTES: then all keys are 0.
 
     Attributes:
@@ -51,13 +51,11 @@ class KeyOrder:
 
     def __init__(self, elements: Elements, layout: int) -> None:
         self._layout = layout
-        self._shift = 24 if elements.size <= 1 << 24 else 40
-        self._dtype: np.dtype[Any] = np.dtype(np.uint32 if self._shift == 24 else np.uint64)
-        self._rooms = [scratch.room(f"names {i}", elements.size * self._dtype.itemsize) for i in (0, 1)]
-        self._names = self._rooms[0].view(self._dtype)  # key << shift | position, ascending
+        self._rooms = [scratch.room(f"names {i}", elements.size * 4) for i in (0, 1)]
+        self._names = self._rooms[0].view(np.uint32)  # key << shift | position, ascending
         np.copyto(self._names, keys_of(elements, layout))
-        np.left_shift(self._names, self._shift, out=self._names)
-        np.bitwise_or(self._names, np.arange(elements.size, dtype=self._dtype), out=self._names)
+        np.left_shift(self._names, POSITION_BITS, out=self._names)
+        np.bitwise_or(self._names, np.arange(elements.size, dtype=np.uint32), out=self._names)
         if layout:
             self._names.sort()
         firsts = self._first_name(np.arange(256, dtype=np.uint8))
@@ -65,12 +63,12 @@ class KeyOrder:
         self._news: tuple[Column, Elements, Elements] | None = None
 
     def _first_name(self, keys: Bytes) -> Elements:
-        names: Elements = keys.astype(self._dtype) << self._dtype.type(self._shift)
+        names: Elements = keys.astype(np.uint32) << np.uint32(POSITION_BITS)
         return names
 
     def positions(self, numbers: Column | slice) -> Column:
         """Return where the elements with these numbers lie in the chunk."""
-        found: Column = self._names[numbers] & self._dtype.type((1 << self._shift) - 1)
+        found: Column = self._names[numbers] & np.uint32((1 << POSITION_BITS) - 1)
         return found
 
     def members(self, first_key: int, last_key: int) -> Column:
@@ -96,7 +94,7 @@ class KeyOrder:
         before, after = (keys_of(elements, self._layout).copy() for elements in news)
         self._news = None
         moved = np.flatnonzero(before != after)
-        before, after, at = before[moved], after[moved], at[moved].astype(self._dtype)
+        before, after, at = before[moved], after[moved], at[moved].astype(np.uint32)
         gone, come = (np.sort(self._first_name(keys) | at) for keys in (before, after))
         moves = np.bincount(after, minlength=256) - np.bincount(before, minlength=256)
         self.starts[1:] += np.cumsum(moves)
@@ -112,4 +110,4 @@ class KeyOrder:
         new = [come[:0] if i < 0 else come[i : i + 1] for i in (events - len(moved)).tolist()]
         pieces = [piece for pair in zip(kept, [*new, come[:0]], strict=True) for piece in pair]
         self._rooms.reverse()
-        self._names = np.concatenate(pieces, out=self._rooms[0].view(self._dtype))
+        self._names = np.concatenate(pieces, out=self._rooms[0].view(np.uint32))

@@ -22,7 +22,7 @@ from ...arrays import Bytes, Column
 from ...errors import IntegrityError
 from ..planes import scratch
 from . import zstd
-from .key_order import Elements, KeyOrder, keys_of
+from .key_order import POSITION_BITS, Elements, KeyOrder, keys_of
 
 ID = 3
 #: A group: last key, gap shift, value shift, flags, changed elements, values.
@@ -46,6 +46,8 @@ GAP_ESCAPE, OTHER = 84, 2
 VALUE_ESCAPE = 255
 #: A chunk is tried if at most this share of its elements changed; beyond, planes are as small and faster.
 TRIED_BELOW_SHARE = 0.5
+#: A chunk of more elements has no sparse deltas: to apply one takes memory for each element, however few bytes it has.
+MAX_ELEMENTS = 1 << POSITION_BITS
 #: A group has at least MIN_GROUP changed elements, if there are as many. Above this share of changed ones it is dense.
 DENSE_ABOVE_SHARE = 0.55
 MIN_GROUP = 128
@@ -74,7 +76,7 @@ class Encoded:
 
 def worth_trying(changed: Any, elements: Any) -> Any:
     """Return whether a delta that changes so many of its elements may be smaller as gaps; numbers or arrays."""
-    return changed <= TRIED_BELOW_SHARE * elements
+    return (changed <= TRIED_BELOW_SHARE * elements) & (elements <= MAX_ELEMENTS)
 
 
 def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block_bytes: int) -> Encoded:
@@ -264,6 +266,8 @@ def apply(
         IntegrityError: the payload contradicts itself or the base; `base` and `order` are then garbage.
     """
     elements = base.view(f"u{element_size}")
+    if elements.size > MAX_ELEMENTS:
+        raise IntegrityError(f"sparse: a chunk of {elements.size} elements, expected at most {MAX_ELEMENTS}")
     if order is None:
         order = KeyOrder(elements, layout)
     order.settle()

@@ -10,8 +10,8 @@ The data path, folder by folder; each folder's docstring names the file to read 
     save      state/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/bases known? base?
               -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blob -> chunks/uploader packs
               -> save/manifest_writer -> protocol/session commit the record -> catalog/index
-    restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, patch
-              the chain, verify -> state/restore_plan put together
+    restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, add
+              up the chain, verify -> state/restore_plan put together
 
 Ranks of a torch.distributed job save one snapshot together: save/rank_job -> save/together, over distributed/.
 

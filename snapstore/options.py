@@ -10,7 +10,7 @@ from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_RESTORE_COST
 from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
-#: Beyond it, no chain would be shorter: see delta_choice.MAX_LINKS.
+#: It allows about a hundred deltas that are almost as large as the full chunk; delta_choice.MAX_LINKS is near.
 MAX_RESTORE_COST = 100.0
 
 
@@ -19,8 +19,9 @@ class SaveOptions:
     """How saves are stored. Every default was measured (docs/design/).
 
     Attributes:
-        restore_cost: the most that restoring a chunk may cost, in bytes read and decoding time, as a multiple of
-            restoring it stored full. Larger values store fewer bytes; 1.0 stores no deltas.
+        restore_cost: the most that a restore of a chunk may cost, in bytes read and decoding time, as a multiple of
+            what it costs if the chunk is stored full: 1.0 to 100.0. With larger values fewer bytes are stored, and
+            restores are slower. 1.0: no deltas.
         pack_bytes: a pack is closed at this size. The default is for states of up to 512 GiB: see `pack_bytes_of`.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It

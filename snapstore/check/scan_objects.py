@@ -306,7 +306,7 @@ class _ObjectScanner:
         except (*DAMAGE, StorageError) as error:
             why = read_failure(self._store, key, error) if isinstance(error, StorageError) else error
             self._without_list.add(snapshot.id)
-            text = f"{snapshot.ref}: its list of manifests: {strip_hint(why)}; it restores, but gcs may not run without"
+            text = f"{snapshot.ref}: its list of manifests: {strip_hint(why)}; it restores, but no gc runs without it"
             self._findings.problem("manifest", key, text)
 
     def _newest_revision(self, snapshot: Snapshot) -> Snapshot:

@@ -27,7 +27,8 @@ MIN_DECODED_BYTES = 1024**3
 #: ... and this many more per stored byte. 64 KiB of zeros take 24 bytes, or 15 if forged by hand, so no blob decodes to
 #: more than 4,400 times its size. A chain counts all its links.
 DECODED_RATIO = 8192
-#: A restore may always decode each of its bytes this often: chains have eight deltas by default.
+#: A restore may always decode each of its bytes this often. By the default SaveOptions.restore_cost only chunks whose
+#: full blobs are large have longer chains, so these stay below DECODED_RATIO.
 MAX_DEPTH_UNASKED = 16
 
 _SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")

@@ -1,4 +1,4 @@
-"""Reader: rebuilds chunks from packs. get ranges -> unpack -> decode -> planes -> patch chain -> verify digest.
+"""Reader: rebuilds chunks from packs. get ranges -> decode planes -> add up chains -> verify digests.
 
 In: rows of chunk tables, and the memory of each chunk. Out: filled memory; every chunk is checked against its digest.
 A batch is bounded in stored plus plain bytes, and is read while the one before is decoded. So memory stays bounded for

@@ -1,4 +1,4 @@
-"""The read path: record -> manifest -> get ranges -> unpack -> decode -> planes -> patch chain -> verify -> state.
+"""The read path: record -> manifest -> get ranges -> decode planes -> add up chains -> verify -> state.
 
 In: a snapshot, and a target to fill if there is one. Out: the state; every chunk is checked against its digest. The
 record and the manifests are enough: no index is needed.

@@ -37,15 +37,17 @@ RESTART = "start the job again: it resumes from the newest committed snapshot"
 
 
 class ChannelError(RanksError):
-    """The messages of the ranks cannot be reached any more: rank 0, which keeps them, has ended or is stopped.
+    """The messages of the ranks cannot be reached any more: rank 0, which keeps them, has ended or is stopped."""
 
-    Attributes:
-        why: the message without what to do.
-    """
+    @classmethod
+    def of(cls, why: str) -> ChannelError:
+        """Return the error that says why, and what to do."""
+        return cls(f"{why}; {RESTART}", ranks=[0])
 
-    def __init__(self, why: str, *, ranks: Sequence[int] = (0,)) -> None:
-        super().__init__(f"{why}; {RESTART}", ranks=ranks)
-        self.why = why
+    @property
+    def why(self) -> str:
+        """Return the message without what to do."""
+        return str(self).removesuffix(f"; {RESTART}")
 
 
 class Ranks(Protocol):

@@ -121,7 +121,7 @@ class LocalRank:
             raise RanksError(f"rank {self.rank}: its process is gone", ranks=[self.rank])
         first = self._board.first
         if first is not None and first.dead and first.is_hosted:
-            raise ChannelError(f"rank 0 of {self.count}: its process is gone, and the messages with it")
+            raise ChannelError.of(f"rank 0 of {self.count}: its process is gone, and the messages with it")
 
 
 class LocalRanks(list[LocalRank]):

@@ -213,7 +213,7 @@ class TorchRanks:
         except RanksError:
             raise
         except Exception as error:  # torch raises RuntimeError and others
-            raise ChannelError(
+            raise ChannelError.of(
                 f"rank 0 of {self.count}: has ended, or rank {self.rank} cannot reach it any more "
                 f"({str(error).splitlines()[0][:200]})"
             ) from error
@@ -247,11 +247,11 @@ class _Client:
             ChannelError: the server does not answer; it is not asked again.
         """
         if self._is_stuck:
-            raise ChannelError("rank 0: does not answer any more")
+            raise ChannelError.of("rank 0: does not answer any more")
         pending = self._threads.start(call, [self._store])
         if not pending.ready(self._limit_s):
             self._is_stuck = True
-            raise ChannelError(f"rank 0: has not answered for {self._limit_s:.6g} s, its process or host is stopped")
+            raise ChannelError.of(f"rank 0: has not answered for {self._limit_s:.6g} s, its process or host is stopped")
         return pending()[0]
 
     def close(self) -> None:

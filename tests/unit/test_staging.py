@@ -78,7 +78,9 @@ def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch
     assert not any(depths[12:18]), depths
     assert all(depths[21:24]), depths
     assert not any(unpaid[10:12])
-    assert unpaid[12:15] == [True, True, False]
+    first = unpaid.index(True, 12)
+    assert first <= 13, "the chunk may be full in its turn, before a delta is tried"
+    assert unpaid[first : first + 3] == [True, True, False]
 
 
 def test_an_unchanged_tensor_is_no_rejected_delta(snapshots):

@@ -167,7 +167,7 @@ def _manifests_of(context: Context, scan: RecordScan, save_id: str) -> tuple[dic
         if head is None or head.save_id.hex() != save_id:
             continue
         if isinstance(head, ManifestList):
-            return {name: sizes.get(name, 0) for name in map(manifest_key, head.sha256s)}, head.sha256
+            return {name: sizes.get(name, 0) for name in map(manifest_key, head.sha256s)}, key[-64:]
         found.append((head.rank, head.sequence, key))
     return {key: sizes[key] for _, _, key in sorted(found)}, ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..catalog.history import View
@@ -39,7 +40,8 @@ class Replacements:
         """Return replacements of manifests that another snapshot may name too; b"" stands for their bytes.
 
         No gc deletes them: the snapshot for which they were written is still committed with them, no mark names them,
-        and they are there; and so it is with their packs.
+        and they are there; and so it is with their children and packs. Each reference keeps the keys that this release
+        does not know.
 
         Args:
             view, marked: see `Work`.
@@ -52,11 +54,11 @@ class Replacements:
             if revision is None or now is None or now.state != COMMITTED or now.manifests != revision.manifests:
                 continue
             header = _header(self._context, new)
-            packs = set(header.pack_names) if header else set()
-            if header is None or marked is None or new.key in marked or safe(packs) != packs:
+            if header is None or marked is None:
                 continue
-            if self._context.store.sizes([new.key]) == {new.key: new.size_bytes}:
-                found[ref.sha256] = new, b""
+            packs, sizes = set(header.pack_names), {one.key: one.size_bytes for one in (new, *header.children)}
+            if marked.isdisjoint(sizes) and safe(packs) == packs and self._context.store.sizes(list(sizes)) == sizes:
+                found[ref.sha256] = msgspec.structs.replace(new, unknown=ref.unknown), b""
         return found
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 
 import msgspec
 import numpy as np
@@ -10,14 +11,15 @@ import torch
 from torch.distributed.tensor import Shard
 
 from kit import foreign, rank_saves
-from kit.objects import keys_of, replace
+from kit.objects import clone, keys_of, replace
 from kit.rank_saves import sharded
 from kit.repositories import check_clean, created, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, PerRank, Repository
 from snapstore.catalog.index import Index
 from snapstore.format import manifest, records
 from snapstore.format.keys import manifest_key
-from snapstore.format.records import ManifestList
+from snapstore.format.records import ManifestList, Mark, Wait
+from snapstore.protocol.commit import Claim
 from snapstore.storage.memory import MemoryStore
 
 
@@ -424,3 +426,84 @@ def test_unknown_keys_keep_a_manifest_to_itself(store):
     assert manifest.read(store, first.manifests[2], None).says_the_same(later)
     later.table = dataclasses.replace(later.table, ref_offsets=later.table.ref_offsets + np.uint64(8))
     assert not manifest.read(store, first.manifests[2], None).says_the_same(later)
+
+
+def test_no_root_is_shared_while_a_mark_names_one_of_its_children(monkeypatch):
+    """A gc has marked when the new child of r@0 was put, and its root was not; it sweeps before r@1 is published."""
+    whole = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40)
+    states = [lambda: {"model": {"w": sharded(whole, [2], [Shard(0)])}}] * 2
+    foreign.readable(monkeypatch)
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024) as repository:
+        with foreign.written():
+            first, second = (rank_saves.save(repository, states, step)[0] for step in range(2))
+        old = set(keys_of(store, "manifests/"))
+        look, publish = Claim.marked, Claim.publish
+
+        def marking(claim):
+            if claim.made_for.snapshot.hex() == second.id:
+                (root,) = (ref for ref in repository.snapshot("r@0").manifests if ref.part == "model")
+                (child, *_) = (ref for ref in repository.context.index.header(root).children if ref.key not in old)
+                mark = Mark(id=records.new_id(), started=0.0, packs=b"", manifests=bytes.fromhex(child.sha256))
+                store.put(records.key_of(mark), records.encode(mark))
+                store.put(f"gc/{mark.id}.wait", records.encode(Wait(id=mark.id, sessions=[])))
+            return look(claim)
+
+        def sweeping(claim, revision):
+            if revision.id == second.id:
+                with opened(store) as other:
+                    other.forget_snapshots(["r@0"])
+                    assert other.gc().deleted_objects
+            return publish(claim, revision)
+
+        monkeypatch.setattr(Claim, "marked", marking)
+        monkeypatch.setattr(Claim, "publish", sweeping)
+        assert [s.ref for s in repository.recode([first.ref, second.ref]).recoded] == ["r@0", "r@1"]
+        monkeypatch.setattr(Claim, "publish", publish)
+        monkeypatch.setattr(Claim, "marked", look)
+        assert repository.check("restore").problems == []
+        repository.gc()
+        rank_saves.read(repository, repository.snapshot("r@1"))
+
+
+def test_a_list_may_have_keys_of_a_later_release(store):
+    """Its name covers them; it is whole, explains itself to a gc, and brings a lost record back."""
+    last = of(store, "a@2")
+    old = store.get(manifest_key(last.manifest_list))
+    payload = msgspec.msgpack.encode(msgspec.msgpack.decode(old[records.ENVELOPE.size :]) | {"color": 1})
+    head = records.ENVELOPE.pack(b"SNAP", 10, 1, 0, len(payload), 0)[:16]
+    data = head + records.xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
+    later = msgspec.structs.replace(last, manifest_list=hashlib.sha256(data).hexdigest())
+    store.put(manifest_key(later.manifest_list), data)
+    store.delete([manifest_key(last.manifest_list)])
+    replace(store, last.key, records.encode(later))
+    with opened(store) as repository:
+        assert repository.check().problems == []
+        save(repository, "a", 3, 1)
+    lost = clone(store)
+    replace(lost, last.key, b"damaged")
+    with opened(lost) as repository:
+        repository.repair(apply=True)
+        (after,) = (s for s in repository.snapshots() if s.id == last.id)
+        assert (after.manifests, after.manifest_list) == (last.manifests, later.manifest_list)
+        assert repository.check().problems == []
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@2"])
+        assert repository.gc().deleted_objects == 1
+    check_clean(store)
+
+
+def test_a_rewrite_keeps_the_unknown_keys_of_each_reference(monkeypatch):
+    """Two snapshots name one manifest; a later release has given each of the two references a key."""
+    store = _abroad(monkeypatch)
+    for number in range(2):
+        before = of(store, f"a@{number}")
+        refs = [msgspec.structs.replace(ref, unknown=(("phase", bytes([number])),)) for ref in before.manifests]
+        replace(store, before.key, records.encode(msgspec.structs.replace(before, manifests=refs)))
+    with opened(store) as repository:
+        repository.recode()
+        zero, one = (repository.snapshot(f"a@{number}") for number in range(2))
+        assert one.revision == 1
+        assert shas(zero) == shas(one)
+        assert {ref.unknown for ref in one.manifests} == {(("phase", b"\x01"),)}
+        assert repository.check("restore").problems == []

@@ -305,6 +305,9 @@ class _ObjectScanner:
             self._findings.problem("manifest", key, f"{snapshot.ref}: {error}", command="")
         except (*DAMAGE, StorageError) as error:
             why = read_failure(self._store, key, error) if isinstance(error, StorageError) else error
+            now = self._newest_revision(snapshot)
+            if now.state not in _STATES or now.manifest_list != snapshot.manifest_list:
+                return  # rewritten or swept since the manifests were read: a gc has deleted the old list
             self._without_list.add(snapshot.id)
             text = f"{snapshot.ref}: its list of manifests: {strip_hint(why)}; it restores, but no gc runs without it"
             self._findings.problem("manifest", key, text)

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from kit import foreign, rank_saves
+from kit.actors import Actor
+from kit.faults import one_thread
 from kit.objects import clone, keys_of, replace
 from kit.rank_saves import sharded
 from kit.repositories import check_clean, created, opened, same, save, values
@@ -507,3 +509,26 @@ def test_a_rewrite_keeps_the_unknown_keys_of_each_reference(monkeypatch):
         assert shas(zero) == shas(one)
         assert {ref.unknown for ref in one.manifests} == {(("phase", b"\x01"),)}
         assert repository.check("restore").problems == []
+
+
+@pytest.mark.parametrize("how", ["rewritten", "swept"])
+def test_a_check_beside_a_gc_misses_no_list_that_nothing_names_any_more(monkeypatch, how):
+    """The check has read the manifests when its snapshot is rewritten, or swept, and the list is deleted."""
+    one_thread(monkeypatch, index=False)
+    store = _abroad(monkeypatch)
+    with opened(store) as repository:
+        if how == "swept":
+            repository.forget_snapshots(["a@1"])
+        key = manifest_key(repository.view().resolve("a@1", ("committed", "forgotten")).manifest_list)
+
+    def checking(stepped):
+        with opened(stepped) as repository:
+            return repository.check()
+
+    check = Actor("check", store, checking).until("get", key)
+    with opened(store) as repository:
+        if how == "rewritten":
+            repository.recode()
+        repository.gc()
+        assert key not in keys_of(store)
+    assert check.finish().problems == []

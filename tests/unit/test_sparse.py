@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.forge import little_memory
+from kit.forge import little_memory, little_time
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore import Repository
 from snapstore.engine.batches import EncodeJob
@@ -309,6 +309,13 @@ def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
     for most, expected in ((10_000, True), (9_999, False)):
         monkeypatch.setattr(sparse, "MAX_ELEMENTS", most)
         assert is_sparse(encoded(chunk, base)) == expected
+
+
+def test_frames_that_no_group_needs_cost_no_time():
+    """256 groups copied four million lengths each: seconds for a blob of 16 MB."""
+    payload, _ = forged([(key, 0, 0, 1, 0, 0) for key in range(256)])
+    with little_time(0.5), pytest.raises(IntegrityError, match="4000000 frames more"):
+        applied(payload, [0] * 4_000_000, np.zeros(100, np.uint8), 1, planes.BYTES)
 
 
 def test_sparse_blobs_where_none_may_be():

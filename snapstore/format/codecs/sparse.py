@@ -312,12 +312,12 @@ def _read_frames(
     """Decode the frames that begin at `at`; return all symbols, all values, and where the frames end."""
     counts = {name: groups[name].astype(np.int64) for name in ("gaps", "values")}
     streams = {name: np.empty(int(column.sum()), np.uint8) for name, column in counts.items()}
-    filled, begin, left = dict.fromkeys(streams, 0), 0, list(frame_lengths)
+    filled, begin, used = dict.fromkeys(streams, 0), 0, 0
     for end in (np.flatnonzero(groups["flags"]) + 1).tolist():
         for name, stream in streams.items():
             out = stream[filled[name] :][: int(counts[name][begin:end].sum())]
-            lengths = left[: -(-out.size // block_bytes)]
-            left = left[len(lengths) :]
+            lengths = frame_lengths[used : used + -(-out.size // block_bytes)]
+            used += len(lengths)
             stops = (at + np.cumsum([0, *lengths])).tolist()
             if len(lengths) != -(-out.size // block_bytes) or stops[-1] > len(payload):
                 raise IntegrityError("sparse: fewer frames than the groups need")
@@ -325,8 +325,8 @@ def _read_frames(
             zstd.decode(blocks, out, block_bytes)
             filled[name], at = filled[name] + out.size, stops[-1]
         begin = end
-    if left:
-        raise IntegrityError(f"sparse: {len(left)} frames more than the groups need")
+    if used < len(frame_lengths):
+        raise IntegrityError(f"sparse: {len(frame_lengths) - used} frames more than the groups need")
     return streams["gaps"], streams["values"], at
 
 

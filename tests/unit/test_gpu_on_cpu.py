@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from kit import processes
+from kit.samples import some
 
 #: A process each: together they take minutes on a busy machine.
 RUNS = [
@@ -68,12 +69,24 @@ LEFT_OUT = {
     ],
 }
 
+#: Ten seconds or more each, two of them in a run; a GPU runs all.
+SLOW = [
+    "gpu/test_gpu_staging.py::test_streams_are_not_used_up",
+    "gpu/test_gpu_staging.py::test_bases_across_changes_of_mode",
+    "gpu/test_gpu_staging.py::test_auto_looks_at_free_memory",
+    "gpu/test_gpu_directions.py::test_long_chains[manager-65536]",
+    "gpu/test_gpu_directions.py::test_packs_of_any_size[4096]",
+    "gpu/test_gpu_first_save.py::test_the_first_save_locks_the_memory_of_the_second",
+    "gpu/test_gpu_first_save.py::test_prepare_locks_the_memory_of_the_first_save",
+]
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
 def test_the_gpu_engine_on_a_cpu(tmp_path, names):
-    left_out = [f"--deselect=tests/{name}" for names in LEFT_OUT.values() for name in names]
+    others = set(SLOW) - set(some(SLOW, 2))
+    left_out = [f"--deselect=tests/{name}" for names in (*LEFT_OUT.values(), others) for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(
         [

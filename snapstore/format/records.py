@@ -27,6 +27,7 @@ MAX_OBJECT_BYTES = 64 * 1024 * 1024
 #: revision may grow into a record that readers refuse.
 MAX_FIELD_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
+MAGIC = b"SNAP"
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 
 #: Names that become parts of keys and paths: decoding refuses a forged one before any use.
@@ -368,7 +369,7 @@ def key_of(value: SmallObject) -> str:
 def encode(value: SmallObject) -> bytes:
     """Return the object's bytes as stored."""
     payload = open_maps.encode(value, "manifests") if isinstance(value, Snapshot) else _ENCODER.encode(value)
-    head = ENVELOPE.pack(b"SNAP", _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
+    head = ENVELOPE.pack(MAGIC, _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
     return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
 
 
@@ -400,7 +401,7 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
     if len(data) < ENVELOPE.size:
         raise IntegrityError(f"{key}: {len(data)} bytes, expected at least {ENVELOPE.size}: the object is cut short")
     magic, got_kind, version, _, length, checksum = ENVELOPE.unpack_from(data)
-    if magic != b"SNAP":
+    if magic != MAGIC:
         raise FormatError(f"{key}: not a snapstore object: magic {magic!r}, expected b'SNAP'")
     if version != FORMAT_VERSION and not is_damaged(data):
         raise UnknownFormatError(
@@ -468,7 +469,7 @@ def _check_sizes(snapshot: Snapshot, key: str) -> None:
 
 def is_list(data: bytes | memoryview) -> bool:
     """Return whether the first bytes of an object among the manifests are those of a `ManifestList`."""
-    return bytes(data[:5]) == b"SNAP" + bytes([_KINDS[ManifestList]])
+    return bytes(data[:5]) == MAGIC + bytes([_KINDS[ManifestList]])
 
 
 def highest_seq(seqs: Iterable[int]) -> int:
@@ -488,7 +489,7 @@ def is_damaged(data: bytes) -> bool:
     """Return whether undecodable bytes are damaged, rather than of a version that this release does not know."""
     ours = data[:5] + bytes([FORMAT_VERSION]) + data[6:16]
     holds = xxhash.xxh3_64_digest(ours + data[ENVELOPE.size :])[::-1] == data[16 : ENVELOPE.size]
-    if data[:4] == b"SNAP" and data[5:6] != ours[5:6]:
+    if data[:4] == MAGIC and data[5:6] != ours[5:6]:
         return holds  # then only that byte differs from a valid object; other versions may have other checksums
     return not holds
 

@@ -121,12 +121,14 @@ class Bases:
                 rows += len(m.table)
         self.table, self.count = ChunkTable.concatenate(tables), rows
         self.skips = np.full(rows, -1, np.int64)
-        if restore_cost is not None and rows:
-            chosen, refs = ChainCosts(self.table).skips(restore_cost, np.concatenate(numbers))
-            self.skips[chosen] = rows + np.arange(len(chosen))
-            self.table = ChunkTable.concatenate([self.table, self.table.from_links(chosen, refs)])
-        self.depths = self.table.depths
         self.costs = ChainCosts(self.table)
+        if restore_cost is not None and rows:
+            chosen, refs = self.costs.skips(restore_cost, np.concatenate(numbers))
+            if len(chosen):
+                self.skips[chosen] = rows + np.arange(len(chosen))
+                self.table = ChunkTable.concatenate([self.table, self.table.from_links(chosen, refs)])
+                self.costs = ChainCosts(self.table)
+        self.depths = self.table.depths
         self.lengths = self.table.lengths
         bad = np.isin(self.table.ref_packs, [number for name, number in known.items() if name in damaged])
         self.usable = ~np.logical_or.reduceat(bad, self.table.starts[:-1]) if rows else np.zeros(0, bool)

@@ -45,24 +45,37 @@ Elements = npt.NDArray[np.unsignedinteger]
 Arrays = list[Elements]
 
 
-class Llama(nn.Module):
-    """Tokens in, logits of the next token out."""
+class Model(nn.Module):
+    """Tokens in, logits of the next token out, by a causal language model of transformers: "Llama" or "Mixtral"."""
 
-    def __init__(self, size: gpu_train.Size) -> None:
+    def __init__(self, kind: str, size: gpu_train.Size) -> None:
         super().__init__()
         import transformers
 
-        config = transformers.LlamaConfig(
+        config = getattr(transformers, f"{kind}Config")(
             hidden_size=size.width, intermediate_size=11 * size.width // 4, num_hidden_layers=size.layers,
             vocab_size=size.vocabulary, num_attention_heads=size.heads, num_key_value_heads=max(1, size.heads // 2),
             max_position_embeddings=size.context,
         )  # fmt: skip
-        self.inner = transformers.LlamaForCausalLM(config)
+        self.inner = getattr(transformers, f"{kind}ForCausalLM")(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, context) int64 to logits (batch, context, vocabulary)."""
         logits: Tensor = self.inner(tokens).logits
         return logits
+
+
+def trainer_of(model: str, size: gpu_train.Size, device: torch.device, steps: int) -> gpu_train.Trainer:
+    """Return the training run of a model, on Python's sources: the "gpt", a "llama", or a mixture of experts, "moe"."""
+    trainer = gpu_train.Trainer(size, device, steps)
+    if model != "gpt":
+        torch.manual_seed(0)
+        trainer.model = Model({"llama": "Llama", "moe": "Mixtral"}[model], size).to(device)  # type: ignore[assignment]
+        trainer.optimizer = torch.optim.AdamW(
+            trainer.model.parameters(), lr=gpu_train.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1,
+            fused=device.type == "cuda",
+        )  # fmt: skip
+    return trainer
 
 
 # -- states
@@ -71,13 +84,7 @@ class Llama(nn.Module):
 def pairs(model: str, steps: int) -> Iterator[tuple[str, int, gpu_train.State, gpu_train.State]]:
     """Train, and yield (series, gap, state, state after as many more steps)."""
     size = SIZE if steps >= PRETRAIN_STEPS else gpu_train.TINY
-    trainer = gpu_train.Trainer(size, torch.device("cpu"), steps)
-    if model == "llama":
-        torch.manual_seed(0)
-        trainer.model = Llama(size)  # type: ignore[assignment]
-        trainer.optimizer = torch.optim.AdamW(
-            trainer.model.parameters(), lr=gpu_train.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1
-        )
+    trainer = trainer_of(model, size, torch.device("cpu"), steps)
     for series, gaps, lr, keep in (
         ("pretrain", PRETRAIN_GAPS, None, gpu_train.clone),
         ("rl", RL_GAPS, gpu_train.RL_LR, gpu_train.weights_only),

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import bytes as codings
 from benchmarks import gpu_train
 from benchmarks.gpu_limits import synchronize
-from benchmarks.gpu_train import Size, State, Trainer
+from benchmarks.gpu_train import Size, State
 from snapstore import Repository, SaveOptions, Snapshot, SnapshotManager
 from snapstore.format import manifest, planes
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
@@ -73,40 +73,6 @@ GPU = Scale(
 )  # fmt: skip
 CPU = Scale({"gpt": codings.SIZE, "llama": codings.SIZE}, codings.SIZE, 60, (10, 50), 5, 60, 60, 200)
 QUICK = Scale({"gpt": gpu_train.TINY, "moe": gpu_train.TINY}, gpu_train.TINY, 4, (4, 6), 1, 20, 20, 300)
-
-
-class Mixture(nn.Module):
-    """Tokens in, logits of the next token out, by a mixture of 8 experts."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        import transformers
-
-        config = transformers.MixtralConfig(
-            hidden_size=size.width, intermediate_size=11 * size.width // 4, num_hidden_layers=size.layers,
-            vocab_size=size.vocabulary, num_attention_heads=size.heads, num_key_value_heads=max(1, size.heads // 2),
-            max_position_embeddings=size.context,
-        )  # fmt: skip
-        self.inner = transformers.MixtralForCausalLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, context) int64 to logits (batch, context, vocabulary)."""
-        logits: Tensor = self.inner(tokens).logits
-        return logits
-
-
-def trainer_of(model: str, size: Size, device: torch.device, steps: int) -> Trainer:
-    """The training run of a model, on Python's sources."""
-    trainer = Trainer(size, device, steps)
-    if model != "gpt":
-        torch.manual_seed(0)
-        made = {"llama": codings.Llama, "moe": Mixture}[model](size)
-        trainer.model = made.to(device)  # type: ignore[assignment]
-        trainer.optimizer = torch.optim.AdamW(
-            trainer.model.parameters(), lr=gpu_train.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1,
-            fused=device.type == "cuda",
-        )  # fmt: skip
-    return trainer
 
 
 # -- entropy
@@ -206,7 +172,7 @@ def restore_figures(run: Run, like: State, device: torch.device) -> dict[str, An
 
 def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """One RL run: stored bytes beside the entropy and other tools, restores beside a full one."""
-    trainer = trainer_of(model, scale.models[model], device, scale.lead)
+    trainer = codings.trainer_of(model, scale.models[model], device, scale.lead)
     trainer.train(scale.lead)
     trainer.train(gpu_train.SETTLE_STEPS, gpu_train.RL_LR)
     began, wanted = time.perf_counter(), scale.snapshots[1]
@@ -268,7 +234,7 @@ def peer_shares(a: codings.Arrays, b: codings.Arrays) -> dict[str, float]:
 def pretrain_run(scale: Scale, folder: Path, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """The pretraining run: stored bytes beside those of be3f797, restores beside a full one."""
     wanted, gap = scale.snapshots[0], scale.gap
-    trainer = trainer_of("gpt", scale.pretrained, device, scale.lead + wanted * gap)
+    trainer = codings.trainer_of("gpt", scale.pretrained, device, scale.lead + wanted * gap)
     trainer.train(scale.lead)
     began = time.perf_counter()
     before = Before()
